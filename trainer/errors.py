@@ -1,0 +1,37 @@
+"""The one error a user of Shardwright is meant to read."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+
+
+class UserError(Exception):
+    """Something the user asked for can't be; scripts print it without a traceback and exit with code 2.
+
+    Args:
+        asked: what was asked, e.g. ``recipe mixtral_ep: mesh axis 'expert' of size 3``.
+        found: what was found, e.g. ``model.layers.0.mlp.experts.down_proj has shape [8, 64, 128]``.
+        why: why the two can't go together.
+        instead: what to write instead.
+    """
+
+    def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
+        self.asked, self.found, self.why, self.instead = asked, found, why, instead
+        super().__init__(f"{asked}\n  found:   {found}\n  why not: {why}\n  instead: {instead}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'? `` for the nearest of ``known``, or the empty string; reads well before a list."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Run a script's ``main``: a UserError is printed to stderr and becomes exit code 2."""
+    try:
+        return main() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
