@@ -1,0 +1,169 @@
+"""Mixture-of-experts kernels with static shapes and no device sync, for transformers' experts interface.
+
+A function registered here serves every model under that interface (about 60 families): it is called as
+``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's own
+router has normalised. Legend of the shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts
+a token, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden, F expert width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from models.side_outputs import record
+
+Axes = tuple[str, ...]
+# (tensor, mesh axes of each dimension) -> the tensor, laid out so, in forward and in backward
+Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How `capacity` spreads tokens.
+
+    Args:
+        factor: slots of an expert = factor x the tokens it gets when routing is balanced (GShard's capacity factor).
+            At factor >= E/k nothing can drop.
+        groups: groups that tokens are dispatched in, one a batch shard, so that dispatch itself needs no communication.
+        batch_axes: mesh axes that split the groups.
+        expert_axes: those of the mesh axes that split the experts; tokens cross them by all-to-all.
+        constrain: fixes the layout of an activation and of its gradient.
+    """
+
+    factor: float
+    groups: int = 1
+    batch_axes: Axes = ()
+    expert_axes: Axes = ()
+    constrain: Constrain = lambda tensor, axes: tensor
+
+    def slots(self, tokens: int, top_k: int, experts: int) -> int:
+        """Slots of one expert in a group of ``tokens`` tokens; never more than can be filled (one a token)."""
+        return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
+
+    def __call__(
+        self, experts: nn.Module, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
+    ) -> torch.Tensor:
+        """GShard's dispatch (arXiv:2006.16668): tokens beyond an expert's capacity are dropped, first choices last.
+
+        Only integers are scattered; activations move by gathers, in the backward too: a scatter of activations
+        would make the partitioner gather the global batch.
+        """
+        (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], int(experts.num_experts), self.groups
+        s = T // G
+        C = self.slots(s, k, E)
+        M = E * C
+        x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
+        # choice-major: every token's first choice is seated before any token's second
+        index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
+        weight_GN = weight_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
+        slot_GN = _slots(index_GN, E, C)
+        record("dropped_fraction", (slot_GN == M).to(torch.float32).mean())
+        owner_GM = _owners(slot_GN, M)
+
+        x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))
+        x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
+        group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
+        x_EGCH = self.constrain(x_EGCH, (self.expert_axes, group_axes, (), ()))
+        y_EGCH = _mlp(experts, x_EGCH.reshape(E, G * C, H)).reshape(E, G, C, H)
+        y_EGCH = self.constrain(y_EGCH, (self.expert_axes, group_axes, (), ()))
+        y_GMH = self.constrain(y_EGCH.transpose(0, 1).reshape(G, M, H), (self.batch_axes, (), ()))
+
+        y_GNH = _Combine.apply(y_GMH, slot_GN, owner_GM) * weight_GN.unsqueeze(-1)
+        y_GsH = self.constrain(y_GNH.reshape(G, k, s, H).sum(1), (self.batch_axes, (), ()))
+        return y_GsH.reshape(T, H).to(x_TH.dtype)
+
+
+def dense(
+    experts: nn.Module, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
+) -> torch.Tensor:
+    """Every expert on every token, weighted by the router: the exact reference, at E/k times the FLOPs."""
+    E = int(experts.num_experts)
+    chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)
+    weight_TE = (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)
+    y_ETH = _mlp(experts, x_TH.unsqueeze(0))
+    return torch.einsum("eth,te->th", y_ETH, weight_TE.to(y_ETH.dtype)).to(x_TH.dtype)
+
+
+def register(name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Make ``function`` known to transformers as ``name`` (for ``model.set_experts_implementation``)."""
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
+def _mlp(experts: nn.Module, x_ENH: torch.Tensor) -> torch.Tensor:
+    """The experts' own two projections on ``x`` [E or 1, N, H] -> [E, N, H], in whichever storage the family uses.
+
+    Attributes read are those that transformers' ``use_experts_implementation`` sets on every experts module.
+    """
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(experts, name)
+        y = torch.einsum("...nh,...hf->...nf" if experts.is_transposed else "...nh,...fh->...nf", x, weight)
+        return y + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else y
+
+    if experts.has_gate:
+        hidden = experts._apply_gate(project(x_ENH, "gate_up_proj"))
+    else:
+        hidden = experts.act_fn(project(x_ENH, "up_proj"))
+    y = project(hidden, "down_proj")
+    return experts.post_expert_norm(y) if experts.has_post_expert_norm else y
+
+
+def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
+    """The slot in 0..M-1 of each (token, choice), by order of arrival at its expert; M where the expert is full."""
+    chosen_GNE = (index_GN.unsqueeze(-1) == torch.arange(E, device=index_GN.device)).to(torch.int32)
+    position_GN = ((chosen_GNE.cumsum(1) - 1) * chosen_GNE).sum(-1)
+    return torch.where(position_GN < C, index_GN * C + position_GN, torch.full_like(index_GN, E * C))
+
+
+def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
+    """The inverse of :func:`_slots`: which (token, choice) in 0..N-1 sits in a slot; N where it is empty."""
+    G, N = slot_GN.shape
+    order = torch.arange(N, device=slot_GN.device).unsqueeze(0).expand(G, N)
+    empty = torch.full((G, M + 1), N, dtype=slot_GN.dtype, device=slot_GN.device)
+    return empty.scatter(1, slot_GN, order)[:, :M]
+
+
+def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor) -> torch.Tensor:
+    """``x[g, index[g, q]]`` for each group, with index R meaning a row of zeros."""
+    G, R, H = x_GRH.shape
+    present = index_GQ < R
+    index = torch.where(present, index_GQ, torch.zeros_like(index_GQ)).unsqueeze(-1).expand(-1, -1, H)
+    return torch.gather(x_GRH, 1, index) * present.unsqueeze(-1).to(x_GRH.dtype)
+
+
+class _Dispatch(torch.autograd.Function):
+    """tokens [G, s, H] -> slots [G, M, H]; the gradient of a token is gathered from its k slots."""
+
+    @staticmethod
+    def forward(ctx, x_GsH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slot_GN)
+        s, N = x_GsH.shape[1], slot_GN.shape[1]
+        ctx.k = N // s
+        token_GM = torch.where(owner_GM < N, owner_GM % s, torch.full_like(owner_GM, s))
+        return _rows(x_GsH, token_GM)
+
+    @staticmethod
+    def backward(ctx, grad_GMH: torch.Tensor):  # type: ignore[override]
+        (slot_GN,) = ctx.saved_tensors
+        G, _, H = grad_GMH.shape
+        return _rows(grad_GMH, slot_GN).reshape(G, ctx.k, -1, H).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """slots [G, M, H] -> (choice, token) [G, N, H], zeros for a dropped one; a slot's gradient comes from its owner."""
+
+    @staticmethod
+    def forward(ctx, y_GMH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(owner_GM)
+        return _rows(y_GMH, slot_GN)
+
+    @staticmethod
+    def backward(ctx, grad_GNH: torch.Tensor):  # type: ignore[override]
+        (owner_GM,) = ctx.saved_tensors
+        return _rows(grad_GNH, owner_GM), None, None

@@ -1,0 +1,136 @@
+"""The one room that talks to torch_xla.distributed.spmd: place tensors, constrain values and gradients, check.
+
+A layout becomes torch_xla's partition spec (per tensor dimension: None, an axis, or a tuple of axes in mesh order) in
+`trainer.plan`; here it meets the device. torch_xla's own `convert_to_xla_partition_spec` is not used: it forgets the
+first of two axes on one dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+
+from trainer.errors import UserError
+
+PartitionSpec = tuple[None | str | tuple[str, ...], ...]
+
+REPLICATED = "{replicated}"
+# mesh and spec -> XLA's sharding, as an object for the compiler and as text; an op's argument must be plain data
+_shardings: dict[str, object] = {}
+_texts: dict[str, str] = {}
+
+
+def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
+    """Move ``tensor`` to the XLA devices and lay it out, in one go: each device receives its shard alone.
+
+    Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
+    there is no separate marking to call.
+
+    Raises:
+        UserError: the tensor holds no data on the host to move (meta), or its rank is not the spec's.
+    """
+    if tensor.device.type != "cpu":
+        raise UserError(
+            asked=f"place {name} as {spec}",
+            found=f"it is on device {tensor.device}",
+            why="a tensor goes from the host to its shards in one pass; one on another device has no host data to send",
+            instead="give the tensor on the CPU (a meta model gets its weights from trainer.weights)",
+        )
+    if tensor.dim() != len(spec):
+        raise UserError(
+            asked=f"place {name} as {spec}",
+            found=f"its shape is {list(tensor.shape)}",
+            why="a partition spec names every dimension of its tensor; another rank is silently left replicated",
+            instead=f"write a spec of {tensor.dim()} entries",
+        )
+    sharding = xs.ShardingSpec(mesh, spec)
+    return xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), input_sharding=sharding)[0]
+
+
+def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
+    """The layout of a batch tensor of any rank: dimension 0 over the batch axes, the rest (and scalars) replicated."""
+    return (tuple(batch_axes), *([None] * (rank - 1))) if rank else ()
+
+
+def place_batch(
+    batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Move a batch of tensors of mixed rank to the devices, each as :func:`batch_spec` says."""
+    return {name: place(name, t, mesh, batch_spec(t.dim(), batch_axes)) for name, t in batch.items()}
+
+
+def check_placed(tensors: Mapping[str, torch.Tensor], mesh: xs.Mesh, specs: Mapping[str, PartitionSpec]) -> None:
+    """Assert that every tensor is on XLA and laid out as planned.
+
+    Raises:
+        UserError: names the tensor, its device or layout, and the layout that was planned.
+    """
+    for name, tensor in tensors.items():
+        if tensor.device.type != "xla":
+            raise UserError(
+                asked=f"{name} laid out as {specs[name]}",
+                found=f"it is on device {tensor.device}, not on XLA",
+                why="only tensors on XLA devices are laid out over the mesh",
+                instead="move it with trainer.sharding.place, which moves and lays out in one call",
+            )
+        found, planned = torch_xla._XLAC._get_xla_sharding_spec(tensor), planned_sharding(mesh, specs[name])
+        if (found or REPLICATED) != planned:
+            raise UserError(
+                asked=f"{name} laid out as {specs[name]}, that is {planned}",
+                found=f"the device has it as {found or REPLICATED}",
+                why="a tensor whose layout is not the plan's costs memory or communication that nobody asked for",
+                instead="place it with trainer.sharding.place",
+            )
+
+
+def planned_sharding(mesh: xs.Mesh, spec: PartitionSpec) -> str:
+    """XLA's own text of the sharding that ``spec`` means on ``mesh``, read off a probe of one element a shard."""
+    key = f"{mesh}{spec}"
+    if key not in _texts:
+        sizes = mesh.shape()
+        axes = [() if a is None else (a,) if isinstance(a, str) else a for a in spec]
+        probe = torch.zeros([math.prod(sizes[axis] for axis in group) for group in axes])
+        _texts[key] = torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
+    return _texts[key]
+
+
+
+
+@torch.library.custom_op("shardwright::constrain", mutates_args=())
+def _constrain(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    # out of place: marking in place kept gradient buffers alive until Mixtral ran out of memory (pytorch/xla#8809)
+    out = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(out, _shardings[key])
+    return out
+
+
+@_constrain.register_fake
+def _(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.key = inputs[1]
+
+
+def _backward(ctx, gradient: torch.Tensor):
+    return _constrain(gradient, ctx.key), None
+
+
+_constrain.register_autograd(_backward, setup_context=_setup)
+
+
+def constrain(tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
+    """A copy of ``tensor`` laid out as ``spec`` says; in the backward its gradient is laid out likewise.
+
+    Out of place in both directions, and one opaque op for AOTAutograd, so it may stand inside a scanned layer.
+    """
+    key = f"{mesh}{spec}"
+    if key not in _shardings:
+        _shardings[key] = mesh.get_op_sharding(spec)
+    return _constrain(tensor, key)
