@@ -1,0 +1,49 @@
+"""Llama, Qwen2, Qwen3: everything sharded over every device; each layer's weights are gathered as it runs.
+
+command:   python scripts/train.py --recipe llama_fsdp
+hardware:  8 devices as fsdp=8; 8 virtual CPU devices where there is no TPU
+memory:    2.89 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
+           Llama-3-70B on 64 devices: 16.45 GiB
+expected:  see README
+"""
+
+from torch.distributed.tensor import Shard
+
+from trainer.recipe import Compute, Mesh, Recipe
+
+recipe = Recipe(
+    mesh=Mesh(fsdp=-1),
+    batch=("fsdp",),
+    parameters={
+        "model.embed_tokens.weight": {"fsdp": Shard(0)},
+        "model.layers.*.self_attn.[qkv]_proj.weight": {"fsdp": Shard(0)},
+        "model.layers.*.self_attn.o_proj.weight": {"fsdp": Shard(1)},
+        "model.layers.*.mlp.gate_proj.weight": {"fsdp": Shard(0)},
+        "model.layers.*.mlp.up_proj.weight": {"fsdp": Shard(0)},
+        "model.layers.*.mlp.down_proj.weight": {"fsdp": Shard(1)},
+        "model.layers.*.*layernorm.weight": {},
+        "model.norm.weight": {},
+        "lm_head.weight": {"fsdp": Shard(0)},  # as embed_tokens: some models tie the two
+    },
+    optional={
+        "model.layers.*.self_attn.[qkv]_proj.bias": {"fsdp": Shard(0)},  # Qwen2
+        "model.layers.*.self_attn.o_proj.bias": {},
+        "model.layers.*.self_attn.[qk]_norm.weight": {},  # Qwen3
+        "model.layers.*.mlp.gate_proj.bias": {"fsdp": Shard(0)},
+        "model.layers.*.mlp.up_proj.bias": {"fsdp": Shard(0)},
+        "model.layers.*.mlp.down_proj.bias": {},
+    },
+    activations={"model.layers.*": {"fsdp": Shard(0)}},
+    compute=Compute(dtype="float32", remat="full", scan=True),
+    model={
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 2048,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+    },
+)

@@ -1,0 +1,55 @@
+"""Mixtral: experts over `expert`; heads, expert width and vocabulary over `tensor`; the rest over `fsdp`.
+
+command:   python scripts/train.py --recipe mixtral_ep_tp
+hardware:  8 devices as fsdp=2 × expert=2 × tensor=2; 8 virtual CPU devices where there is no TPU
+memory:    7.46 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
+           Mixtral-8x7B on 64 devices: 10.89 GiB
+expected:  see README
+"""
+
+from torch.distributed.tensor import Shard
+
+from trainer.recipe import Compute, Mesh, Recipe
+
+recipe = Recipe(
+    mesh=Mesh(fsdp=-1, expert=2, tensor=2),  # tensor communicates in every layer: innermost
+    batch=("fsdp", "expert"),
+    parameters={
+        "model.embed_tokens.weight": {"tensor": Shard(0), "fsdp": Shard(1), "expert": Shard(1)},
+        "model.layers.*.self_attn.[qkv]_proj.weight": {
+            "tensor": Shard(0),
+            "fsdp": Shard(1),
+            "expert": Shard(1),
+        },
+        "model.layers.*.self_attn.o_proj.weight": {"tensor": Shard(1), "fsdp": Shard(0), "expert": Shard(0)},
+        "model.layers.*.mlp.gate.weight": {},  # the router: small, and every token needs all of it
+        "model.layers.*.mlp.experts.gate_up_proj": {"expert": Shard(0), "tensor": Shard(1), "fsdp": Shard(2)},
+        "model.layers.*.mlp.experts.down_proj": {"expert": Shard(0), "tensor": Shard(2), "fsdp": Shard(1)},
+        "model.layers.*.*layernorm.weight": {},
+        "model.norm.weight": {},
+        "lm_head.weight": {"tensor": Shard(0), "fsdp": Shard(1), "expert": Shard(1)},
+    },
+    optional={
+        "model.layers.*.self_attn.[qkv]_proj.bias": {"tensor": Shard(0)},
+        "model.layers.*.self_attn.o_proj.bias": {},
+        "model.layers.*.self_attn.[qk]_norm.weight": {},  # Qwen3-MoE
+    },
+    activations={"model.layers.*": {"fsdp": Shard(0), "expert": Shard(0)}},
+    compute=Compute(dtype="float32", experts="capacity", remat="full", scan=True),
+    model={
+        "model_type": "mixtral",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 2048,
+        "max_position_embeddings": 2048,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+    },
+)

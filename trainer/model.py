@@ -1,0 +1,91 @@
+"""The model as transformers describes it: its config, and its module on meta, where nothing is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from trainer.errors import UserError
+from trainer.recipe import Recipe
+
+
+def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
+    """The config of ``model``: a folder with a ``config.json``, such a file, or a hub id; None: the recipe's.
+
+    Raises:
+        UserError: nothing there, an unreadable config, or None where the recipe has no default model.
+    """
+    if model is None and recipe.model is None:
+        raise UserError(
+            asked=f"recipe {recipe.name} without a model",
+            found="the recipe has no default model",
+            why="a plan needs shapes",
+            instead="--model with a hub id, a folder, or a config.json",
+        )
+    path = None if model is None else Path(model)
+    if model is not None and path is not None:
+        looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
+        config_file = path / "config.json" if path.is_dir() else path
+        if (looks_local or path.exists()) and not config_file.is_file():
+            raise UserError(
+                asked=f"model {model}",
+                found=f"no file {config_file}",
+                why="a local model is a config.json, or a folder that has one",
+                instead="the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
+            )
+    try:
+        if model is None:
+            return AutoConfig.for_model(**dict(recipe.model or {}))
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
+    # whichever it is, what the user named has no config that can be read.
+    except Exception as error:
+        raise UserError(
+            asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
+            found=_in_short(error),
+            why="no transformers config can be read from it",
+            instead="a config.json whose model_type transformers knows, a folder with one, or a hub id, "
+            "which needs network, or the hub's cache (HF_HUB_OFFLINE=1 looks only there)",
+        ) from error
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
+
+    Weights are float32 whatever dtype the config states: training keeps them so, also under bfloat16 compute.
+
+    Raises:
+        UserError: the config has no causal-LM head, or transformers cannot build the model from it.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_decoder", None) is False:
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found="a model without a causal-LM head",
+            why="training predicts the next token",
+            instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
+        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
+    except Exception as error:
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found=_in_short(error),
+            why="transformers cannot build a model from this config",
+            instead="sizes that go together in its config.json",
+        ) from error
+
+
+def _in_short(error: Exception) -> str:
+    """The type and first paragraph of a library's message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).partition(chr(10) * 2)[0].split())}"
