@@ -16,11 +16,7 @@ recipe = Recipe(
     batch=("fsdp", "expert"),
     parameters={
         "model.embed_tokens.weight": {"tensor": Shard(0), "fsdp": Shard(1), "expert": Shard(1)},
-        "model.layers.*.self_attn.[qkv]_proj.weight": {
-            "tensor": Shard(0),
-            "fsdp": Shard(1),
-            "expert": Shard(1),
-        },
+        "model.layers.*.self_attn.[qkv]_proj.weight": {"tensor": Shard(0), "fsdp": Shard(1), "expert": Shard(1)},
         "model.layers.*.self_attn.o_proj.weight": {"tensor": Shard(1), "fsdp": Shard(0), "expert": Shard(0)},
         "model.layers.*.mlp.gate.weight": {},  # the router: small, and every token needs all of it
         "model.layers.*.mlp.experts.gate_up_proj": {"expert": Shard(0), "tensor": Shard(1), "fsdp": Shard(2)},

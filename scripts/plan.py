@@ -24,13 +24,9 @@ from trainer.recipe import layout_text, load_recipe
 
 
 def main() -> int | None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .py file")
-    parser.add_argument(
-        "--model", help="hub id, folder, or config.json; default: the recipe's own small model"
-    )
+    parser.add_argument("--model", help="hub id, folder, or config.json; default: the recipe's own small model")
     parser.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
@@ -77,8 +73,7 @@ def _rows(plan: ShardingPlan) -> list[list[str]]:
             pattern,
             str(len(parameters)),
             "×".join(map(str, shape)) or "scalar",
-            "\n".join(f"{axis}: {text}" for axis, text in layout_text(parameters[0].layout).items())
-            or "replicated",
+            "\n".join(f"{axis}: {text}" for axis, text in layout_text(parameters[0].layout).items()) or "replicated",
             "×".join(map(str, parameters[0].local_shape)) or "scalar",
             _bytes(sum(parameter.bytes_per_device for parameter in parameters)),
         ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -74,8 +76,10 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # unlike `torch.device("meta")` it leaves buffers real: RoPE's frequencies are in no checkpoint
+        with init_empty_weights(include_buffers=False):
+            # a copy: choosing a model's kernels writes into its config
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
     except Exception as error:
         raise UserError(

@@ -139,9 +139,7 @@ class ShardingPlan:
         return replace(self, parameters=tuple(parameters))
 
 
-def _check_alike(
-    prefix: str, first: dict[str, ParameterPlan], layer: dict[str, ParameterPlan], index: int
-) -> None:
+def _check_alike(prefix: str, first: dict[str, ParameterPlan], layer: dict[str, ParameterPlan], index: int) -> None:
     for rest in sorted(first.keys() ^ layer.keys()) or ([] if first else ["any parameter"]):
         raise _not_alike(prefix, f"layers 0 and {index} do not both have {rest}")
     for rest, one in first.items():
@@ -352,7 +350,7 @@ def _check_divisible(
     if not bad:
         return
     name, (dim, axes) = next(iter(bad.items()))
-    shape, devices = tuple(names[name].shape), math.prod(mesh.values())
+    shape = tuple(names[name].shape)
     sizes = " × ".join(f"{axis}={mesh[axis]}" for axis in axes)
     notes = {other: f"of shape {list(names[other].shape)}" for other in bad}
     raise UserError(
@@ -360,21 +358,18 @@ def _check_divisible(
         found=_listing(bad, notes),
         why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
         instead="; or ".join(
-            [_sizes_that_divide(shape[dim], axis, axes, mesh, devices) for axis in axes]
+            [text for axis in axes for text in _sizes_that_divide(shape[dim], axis, axes, mesh)]
             + _dimensions_that_divide(shape, dim, axes, layouts[name], mesh)
             + ["replicate: leave the axis out of that line"]
         ),
     )
 
 
-def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str, int], devices: int) -> str:
+def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str, int]) -> list[str]:
     others = math.prod(mesh[other] for other in axes if other != axis)
-    fit = [n for n in range(1, devices + 1) if devices % n == 0 and size % (n * others) == 0]
-    return (
-        f"{axis} of size {', '.join(map(str, fit))}"
-        if fit
-        else f"a smaller mesh than {others} on the other axes"
-    )
+    devices = math.prod(mesh.values())
+    fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and size % (n * others) == 0]
+    return [f"{axis} of size {' or '.join(fit)}"] if fit else []
 
 
 def _dimensions_that_divide(
@@ -399,6 +394,5 @@ def _check_activations(recipe: Recipe, model: nn.Module) -> None:
                 asked=f"recipe {recipe.name}: activations line {pattern!r}",
                 found="no module of the model has such a name",
                 why="an activation is the output of a module",
-                instead=did_you_mean(pattern, dict.fromkeys(map(_collapse, modules)))
-                + "correct or remove the line",
+                instead=did_you_mean(pattern, dict.fromkeys(map(_collapse, modules))) + "correct or remove the line",
             )

@@ -151,8 +151,7 @@ class Compute:
                     asked=f"Compute({name}={value!r})",
                     found=f"{value!r} is not a {name} of this trainer",
                     why="a compute policy is one of a fixed list",
-                    instead=did_you_mean(str(value), filter(None, choices))
-                    + f"one of {', '.join(map(repr, choices))}",
+                    instead=did_you_mean(str(value), filter(None, choices)) + f"one of {', '.join(map(repr, choices))}",
                 )
         number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
         if not number or not 0 < self.capacity_factor < math.inf:
@@ -323,9 +322,7 @@ def _run_file(path: Path) -> dict[str, Any]:
         _check_repeated_keys(ast.parse(source, str(path)), path)
         exec(compile(source, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-        ]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         where = f"recipe file {path}" + (f", line {line}" if line else "")
         if isinstance(error, UserError):
@@ -379,8 +376,7 @@ def _check_axis(axis: str, known: Iterable[str], where: str) -> None:
             asked=f"{where}: axis {axis!r}",
             found=f"the mesh has {', '.join(known)}",
             why="a tensor can only be placed along an axis of the mesh",
-            instead=did_you_mean(str(axis), known)
-            + "name one of the mesh's axes, or add this one to Mesh(...)",
+            instead=did_you_mean(str(axis), known) + "name one of the mesh's axes, or add this one to Mesh(...)",
         )
 
 
@@ -390,14 +386,10 @@ def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> No
     assert isinstance(layout, Mapping)
     for axis, placement in layout.items():
         _check_axis(axis, mesh.axes, where)
-        if not isinstance(placement, Shard | Replicate) or (
-            isinstance(placement, Shard) and placement.dim < 0
-        ):
+        if not isinstance(placement, Shard | Replicate) or (isinstance(placement, Shard) and placement.dim < 0):
             raise UserError(
                 asked=f"{where}: {axis!r}: {placement!r}",
-                found="a negative dimension"
-                if isinstance(placement, Shard)
-                else f"a {type(placement).__name__}",
+                found="a negative dimension" if isinstance(placement, Shard) else f"a {type(placement).__name__}",
                 why="a placement is Shard(dim), counted from 0 at the front, or Replicate()",
                 instead=f'"{axis}": Shard(0)',
             )

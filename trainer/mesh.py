@@ -1,0 +1,113 @@
+"""From axis names and sizes to torch_xla's device grid; the only room that turns SPMD on.
+
+torch_xla is imported inside the functions: its import picks a device and logs it, and ``init_runtime`` says it better.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import TYPE_CHECKING
+
+from trainer.errors import UserError
+from trainer.recipe import Mesh
+
+if TYPE_CHECKING:
+    from torch_xla.distributed.spmd import Mesh as XlaMesh
+
+VIRTUAL_DEVICES = 8
+# torch's device index is an int8: autograd fails beyond it.
+_MOST_VIRTUAL_DEVICES = 127
+
+
+def init_runtime() -> str:
+    """Choose the devices, turn SPMD on, and say in a few words which devices they are. Calling it again is harmless.
+
+    ``PJRT_DEVICE`` decides if set, else torch_xla's own search, which takes a TPU where libtpu and chips are there
+    and the CPU elsewhere. On CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset.
+
+    Raises:
+        UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or the devices cannot be opened.
+    """
+    loud = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": the sentence returned here says it
+    try:
+        import torch_xla
+        import torch_xla.runtime as xr
+        from torch_xla._internal import tpu
+    finally:
+        logging.disable(loud)
+    kind = xr.device_type() or ""
+    if kind == "CPU":
+        _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
+    if not xr.is_spmd():  # a second call would warn
+        xr.use_spmd()
+    try:
+        count = xr.global_runtime_device_count()
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            asked=f"PJRT_DEVICE={kind}",
+            found=" ".join(str(error).partition("\n")[0].split()),
+            why="the runtime cannot open these devices",
+            instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
+        ) from error
+    if kind != "CPU":
+        return f"{count} {kind} devices"
+    if tpu.num_available_chips() == 0:
+        reason = "no accelerator found"
+    else:
+        reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
+    return f"{count} virtual CPU devices ({reason})"
+
+
+def _check_virtual_devices(count: str) -> None:
+    if not (count.isdecimal() and 1 <= int(count) <= _MOST_VIRTUAL_DEVICES):
+        raise UserError(
+            asked=f"CPU_NUM_DEVICES={count}",
+            found="not a whole number from 1 to 127",
+            why="it counts virtual CPU devices; autograd's device index ends at 127",
+            instead=f"CPU_NUM_DEVICES={VIRTUAL_DEVICES}, or leave it unset",
+        )
+
+
+def build_mesh(mesh: Mesh) -> XlaMesh:
+    """The device grid over every device of the runtime, its axes in the recipe's order.
+
+    On a TPU the order of devices follows the physical topology, slices outside (torch_xla's ``HybridMesh``);
+    on virtual CPU devices, which have none, it is that of their ids.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or its DCN factors the slices.
+    """
+    init_runtime()
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    devices = xr.global_runtime_device_count()
+    sizes = mesh.sizes(devices)
+    if xr.device_type() != "TPU":
+        return xs.Mesh(list(range(devices)), tuple(sizes.values()), tuple(sizes))
+    # single-slice devices need not have the attribute
+    slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
+    check_slices(mesh, len(slices))
+    return xs.HybridMesh(
+        ici_mesh_shape=tuple(mesh.ici_sizes(devices).values()),
+        dcn_mesh_shape=tuple(mesh.dcn_sizes().values()),
+        axis_names=tuple(sizes),
+    )
+
+
+def check_slices(mesh: Mesh, slices: int) -> None:
+    """Raise UserError unless the mesh's DCN factors multiply to ``slices``, the number that the devices form."""
+    asked = math.prod(mesh.dcn_sizes().values())
+    if asked != slices:
+        outer = next(iter(mesh.axes))
+        raise UserError(
+            asked=f"{mesh}: DCN factors for {asked} slices",
+            found=f"the devices form {slices} slices",
+            why="only devices of one slice are joined by ICI",
+            instead=f"dcn={{{outer!r}: {slices}}} on the axis that communicates least"
+            if slices > 1
+            else "no dcn=, and these factors in the axes' own sizes",
+        )
