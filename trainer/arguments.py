@@ -1,0 +1,146 @@
+"""TrainingArguments: the names and meanings of transformers' own, the fields we honour and no others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+
+from trainer.errors import UserError, did_you_mean
+
+
+def _option(default: Any, help: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass
+class TrainingArguments:
+    """What a run does besides layout (that is the recipe's). Sizes are counts, times are steps, rates are a step."""
+
+    recipe: str = field(metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."})
+    model: str | None = _option(
+        None,
+        "Hub id or local checkpoint folder (its weights are the start), or a folder or file with a config.json alone "
+        "(random init). Default: the recipe's own small model.",
+    )
+    dataset: str | None = _option(
+        None,
+        "Text, JSON-lines or Parquet file or folder, or a hub id. Default: the source of this Python's standard library.",
+    )
+    text_column: str = _option("text", "Column of the dataset that holds the text.")
+    tokenizer: str | None = _option(
+        None,
+        "Hub id or folder of a tokenizer. Default: the one beside --model's weights, else a BPE trained on the dataset.",
+    )
+    sequence_length: int = _option(256, "Tokens a row.")
+    isolate_documents: bool = _option(
+        False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
+    )
+    mesh: str | None = _option(None, "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`.")
+    output_dir: str | None = _option(
+        None, "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken."
+    )
+    overwrite_output_dir: bool = _option(False, "Write into an output directory that is not empty.")
+    per_device_train_batch_size: int = _option(
+        2, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes the same."
+    )
+    gradient_accumulation_steps: int = _option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
+    max_steps: int = _option(300, "Optimizer steps.")
+    learning_rate: float | None = _option(
+        None, "Peak learning rate. Default: 3e-3 for a random init, 5e-5 (transformers' default) for given weights."
+    )
+    lr_scheduler_type: str = _option("linear", "One of transformers' schedulers: linear, cosine, constant_with_warmup, …")
+    warmup_steps: int = _option(0, "Steps over which the learning rate rises from 0.")
+    weight_decay: float = _option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
+    adam_beta1: float = _option(0.9, "AdamW's decay of the first moment.")
+    adam_beta2: float = _option(0.999, "AdamW's decay of the second moment.")
+    adam_epsilon: float = _option(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = _option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
+    bf16: bool | None = _option(
+        None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
+    )
+    logging_steps: int = _option(10, "Steps between two log lines; the device is read at these steps alone.")
+    logging_first_step: bool = _option(False, "Log step 1 too.")
+    eval_strategy: str = _option("no", "`no`: held-out loss before and after; `steps`: also every --eval_steps steps.")
+    eval_steps: int = _option(100, "Steps between two evaluations with --eval_strategy steps.")
+    seed: int = _option(42, "Of the random init and of the order of the data.")
+
+    # What transformers' DefaultFlowCallback also asks for; no options of ours.
+    logging_strategy = IntervalStrategy.STEPS
+    save_strategy = SaveStrategy.NO
+    eval_delay = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
+            self._check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
+        for name in ("logging_steps", "eval_steps"):
+            self._check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed"):
+            self._check(name, getattr(self, name) >= 0, "it can't be negative", 0)
+        for name in ("adam_beta1", "adam_beta2"):
+            self._check(name, 0 <= getattr(self, name) < 1, "a moment's decay lies in [0, 1)", 0.9)
+        self._check("sequence_length", self.sequence_length >= 2, "a row needs a token and its target", 256)
+        self._check("adam_epsilon", self.adam_epsilon > 0, "it keeps a division finite", 1e-8)
+        self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
+        self._choose("lr_scheduler_type", [kind.value for kind in SchedulerType if kind.value != "reduce_lr_on_plateau"])
+        self._choose("eval_strategy", ["no", "steps"])
+
+    def _check(self, name: str, good: bool, why: str, instead: Any) -> None:
+        if not good:
+            raise UserError(
+                asked=f"--{name} {getattr(self, name)}", found=f"{getattr(self, name)!r}", why=why, instead=f"--{name} {instead}"
+            )
+
+    def _choose(self, name: str, known: list[str]) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            raise UserError(
+                asked=f"--{name} {value}",
+                found=f"{value!r} is none of the known ones",
+                why=f"{name} is one of a fixed list",
+                instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options and their values, JSON-able."""
+        return asdict(self)
+
+    def claim_output_dir(self, recipe_name: str) -> Path:
+        """The run's output directory, made if need be; remembers it in ``output_dir``.
+
+        Raises:
+            UserError: it is a file, can't be written, or holds something and ``overwrite_output_dir`` is not set.
+        """
+        if self.output_dir is None:
+            base = Path("output") / recipe_name
+            names = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 10_000))]
+            path = next(p for p in names if self.overwrite_output_dir or not _holds_something(p))
+        else:
+            path = Path(self.output_dir).expanduser()
+            if _holds_something(path) and (not self.overwrite_output_dir or path.is_file()):
+                kind = "a file" if path.is_file() else f"a folder that holds {len(list(path.iterdir()))} entries"
+                raise UserError(
+                    asked=f"--output_dir {self.output_dir}",
+                    found=kind,
+                    why="a run never writes over what another left, unless told to",
+                    instead="another --output_dir" + ("" if path.is_file() else ", or --overwrite_output_dir to write into it"),
+                )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / ".writable").touch()
+            (path / ".writable").unlink()
+        except OSError as error:
+            raise UserError(
+                asked=f"--output_dir {path}",
+                found=str(error),
+                why="the run writes its model and its log there",
+                instead="a folder that this user may write to",
+            ) from None
+        self.output_dir = str(path)
+        return path
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))

@@ -1,0 +1,112 @@
+"""Recipe + plan + config → the model that the step runs: kernels chosen, layers stacked, activations laid out.
+
+Nothing is allocated: the model stays on meta, so the same assembly serves a run and a lowering without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla.distributed.spmd as xs
+from torch import nn
+from torch.distributed.tensor import Shard
+from transformers import PretrainedConfig, PreTrainedModel
+
+from models import attention, experts, scan
+from trainer import sharding
+from trainer.errors import UserError
+from trainer.model import meta_model
+from trainer.plan import ShardingPlan, partition_spec
+from trainer.recipe import Layout, Recipe, matches
+from trainer.step import Loss
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def assemble(
+    recipe: Recipe, plain_plan: ShardingPlan, config: PretrainedConfig, mesh: xs.Mesh
+) -> tuple[PreTrainedModel, ShardingPlan]:
+    """The model to run, on meta, and the plan of its parameters as they are stored (stacked, where layers are scanned).
+
+    Args:
+        plain_plan: the plan of transformers' own model of ``config``.
+
+    Raises:
+        UserError: the recipe's compute policy does not fit the model.
+    """
+    compute, model, plan = recipe.compute, meta_model(config), plain_plan
+    attention.register()
+    model.set_attn_implementation(compute.attention)
+    if compute.experts is not None:
+        _set_experts(recipe, plain_plan, model, mesh)
+    try:
+        if compute.scan:
+            plan = plan.stacked(*scan.stack_layers(model))
+        elif compute.remat != "none":
+            scan.wrap_layers(model)
+    except ValueError as error:
+        raise UserError(
+            asked=f"recipe {recipe.name}: Compute(scan={compute.scan}, remat={compute.remat!r})",
+            found=str(error),
+            why="only equal layers, in a list named `layers`, run as one",
+            instead='Compute(scan=False, remat="none"), which leaves the model as it is',
+        ) from error
+    for pattern, layout in recipe.activations.items():
+        for name, module in model.named_modules():
+            if matches(pattern, name):
+                module.register_forward_hook(_constrain_output(layout, mesh, tuple(plan.mesh)))
+    return model, plan
+
+
+def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, mesh: xs.Mesh) -> Loss:
+    """The loss of an assembled model: its parameters cast to the compute dtype and laid out just before use."""
+    dtype, axes = DTYPES[recipe.compute.dtype], tuple(plain_plan.mesh)
+
+    def prepare(name: str, parameter: torch.Tensor) -> torch.Tensor:
+        # cast first: what is gathered across devices is then the smaller dtype
+        entry = plain_plan[name.replace(".*.", ".0.")]
+        return sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
+
+    inside: frozenset[str] = frozenset()
+    for module in model.modules():
+        if isinstance(module, scan.DecoderLayers):
+            module.configure(prepare, recipe.compute.remat)
+            inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
+    return Loss(model, prepare, inside, recipe.compute.router_loss)
+
+
+def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mesh: xs.Mesh) -> None:
+    # transformers' `use_experts_implementation` marks every experts module with this attribute
+    names = [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+    if not names:
+        raise UserError(
+            asked=f"recipe {recipe.name}: Compute(experts={recipe.compute.experts!r})",
+            found=f"{type(model).__name__} has no experts",
+            why="there is nothing to route tokens to",
+            instead="Compute(experts=None), or a mixture-of-experts model",
+        )
+    function: Callable[..., torch.Tensor] = experts.dense
+    if recipe.compute.experts == "capacity":
+        layout = plan[f"{names[0]}.down_proj"].layout
+        function = experts.Capacity(
+            factor=recipe.compute.capacity_factor,
+            groups=plan.batch_shards,
+            batch_axes=recipe.batch,
+            expert_axes=tuple(axis for axis, placement in layout.items() if placement == Shard(0)),
+            constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
+        )
+    # the registry is one for the process, the layouts are this mesh's: a name for each
+    name = f"shardwright {recipe.compute.experts} {plan.mesh} {recipe.compute.capacity_factor}"
+    experts.register(name, function)
+    model.set_experts_implementation(name)
+
+
+def _constrain_output(layout: Layout, mesh: xs.Mesh, axes: tuple[str, ...]) -> Callable[[nn.Module, Any, Any], Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), axes))
+        return (placed, *output[1:]) if isinstance(output, tuple) else placed
+
+    return hook

@@ -1,0 +1,96 @@
+"""From arguments to a finished run: what `scripts/train.py` calls. All that can be refused is refused before data is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch_xla.runtime as xr
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer import weights
+from trainer.arguments import TrainingArguments
+from trainer.data import load_corpus
+from trainer.errors import UserError
+from trainer.mesh import init_runtime
+from trainer.model import load_config, meta_model
+from trainer.plan import check_global_batch, make_plan
+from trainer.recipe import Recipe, load_recipe
+from trainer.trainer import Trainer
+
+
+def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
+    """Train as ``args`` say; returns the trainer when the run is over (its ``interrupted`` says whether Ctrl-C ended it).
+
+    Raises:
+        UserError: anything in the arguments, the recipe, the model or the data that can't be.
+    """
+    console = console or Console()
+    recipe = effective_recipe(args)
+    config = load_config(args.model, recipe)
+    model = meta_model(config)
+    console.print(f"devices: {init_runtime()}")
+    plan = make_plan(recipe, model, xr.global_runtime_device_count())
+    check_global_batch(plan, args.per_device_train_batch_size * plan.batch_shards)
+    console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}", highlight=False)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"model:   {type(model).__name__}, {parameters:,} parameters", highlight=False)
+    folder = args.claim_output_dir(recipe.name)
+    with console.status("reading and tokenising the data …"):
+        corpus = load_corpus(
+            args.dataset,
+            tokenizer=_tokenizer(args),
+            sequence_length=args.sequence_length,
+            vocab_size=config.get_text_config().vocab_size,
+            isolate_documents=args.isolate_documents,
+            text_column=args.text_column,
+            seed=args.seed,
+        )
+    tokens = len(corpus.train) * args.sequence_length
+    console.print(
+        f"data:    {tokens:,} tokens to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
+    )
+    source = weights.checkpoint_weights(args.model, config) if args.model and _has_weights(args.model) else None
+    trainer = Trainer(recipe, args, config, corpus, source=source, console=console)
+    console.print(f"output:  {folder}", highlight=False)
+    trainer.train()
+    return trainer
+
+
+def effective_recipe(args: TrainingArguments) -> Recipe:
+    """The recipe that ``args`` name, with what they override (``--mesh``, ``--bf16``)."""
+    recipe = load_recipe(args.recipe)
+    if args.mesh is not None:
+        recipe = recipe.with_mesh(args.mesh)
+    if args.bf16 is not None:
+        recipe = replace(recipe, compute=replace(recipe.compute, dtype="bfloat16" if args.bf16 else "float32"))
+    return recipe
+
+
+def _has_weights(model: str) -> bool:
+    """A hub id always has; a local folder has if weight files lie in it; a config file has not."""
+    path = Path(model)
+    if not path.exists():
+        return True
+    return path.is_dir() and any(file.suffix in {".safetensors", ".bin"} for file in path.iterdir())
+
+
+def _tokenizer(args: TrainingArguments) -> PreTrainedTokenizerBase | None:
+    """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
+    name = args.tokenizer
+    if name is None and args.model is not None:
+        local = Path(args.model)
+        if not local.exists() or (local.is_dir() and any(local.glob("tokenizer*"))):
+            name = args.model
+    if name is None:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many kinds; each means that this name gave no tokenizer
+        raise UserError(
+            asked=f"the tokenizer of {name}",
+            found=f"{type(error).__name__}: {error}",
+            why="text must be turned into the model's tokens",
+            instead="--tokenizer with a hub id or a folder that holds tokenizer.json",
+        ) from error

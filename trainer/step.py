@@ -1,0 +1,302 @@
+"""TrainStep: forward, backward, gradient layout, accumulation, clipping and AdamW as one XLA computation.
+
+Nothing in it reads the device: the learning rate and the step count go in as data, the metrics stay on the device until
+`read_metrics`, and a loss that is not finite turns the update into a no-op on the device itself, so that the last good
+state is kept even though the host hears of it only at the next logging step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+
+# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
+from torch_xla.experimental.scan import _scan_impl_pytree
+from transformers import PreTrainedModel
+
+from models import side_outputs
+from trainer import sharding
+from trainer.errors import UserError
+from trainer.optimizer import AdamW, clip_factor, global_norm
+
+Tensors = dict[str, torch.Tensor]
+Specs = Mapping[str, sharding.PartitionSpec]
+
+METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What the device has gathered since the last reading.
+
+    Args:
+        loss: mean over the steps since then; nats a token, auxiliary loss included.
+        grad_norm: of the last step, before clipping.
+        dropped_fraction: (token, choice) pairs that no expert had room for, mean over layers and steps; None for a model
+            without a capacity.
+        steps: optimizer steps since the last reading.
+        bad_step: the first step whose loss or gradient norm was not finite; 0 if none was.
+    """
+
+    loss: float
+    grad_norm: float
+    dropped_fraction: float | None
+    steps: int
+    bad_step: int
+
+
+class Loss:
+    """The model's loss on one micro-batch, its parameters cast and laid out just before use.
+
+    Args:
+        prepare: (name, parameter) -> what the forward uses; for parameters that the layer stack does not prepare itself.
+        inside: names of the parameters that the layer stack prepares.
+        router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prepare: Callable[[str, torch.Tensor], torch.Tensor],
+        inside: frozenset[str],
+        router_loss: bool,
+    ) -> None:
+        self.model, self.prepare, self.inside, self.router_loss = model, prepare, inside, router_loss
+
+    def __call__(
+        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, *, training: bool
+    ) -> tuple[torch.Tensor, Tensors]:
+        """The loss summed over scored targets and divided by ``tokens``; and the mean of each metric that layers record."""
+        self.model.train(training)
+        prepared = {
+            name: parameter if name in self.inside else self.prepare(name, parameter)
+            for name, parameter in parameters.items()
+        }
+        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens, "use_cache": False}
+        if hasattr(self.model.config, "output_router_logits"):
+            inputs["output_router_logits"] = self.router_loss and training
+        if self.router_loss and training:
+            # the auxiliary loss without a mask counts with `histc`, which XLA has not; the mask changes no number
+            present = batch.get("segment_ids", torch.ones_like(batch["input_ids"]))
+            inputs["attention_mask"] = present.clamp(max=1)
+        output, recorded = side_outputs.collect_metrics(
+            lambda: torch.func.functional_call(self.model, prepared, kwargs=inputs)
+        )
+        return output.loss, {name: torch.stack(values).mean() for name, values in recorded.items()}
+
+
+def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """How many targets of ``labels`` [..., S] are scored: the first is never a target, -100 is ignored; a 0-d float."""
+    return (labels[..., 1:] != -100).to(torch.float32).sum()
+
+
+class TrainStep:
+    """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
+
+    Args:
+        parameters: name -> placed parameter, the very tensors that ``loss`` trains.
+        specs: name -> partition spec of the parameter, its gradient and its two moments.
+        accumulation: micro-batches a step.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        parameters: Tensors,
+        specs: Specs,
+        mesh: xs.Mesh,
+        batch_axes: tuple[str, ...],
+        optimizer: AdamW,
+        *,
+        accumulation: int,
+        max_grad_norm: float,
+    ) -> None:
+        self.loss, self.parameters, self.specs, self.mesh, self.batch_axes = loss, parameters, specs, mesh, batch_axes
+        self.optimizer, self.accumulation, self.max_grad_norm = optimizer, accumulation, max_grad_norm
+        # created sharded: left to the first step they would appear replicated, or move the weights
+        self.moments = {
+            name: tuple(sharding.place(name, torch.zeros(p.shape), mesh, specs[name]) for _ in range(2))
+            for name, p in parameters.items()
+        }
+        self.metrics = sharding.place("metrics", torch.zeros(len(METRICS)), mesh, (None,))
+        self.guard = CompileGuard("train step", expected=1)
+        self._read = True
+
+    def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
+        """Run step number ``step`` (from 1) on host tensors of [rows, ...], rows = micro-batch rows x accumulation."""
+        self.guard.before(batch)
+        scalars = torch.tensor([learning_rate, float(step), float(self._read)])
+        placed = sharding.place_batch(
+            {name: _by_micro_batch(t, self.accumulation) for name, t in batch.items()}, self.mesh, self.batch_axes
+        )
+        if self.guard.first:
+            planned = {name: sharding.batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
+            sharding.check_placed(placed, self.mesh, planned)
+        self._trace(placed, sharding.place("scalars", scalars, self.mesh, (None,)))
+        self._read = False
+        torch_xla.sync()
+        self.guard.after()
+
+    def read_metrics(self) -> StepMetrics:
+        """Fetch the metrics: the one device-to-host transfer of a run, on logging steps."""
+        loss, grad_norm, dropped, steps, bad_step = self.metrics.cpu().tolist()
+        self._read = True
+        count = max(int(steps), 1)
+        return StepMetrics(
+            loss=loss / count,
+            grad_norm=grad_norm,
+            dropped_fraction=None if dropped < 0 else dropped / count,
+            steps=int(steps),
+            bad_step=int(bad_step),
+        )
+
+    def _trace(self, batch: Tensors, scalars: torch.Tensor) -> None:
+        learning_rate, step, fresh = scalars.unbind()
+        loss, gradients, recorded = self.loss_and_gradients(batch)
+        norm = global_norm(gradients.values())
+        loss_sum, _, dropped_sum, steps, bad_step = self.metrics.unbind()
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        good = finite & (bad_step == 0)
+        factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else torch.ones_like(norm)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                gradient = gradients[name].to(torch.float32) * factor
+                updated, moments = self.optimizer.update(
+                    name, parameter, gradient, self.moments[name], learning_rate, step
+                )
+                olds = (parameter, *self.moments[name])
+                for old, new in zip(olds, (updated, *moments), strict=True):
+                    kept = sharding.constrain(torch.where(good, new, old), self.mesh, self.specs[name])
+                    old.copy_(kept)
+            loss_sum, dropped_sum, steps = (
+                torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)
+            )
+            dropped = recorded.get("dropped_fraction", -torch.ones_like(loss))
+            values = (
+                loss_sum + loss,
+                norm,
+                dropped_sum + dropped,
+                steps + 1,
+                torch.where(good | (bad_step != 0), bad_step, step),
+            )
+            self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
+
+    def loss_and_gradients(self, batch: Tensors) -> tuple[torch.Tensor, Tensors, Tensors]:
+        """Loss, gradients laid out as their parameters, and metrics of the whole batch of [rows, micro-batches, ...]."""
+        count = self.accumulation
+        # mean over micro-batches of sum/(tokens/count): tokens weigh equally whichever micro-batch they are in, and an
+        # auxiliary loss, a mean already, is averaged
+        tokens = scored_tokens(batch["labels"]) / count
+        if count == 1:
+            return self._micro_batch(self.parameters, {k: t.squeeze(1) for k, t in batch.items()}, tokens)
+
+        def body(carry: Any, micro_batch: Tensors) -> tuple[Any, Any]:
+            loss_sum, tokens, sums, parameters = carry
+            loss, gradients, recorded = self._micro_batch(parameters, micro_batch, tokens)
+            added = {k: self._constrain_gradient(k, sums[k] + gradients[k] / count) for k in sums}
+            return (loss_sum + loss / count, tokens, added, parameters), recorded
+
+        zeros = {k: self._constrain_gradient(k, torch.zeros_like(p)) for k, p in self.parameters.items()}
+        # parameters go in through the carry: the loop would copy what it closes over, and the old state could not be donated
+        current = {k: p.detach() for k, p in self.parameters.items()}
+        init = (torch.zeros((), device=tokens.device), tokens, zeros, current)
+        (loss, _, gradients, _), recorded = _scan_impl_pytree(body, init, {k: t.transpose(0, 1) for k, t in batch.items()})
+        return loss, gradients, {name: values.mean() for name, values in recorded.items()}
+
+    def _micro_batch(
+        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors, Tensors]:
+        with torch.enable_grad():
+            leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+            loss, recorded = self.loss(leaves, batch, tokens, training=True)
+            found = torch.autograd.grad(loss, list(leaves.values()))
+        gradients = {k: self._constrain_gradient(k, g) for k, g in zip(self.parameters, found, strict=True)}
+        return loss.detach(), gradients, recorded
+
+    def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return sharding.constrain(gradient, self.mesh, self.specs[name])
+
+
+class EvalStep:
+    """Mean cross entropy (nats a token, no auxiliary loss) over held-out batches: one graph, one transfer at the end."""
+
+    def __init__(self, loss: Loss, parameters: Tensors, mesh: xs.Mesh, batch_axes: tuple[str, ...]) -> None:
+        self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
+        self.guard = CompileGuard("evaluation step", expected=1)
+
+    def __call__(self, batches: Any) -> float:
+        """The mean over all scored targets of ``batches`` (host tensors of [rows, S])."""
+        sums = sharding.place("sums", torch.zeros(2), self.mesh, (None,))
+        for batch in batches:
+            self.guard.before(batch)
+            placed = sharding.place_batch(batch, self.mesh, self.batch_axes)
+            with torch.no_grad():
+                loss, _ = self.loss(self.parameters, placed, torch.ones((), device=sums.device), training=False)
+                added = torch.stack([loss.to(torch.float32), scored_tokens(placed["labels"])])
+                sums.copy_(sharding.constrain(sums + added, self.mesh, (None,)))
+            torch_xla.sync()
+            self.guard.after()
+        total, tokens = sums.cpu().tolist()
+        return total / tokens if tokens else math.nan
+
+
+class CompileGuard:
+    """Stops a run that would compile again, and says which input changed.
+
+    Args:
+        what: the step's name in messages.
+        expected: compiles that the step may take.
+    """
+
+    def __init__(self, what: str, expected: int) -> None:
+        self.what, self.expected = what, expected
+        self.compiles, self.first = 0, True
+        self._signature: dict[str, str] = {}
+
+    def before(self, batch: Tensors) -> None:
+        """Refuse a batch whose names, shapes or dtypes are not those of the first one: it would compile anew."""
+        signature = {name: f"shape {list(t.shape)}, {t.dtype}" for name, t in batch.items()}
+        if self.first:
+            self._signature = signature
+        for name in sorted(signature.keys() | self._signature.keys()):
+            now, then = signature.get(name, "absent"), self._signature.get(name, "absent")
+            if now != then:
+                raise UserError(
+                    asked=f"the {self.what} on a batch whose {name!r} is: {now}",
+                    found=f"the step was compiled for {name!r} being: {then}",
+                    why="a changed input compiles the whole step again, minutes on a pod, at every change",
+                    instead="give every batch the same shapes and dtypes: drop or pad the last one, pack to sequence_length",
+                )
+        self._before = compile_count()
+
+    def after(self) -> None:
+        """Count what the step just compiled; more than expected is an error, since no input changed."""
+        self.compiles += compile_count() - self._before
+        self.first = False
+        if self.compiles > self.expected:
+            raise UserError(
+                asked=f"{self.expected} compile of the {self.what} in this run",
+                found=f"{self.compiles} compiles, though every input kept its shape and dtype: "
+                + "; ".join(f"{name}: {text}" for name, text in self._signature.items()),
+                why="something else in the traced graph changed between two steps, such as a Python number in the model",
+                instead="make what changes a tensor input of the model, or constant",
+            )
+
+
+def compile_count() -> int:
+    """XLA compiles of this process so far."""
+    return (met.metric_data("CompileTime") or (0,))[0]
+
+
+def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """[count*rows, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split."""
+    if tensor.dim() == 0:
+        return tensor
+    return tensor.reshape(count, -1, *tensor.shape[1:]).transpose(0, 1)
