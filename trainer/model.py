@@ -79,7 +79,9 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         # unlike `torch.device("meta")` it leaves buffers real: RoPE's frequencies are in no checkpoint
         with init_empty_weights(include_buffers=False):
             # a copy: choosing a model's kernels writes into its config
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        model.tie_weights()  # init_empty_weights makes a new parameter of each that is assigned, so ties are lost
+        return model
     # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
     except Exception as error:
         raise UserError(

@@ -21,7 +21,7 @@ PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 # AdamW keeps two moments per weight, in float32 whatever the weight's dtype.
 _OPTIMIZER_BYTES_PER_ELEMENT = 8
-_LISTED = 8
+_LISTED = 16  # kinds of parameter; a decoder has fewer, so an empty recipe is answered with all of them
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def _check_dimensions(recipe: Recipe, name: str, shape: tuple[int, ...], layout:
             raise UserError(
                 asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({shard.dim})",
                 found=f"it has shape {list(shape)}",
-                why=f"dimension {shard.dim} is out of range: it has {len(shape)}, counted from 0",
+                why=f"dimension {shard.dim} is out of range: they are counted from 0",
                 instead=f'"{axis}": Shard({max(len(shape) - 1, 0)}) or less'
                 if shape
                 else "{}: a scalar only replicates",
