@@ -49,6 +49,7 @@ def register() -> None:
     """Make ``model.set_attn_implementation("portable")`` mean this file. Calling it again changes nothing.
 
     The name stays out of transformers' mask registry, so that models build no mask: one wait for the device less.
+    An ``attention_mask`` given to a model is therefore not seen here: say padding by ``segment_ids``.
     """
     AttentionInterface.register(NAME, portable_attention)
 
@@ -153,7 +154,7 @@ def _refuse_unsupported(
     for name in sorted(kwargs.keys() - known):
         checks.append((kwargs[name] is not None, repr(name), "it may change the scores; use 'eager' for this model"))
     # Some families say their window in the mask alone, which is never built here.
-    for name in {"attention_chunk_size", "sliding_window"} - kwargs.keys():
+    for name in sorted({"attention_chunk_size", "sliding_window"} - kwargs.keys()):
         limit = getattr(getattr(module, "config", None), name, None)
         checks.append((limit and limit < length, f"{name}={limit} said by a mask", f"use at most {limit} positions"))
     for wrong, found, instead in checks:
