@@ -30,7 +30,7 @@ recipe = Recipe(
         "model.layers.*.self_attn.[qk]_norm.weight": {},  # Qwen3-MoE
     },
     activations={"model.layers.*": {"fsdp": Shard(0), "expert": Shard(0)}},
-    compute=Compute(dtype="float32", experts="capacity", remat="full", scan=True),
+    compute=Compute(dtype="float32", experts="capacity", router_loss=True, remat="full", scan=True),
     model={
         "model_type": "mixtral",
         "hidden_size": 128,
@@ -42,7 +42,6 @@ recipe = Recipe(
         "num_experts_per_tok": 2,
         "vocab_size": 2048,
         "max_position_embeddings": 2048,
-        "output_router_logits": True,
         "router_aux_loss_coef": 0.02,
         "sliding_window": None,
         "rms_norm_eps": 1e-5,

@@ -10,9 +10,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def spmd() -> None:
-    """XLA in SPMD mode on the 8 devices."""
+    """XLA in SPMD mode on the 8 devices, for every test.
+
+    Counting the devices makes the client: torch's autograd fixes its number of devices at a process's first backward,
+    and one on the CPU before there is a client breaks the later ones on XLA.
+    """
     import torch_xla.runtime as xr
 
     xr.use_spmd()
+    assert xr.global_runtime_device_count() == 8

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -409,3 +410,20 @@ def test_the_command_ends_with_code_2_and_one_message_for_bad_input():
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: Mesh(fsdp=3, expert=3) on 12 devices")
     assert "Traceback" not in result.stderr
+
+
+def test_the_guides_recipe_goes_from_its_first_message_to_its_table(tmp_path):
+    guide = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    config, empty, table = (part.partition("\n```")[0] for part in re.split(r"```(?:json|python)\n", guide)[1:4])
+    (tmp_path / "tiny_qwen3.json").write_text(config)
+    (tmp_path / "mine.py").write_text(empty)
+    recipe = load_recipe(str(tmp_path / "mine.py"))
+    model = meta_model(load_config(str(tmp_path / "tiny_qwen3.json"), recipe))
+    with pytest.raises(UserError) as error:
+        make_plan(recipe, model, 8)
+    assert f"error: {error.value}\n" in guide
+    (tmp_path / "mine.py").write_text(empty.replace("    parameters={},", table))
+    plan = make_plan(load_recipe(str(tmp_path / "mine.py")), model, 8)
+    rows = [line.split() for line in guide.partition("pattern   ")[2].split("\n\n")[0].splitlines()[1:]]
+    assert {row[0] for row in rows} == {p.pattern for p in plan.parameters}
+    assert sum(int(row[1]) for row in rows) == len(plan.parameters)

@@ -66,6 +66,11 @@ class ShardingPlan:
         """The parameter of that name or alias; KeyError if the plan has none."""
         return self._by_name[self.aliases.get(name, name)]
 
+    def members(self, name: str) -> list[str]:
+        """The model's own names behind a listed one: itself, or its layers' where it is stacked."""
+        prefix, star, rest = name.partition(".*.")
+        return [f"{prefix}.{i}.{rest}" for i in range(self[name].shape[0])] if star else [name]
+
     @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
@@ -327,9 +332,7 @@ def _check_dimensions(recipe: Recipe, name: str, shape: tuple[int, ...], layout:
                 asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({shard.dim})",
                 found=f"it has shape {list(shape)}",
                 why=f"dimension {shard.dim} is out of range: they are counted from 0",
-                instead=f'"{axis}": Shard({max(len(shape) - 1, 0)}) or less'
-                if shape
-                else "{}: a scalar only replicates",
+                instead=f'"{axis}": Shard({len(shape) - 1})' if shape else "{}: a scalar only replicates",
             )
 
 

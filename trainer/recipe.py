@@ -128,6 +128,7 @@ class Compute:
         dtype: what matrix products run in; weights and optimizer state are float32 in either case.
         experts: ``dense`` (every expert on every token, exact), ``capacity`` (GShard), or None: no experts.
         capacity_factor: slots per expert over a perfectly balanced load; only ``capacity`` reads it.
+        router_loss: train with the model's own load-balancing loss (its ``router_aux_loss_coef``) too.
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
         remat: what backward recomputes: nothing, every layer, or all but matrix products.
         scan: run equal decoder layers as one scanned layer, stored stacked.
@@ -139,6 +140,7 @@ class Compute:
     dtype: str = "float32"
     experts: str | None = None
     capacity_factor: float = 1.25
+    router_loss: bool = False
     attention: str = "portable"
     remat: str = "none"
     scan: bool = True
@@ -161,13 +163,14 @@ class Compute:
                 why="it multiplies the slots each expert has for tokens",
                 instead="capacity_factor=1.25; the number of experts / experts per token drops nothing",
             )
-        if not isinstance(self.scan, bool):
-            raise UserError(
-                asked=f"Compute(scan={self.scan!r})",
-                found=f"a {type(self.scan).__name__}",
-                why="layers are either scanned or not",
-                instead="scan=True or scan=False",
-            )
+        for name in ("router_loss", "scan"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(
+                    asked=f"Compute({name}={getattr(self, name)!r})",
+                    found=f"a {type(getattr(self, name)).__name__}",
+                    why="it is either on or off",
+                    instead=f"{name}=True or {name}=False",
+                )
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -
             why="a partition spec names every dimension of its tensor; another rank is silently left replicated",
             instead=f"write a spec of {tensor.dim()} entries",
         )
+    if tensor.dim() == 1:
+        # sending a vector to a mesh that also replicates it ends in "too many indices for tensor" (torch_xla 2.9)
+        return xs.mark_sharding(tensor.to(torch_xla.device()), mesh, spec).global_tensor
     sharding = xs.ShardingSpec(mesh, spec)
     return xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), input_sharding=sharding)[0]
 
