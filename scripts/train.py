@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import transformers
 from transformers import HfArgumentParser
 
 from trainer.arguments import TrainingArguments
@@ -20,6 +21,9 @@ def main() -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
+    # what they would report here, the run says itself: progress, and weights that do not fit
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     from trainer.job import run
 
     return INTERRUPTED if run(args).interrupted else 0

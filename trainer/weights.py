@@ -45,7 +45,7 @@ def checkpoint_weights(model: str, config: PretrainedConfig) -> Source:
     """
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            model, config=config, dtype=torch.float32, output_loading_info=True
+            model, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # the loader raises many kinds; each is about these files
         raise UserError(
@@ -54,7 +54,7 @@ def checkpoint_weights(model: str, config: PretrainedConfig) -> Source:
             why="its weights could not be loaded",
             instead="a folder or hub id with a config.json and matching safetensors files",
         ) from error
-    missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if missing:
         raise UserError(
             asked=f"--model {model}",
