@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 VIRTUAL_DEVICES = 8
 # torch's device index is an int8: autograd fails beyond it.
 _MOST_VIRTUAL_DEVICES = 127
+_THREADS_A_DEVICE = 4
 
 
 def init_runtime() -> str:
@@ -41,6 +42,9 @@ def init_runtime() -> str:
     kind = xr.device_type() or ""
     if kind == "CPU":
         _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
+        # XLA's CPU client makes this many threads (default: one a core). A device that waits in a collective holds one,
+        # and may wait in several at once: with few threads devices starve each other, cores idle, or all wait for ever.
+        os.environ.setdefault("NPROC", str(_THREADS_A_DEVICE * int(os.environ["CPU_NUM_DEVICES"])))
     if not xr.is_spmd():  # a second call would warn
         xr.use_spmd()
     try:
