@@ -56,7 +56,8 @@ class Capacity:
         """
         (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], int(experts.num_experts), self.groups
         s = T // G
-        C = self.slots(s, k, E)
+        # evaluation drops nothing: its loss is the model's own, the one that the exported file gives elsewhere
+        C = self.slots(s, k, E) if experts.training else s
         M = E * C
         x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
         # choice-major: every token's first choice is seated before any token's second

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
-import transformers
-from transformers import HfArgumentParser
-
-from trainer.arguments import TrainingArguments
-from trainer.errors import exit_code
+from trainer.errors import did_you_mean, exit_code
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 def main() -> int:
-    parser = HfArgumentParser(TrainingArguments, description=__doc__)  # type: ignore[arg-type]
-    (args,) = parser.parse_args_into_dataclasses()
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": the run says which devices it takes
+    import transformers
 
+    from trainer.arguments import TrainingArguments
+
+    parser = transformers.HfArgumentParser(TrainingArguments, description=__doc__)  # type: ignore[arg-type]
+    args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        parser.error(f"no option {unknown[0]}; {did_you_mean(unknown[0], known)}--help lists them")
+    from trainer.job import run
+
+    logging.disable(logging.NOTSET)
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    from trainer.job import run
-
     return INTERRUPTED if run(args).interrupted else 0
 
 

@@ -1,0 +1,522 @@
+"""Documents, tokenizer, rows and batches: deterministic, complete, cached, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+
+from trainer.data import (
+    END_OF_TEXT,
+    Corpus,
+    epoch_batches,
+    heldout_batches,
+    load_corpus,
+    training_batches,
+    unigram_loss,
+)
+from trainer.documents import find_source, split_documents
+from trainer.errors import UserError
+
+TEXTS = [f"Story {i}.\n" + " ".join(f"{i * j % 97} is a number," for j in range(5 + i % 11)) for i in range(300)]
+EOS = 0  # the only special token of a tokenizer that is trained here
+
+
+def write_jsonl(path: Path, texts: list[str] = TEXTS, column: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text, "number": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps([{"text": text} for text in TEXTS]))
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    pq.write_table(pa.table({"text": TEXTS}), path)
+    return path
+
+
+def write_text(path: Path) -> Path:
+    path.write_text("".join(TEXTS) + "\n" * 3 + "".join(text + "\n" for text in TEXTS))
+    return path
+
+
+def write_folder(path: Path) -> Path:
+    for i, text in enumerate(TEXTS):
+        folder = path / f"part{i % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{i}.md").write_text(text)
+    (path / ".hidden").mkdir()
+    (path / ".hidden" / "config.jsonl").write_text("{}")
+    (path / "picture.png").write_bytes(b"\x89PNG\xff")
+    return path
+
+
+def write_record_folder(path: Path) -> Path:
+    write_jsonl(path / "a" / "first.jsonl", TEXTS[:150])
+    write_jsonl(path / "b" / "second.jsonl", TEXTS[150:])
+    return path
+
+
+@pytest.fixture()
+def load(tmp_path: Path) -> Callable[..., Corpus]:
+    """load_corpus with a small tokenizer, rows of 32 tokens and a cache of the test's own."""
+
+    def load(dataset: Path | str | None, **options: object) -> Corpus:
+        settings = {"tokenizer": None, "sequence_length": 32, "vocab_size": 300, "cache_dir": tmp_path / "cache"}
+        return load_corpus(None if dataset is None else str(dataset), **{**settings, **options})  # type: ignore[arg-type]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    cache = tmp_path_factory.mktemp("stdlib")
+    return load_corpus(None, tokenizer=None, sequence_length=256, cache_dir=cache)
+
+
+@pytest.fixture()
+def rows() -> Dataset:
+    """23 rows of 4 tokens, no two tokens equal."""
+    return Dataset.from_dict({"input_ids": torch.arange(23 * 4).view(23, 4).tolist()})
+
+
+def tokens_of(split: Dataset) -> list[int]:
+    return [token for row in split["input_ids"] for token in row]
+
+
+def documents_of(dataset: Path | str | None, scratch: Path, fraction: float = 0.05) -> dict[str, Dataset]:
+    return split_documents(find_source(None if dataset is None else str(dataset), "text"), scratch, fraction)
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
+
+
+# ---- documents ----
+
+
+def test_standard_library_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:
+    splits = documents_of(None, tmp_path)
+    train, heldout = (set(splits[name]["name"]) for name in ("train", "heldout"))
+    assert not train & heldout
+    assert {"ast.py", "json/decoder.py"} <= train | heldout
+    assert not any({"test", "tests", "idle_test", "site-packages"} & set(name.split("/")) for name in train | heldout)
+    assert len(heldout) == math.ceil(0.05 * (len(heldout) + len(train)))
+    assert splits["train"]["name"] == sorted(train)
+
+
+def test_standard_library_makes_rows_of_python_source(stdlib: Corpus) -> None:
+    assert len(stdlib.train) > 5_000
+    assert len(stdlib.heldout) > 100
+    assert len(stdlib.tokenizer) == 2048
+    text = stdlib.tokenizer.decode(tokens_of(stdlib.train.select(range(200))))
+    assert text.count("def ") > 50
+    characters = len(text) / (200 * 256)
+    assert characters > 2.5, "a trained BPE writes several characters with a token"
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_jsonl, "texts.jsonl"),
+        (write_json, "texts.json"),
+        (write_parquet, "texts.parquet"),
+        (write_text, "texts.txt"),
+        (write_text, "without_suffix"),
+        (write_folder, "folder"),
+        (write_record_folder, "records"),
+    ],
+)
+def test_every_kind_of_local_dataset_is_read_whole(
+    load: Callable[..., Corpus], tmp_path: Path, write: Callable[[Path], Path], name: str
+) -> None:
+    corpus = load(write(tmp_path / name), heldout_fraction=0.2)
+    both = tokens_of(corpus.train) + tokens_of(corpus.heldout)
+    text = corpus.tokenizer.decode(both)
+    # at most one unfinished row of each split is lost, and a document may begin in it
+    assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
+    assert {len(row) for split in (corpus.train, corpus.heldout) for row in split["input_ids"]} == {32}
+    assert len(corpus.heldout) < len(corpus.train)
+
+
+def test_same_text_is_never_on_both_sides(tmp_path: Path) -> None:
+    splits = documents_of(write_jsonl(tmp_path / "twice.jsonl", TEXTS + TEXTS), tmp_path / "scratch", 0.3)
+    assert not set(splits["train"]["text"]) & set(splits["heldout"]["text"])
+    assert len(splits["train"]) + len(splits["heldout"]) == 600
+
+
+def test_documents_without_text_are_left_out(tmp_path: Path) -> None:
+    splits = documents_of(write_jsonl(tmp_path / "holes.jsonl", ["", "  \n", *TEXTS, ""]), tmp_path / "scratch")
+    assert sorted(splits["train"]["text"] + splits["heldout"]["text"]) == sorted(TEXTS)
+
+
+def test_a_folder_that_holds_a_validation_split_keeps_it_and_leaves_test_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    write_jsonl(folder / "train-00000-of-00001.jsonl", TEXTS[:200])
+    write_jsonl(folder / "validation.jsonl", TEXTS[200:250])
+    write_jsonl(folder / "test" / "part.jsonl", TEXTS[250:])
+    splits = documents_of(folder, tmp_path / "scratch")
+    assert splits["train"]["text"] == TEXTS[:200]
+    assert splits["heldout"]["text"] == TEXTS[200:250]
+
+
+def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -> None:
+    """Real loading code, offline: the hub's cache is laid out as a download leaves it."""
+    folder = tmp_path / "hub" / "someone___stories" / "default" / "0.0.0" / ("a" * 40)
+    made = {}
+    for name, texts in {"train": TEXTS[:200], "validation": TEXTS[200:]}.items():
+        split = Dataset.from_dict({"text": texts})
+        split.map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
+        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
+    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
+    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    script = f"""if True:
+        import pathlib
+        from trainer.documents import *
+        source = find_source("someone/stories:default", "text")
+        splits = split_documents(source, pathlib.Path({str(tmp_path)!r}), 0.05)
+        print(source.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    first, second = (run_python(script, **environment).split() for _ in range(2))
+    assert first[1:] == ["200", "100"]
+    assert first == second
+
+
+def run_python(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---- determinism and cache ----
+
+
+def test_two_processes_make_the_same_bytes_whatever_pythons_hash_seed(tmp_path: Path) -> None:
+    data = write_folder(tmp_path / "folder")
+    script = f"""if True:
+        import hashlib, pathlib, sys
+        from trainer.data import load_corpus, training_batches
+        cache = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else None
+        corpus = load_corpus({str(data)!r}, tokenizer=None, sequence_length=32, vocab_size=400, isolate_documents=True)
+        batches = training_batches(corpus.train, 4, seed=1)
+        seen = [corpus.tokenizer.backend_tokenizer.to_str(), corpus.train[:], corpus.heldout[:]]
+        seen += [next(batches)["input_ids"].tolist() for _ in range(50)]
+        print(hashlib.sha256(repr(seen).encode()).hexdigest())"""
+    digests = {
+        run_python(script, PYTHONHASHSEED=seed, SHARDWRIGHT_CACHE=str(tmp_path / f"cache{seed}")) for seed in "12"
+    }
+    assert len(digests) == 1
+    assert (tmp_path / "cache1" / "rows").is_dir()
+
+
+def cached_files(cache: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
+
+
+def test_second_load_writes_nothing_and_gives_the_same(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    first, before = load(data), cached_files(tmp_path / "cache")
+    second = load(data)
+    assert cached_files(tmp_path / "cache") == before
+    assert {path.name for path in before} == {"tokenizer.json", "train.arrow", "heldout.arrow", "rows.json"}
+    assert first.train[:] == second.train[:]
+    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
+
+
+def test_cache_follows_what_it_depends_on(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    first = load(data)
+    assert len(load(data, sequence_length=16).train[0]["input_ids"]) == 16
+    assert len(load(data, vocab_size=310).tokenizer) > len(first.tokenizer)
+    assert "segment_ids" in load(data, isolate_documents=True).train.column_names
+    assert len(load(data, heldout_fraction=0.5).heldout) > len(first.heldout)
+    write_jsonl(data, TEXTS[:100])
+    assert len(load(data).train) < len(first.train)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "train.arrow", "heldout.arrow", "rows.json"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
+def test_corrupt_cache_is_rebuilt(load: Callable[..., Corpus], tmp_path: Path, name: str, damage: str) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    sound = load(data)
+    train, heldout, vocabulary = sound.train[:], sound.heldout[:], sound.tokenizer.get_vocab()
+    (path,) = (tmp_path / "cache").rglob(name)
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\x07" * len(content))
+    again = load(data)
+    assert (again.train[:], again.heldout[:], again.tokenizer.get_vocab()) == (train, heldout, vocabulary)
+    assert path.read_bytes() == content
+
+
+def test_cache_that_cannot_be_written_names_the_way_out(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="SHARDWRIGHT_CACHE"):
+        load(write_jsonl(tmp_path / "texts.jsonl"), cache_dir=tmp_path / "file" / "cache")
+
+
+def test_cache_folder_comes_from_the_environment(
+    load: Callable[..., Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("SHARDWRIGHT_CACHE", raising=False)
+    load(data, cache_dir=None)
+    assert (tmp_path / "xdg" / "shardwright" / "rows").is_dir()
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "ours"))
+    load(data, cache_dir=None)
+    assert (tmp_path / "ours" / "rows").is_dir()
+
+
+def test_progress_bars_of_datasets_are_left_as_they_were(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    assert not datasets.are_progress_bars_disabled()
+    with pytest.raises(UserError):
+        load(write_jsonl(tmp_path / "one.jsonl", ["a single text"]))
+    assert not datasets.are_progress_bars_disabled()
+
+
+# ---- tokens and rows ----
+
+
+def test_packing_keeps_every_token_in_order_but_one_partial_row(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl", [*TEXTS, *(text.upper() for text in TEXTS)])  # more than one map batch
+    corpus = load(data)
+    for name, documents in documents_of(data, tmp_path / "scratch").items():
+        packed = tokens_of(getattr(corpus, {"train": "train", "heldout": "heldout"}[name]))
+        expected = [
+            token
+            for text in documents["text"]
+            for token in [*corpus.tokenizer.encode(text, add_special_tokens=False), corpus.tokenizer.eos_token_id]
+        ]
+        assert packed == expected[: len(packed)]
+        assert 0 <= len(expected) - len(packed) < 32
+
+
+def test_decoded_rows_are_the_text(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    odd = ["naïve café — 東京 🙂\r\n\ttabs  and   spaces , kept !", *TEXTS]
+    corpus = load(write_jsonl(tmp_path / "odd.jsonl", odd), heldout_fraction=0.01, sequence_length=8)
+    assert odd[0] + END_OF_TEXT in corpus.tokenizer.decode(tokens_of(corpus.train))
+
+
+def test_trained_tokenizer_can_be_saved_and_loaded(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = load(write_jsonl(tmp_path / "texts.jsonl")).tokenizer
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again.eos_token == END_OF_TEXT
+    assert again.encode(TEXTS[7]) == tokenizer.encode(TEXTS[7])
+
+
+def test_a_given_tokenizer_is_used(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    tokenizer = load(data, vocab_size=270).tokenizer
+    corpus = load(data, tokenizer=tokenizer, vocab_size=300)
+    assert corpus.tokenizer is tokenizer
+    assert max(tokens_of(corpus.train)) < 270
+
+
+def test_isolated_documents_number_segments_and_restart_positions(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl"), isolate_documents=True, sequence_length=64)
+    assert corpus.train.column_names == ["input_ids", "segment_ids", "position_ids"]
+    for row in corpus.train:
+        segment, position, previous = 1, 0, None
+        for token, segment_id, position_id in zip(
+            row["input_ids"], row["segment_ids"], row["position_ids"], strict=True
+        ):
+            if previous == EOS:
+                segment, position = segment + 1, 0
+            assert (segment_id, position_id) == (segment, position)
+            position, previous = position + 1, token
+    assert max(max(row) for row in corpus.train["segment_ids"]) > 1
+
+
+def test_max_train_tokens_draws_rows_by_seed_and_leaves_the_heldout_rows(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    whole, few, other = load(data), load(data, max_train_tokens=330), load(data, max_train_tokens=330, seed=1)
+    assert len(few.train) == 10
+    rows = whole.train["input_ids"][:]
+    assert all(row in rows for row in few.train["input_ids"])
+    assert few.train["input_ids"][:] != other.train["input_ids"][:]
+    assert few.heldout[:] == other.heldout[:] == whole.heldout[:]
+
+
+# ---- batches ----
+
+
+def test_an_epoch_gives_every_row_once_but_those_of_the_last_partial_batch(rows: Dataset) -> None:
+    batches = list(epoch_batches(rows, 4, seed=0, epoch=0))
+    assert [batch["input_ids"].shape for batch in batches] == [(4, 4)] * 5
+    seen = torch.cat([batch["input_ids"] for batch in batches])
+    assert seen.dtype == torch.int64
+    assert len(set(seen[:, 0].tolist())) == 20
+    assert (seen == seen[:, :1] + torch.arange(4)).all(), "rows stay whole"
+    assert seen[:, 0].tolist() != sorted(seen[:, 0].tolist())
+
+
+def test_order_depends_on_seed_and_epoch_alone(rows: Dataset) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return torch.cat([b["input_ids"][:, 0] for b in epoch_batches(rows, 4, seed=seed, epoch=epoch)]).tolist()
+
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+@pytest.mark.parametrize("skip", [0, 1, 4, 5, 9])
+def test_skip_resumes_an_epoch_exactly(rows: Dataset, skip: int) -> None:
+    whole = list(epoch_batches(rows, 4, seed=3, epoch=2))
+    rest = list(epoch_batches(rows, 4, seed=3, epoch=2, skip=skip))
+    assert len(rest) == max(0, 5 - skip)
+    for a, b in zip(whole[skip:], rest, strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize("start_step", [0, 1, 5, 7, 13])
+def test_training_resumes_at_any_step_over_epochs(rows: Dataset, start_step: int) -> None:
+    unbroken, resumed = training_batches(rows, 4, seed=3), training_batches(rows, 4, seed=3, start_step=start_step)
+    for _ in range(start_step):
+        next(unbroken)
+    for _ in range(8):
+        assert_equal(next(unbroken), next(resumed))
+
+
+def test_heldout_batches_count_every_row_exactly_once_in_one_shape(rows: Dataset) -> None:
+    batches = list(heldout_batches(rows, 5))
+    assert {batch["input_ids"].shape for batch in batches} == {(5, 4)}
+    labels = torch.cat([batch["labels"] for batch in batches])
+    counted = labels[(labels != -100).all(dim=1)]
+    torch.testing.assert_close(counted, torch.arange(23 * 4).view(23, 4))
+    assert (labels[23:] == -100).all()
+    assert len(labels) == 25
+
+
+def test_labels_are_the_inputs(rows: Dataset) -> None:
+    batch = next(training_batches(rows, 4, seed=0))
+    assert_equal({"x": batch["labels"]}, {"x": batch["input_ids"]})
+
+
+def test_first_token_of_an_isolated_document_is_no_target() -> None:
+    columns = {
+        "input_ids": [5, 6, 0, 7, 8, 0, 9],
+        "segment_ids": [1, 1, 1, 2, 2, 2, 3],
+        "position_ids": [0, 1, 2, 0, 1, 2, 0],
+    }
+    rows = Dataset.from_dict({name: [values] for name, values in columns.items()})
+    (batch,) = heldout_batches(rows, 1)
+    assert batch["labels"].tolist() == [[5, 6, 0, -100, 8, 0, -100]]
+    assert {name: batch[name].tolist()[0] for name in columns} == columns
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+# ---- unigram ----
+
+
+def test_unigram_loss_is_the_one_computed_by_hand() -> None:
+    train = Dataset.from_dict({"input_ids": [[0, 1, 1], [1, 2, 0]]})  # counts 2, 3, 1, 0: smoothed 3, 4, 2, 1 of 10
+    heldout = Dataset.from_dict({"input_ids": [[2, 0, 1], [0, 3, 3]]})  # targets 0, 1, 3, 3
+    expected = -(math.log(0.3) + math.log(0.4) + 2 * math.log(0.1)) / 4
+    assert unigram_loss(train, heldout, 4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_unigram_loss_leaves_out_what_the_model_is_not_scored_on() -> None:
+    train = Dataset.from_dict({"input_ids": [[0, 1]]})  # smoothed 2, 2, 1 of 5
+    heldout = Dataset.from_dict({"input_ids": [[1, 0, 2, 1]], "segment_ids": [[1, 1, 2, 2]]})  # targets 0, 1
+    assert unigram_loss(train, heldout, 3) == pytest.approx(-math.log(0.4), rel=1e-12)
+
+
+def test_unigram_loss_of_the_standard_library_lies_between_none_and_uniform(stdlib: Corpus) -> None:
+    assert 5.0 < unigram_loss(stdlib.train, stdlib.heldout, 2048) < math.log(2048)
+
+
+# ---- bad input ----
+
+
+def mixed(path: Path) -> Path:
+    write_jsonl(path / "a.jsonl")
+    (path / "readme.md").write_text("text")
+    return path
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+BAD = {
+    "absent": (lambda d: d / "absent.jsonl", r"no such file or folder: .*absent\.jsonl"),
+    "absent folder": (lambda d: f"{d}/absent/", "no such file or folder"),
+    "empty file": (lambda d: written(d / "x.txt", b""), "an empty file"),
+    "empty folder": (lambda d: (d / "none").mkdir() or d / "none", "nothing in any file that ends in"),
+    "blank": (lambda d: written(d / "x.txt", b"\n \n"), "0 documents with text"),
+    "one document": (lambda d: write_jsonl(d / "x.jsonl", ["alone"]), "1 document with text"),
+    "not UTF-8": (lambda d: written(d / "x.txt", b"caf\xe9\n" * 99), r"UnicodeDecodeError.*0xe9"),
+    "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "JSON parse error"),
+    "malformed Parquet": (lambda d: written(d / "x.parquet", b"PAR1junk"), "[Pp]arquet"),
+    "no rows": (
+        lambda d: pq.write_table(pa.table({"text": pa.array([], pa.string())}), d / "x.parquet") or d / "x.parquet",
+        "0 documents",
+    ),
+    "mixed kinds": (lambda d: mixed(d / "m"), r"json \(a\.jsonl\), text \(readme\.md\)"),
+    "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
+    "tokenised": (lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'), r"input_ids.*\n.*tokenised already"),
+    "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),
+    "too small": (lambda d: write_jsonl(d / "x.jsonl", ["a", "b", "c"]), "tokens in all"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_dataset_is_refused_with_what_was_found(load: Callable[..., Corpus], tmp_path: Path, case: str) -> None:
+    make, found = BAD[case]
+    dataset = make(tmp_path)
+    with pytest.raises(UserError, match=found) as error:
+        load(dataset)
+    assert str(dataset) in error.value.asked
+    assert all([error.value.found, error.value.why, error.value.instead])
+    assert not cached_files(tmp_path / "cache").keys() & set((tmp_path / "cache").rglob("rows/*"))
+
+
+def test_column_that_is_no_text_is_refused_and_the_named_one_read(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl", column="body")
+    with pytest.raises(UserError, match="number"):
+        load(data, text_column="number")
+    assert len(load(data, text_column="body").train) > 100
+
+
+def test_tokenizer_without_end_of_text_is_refused(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    tokenizer = load(data).tokenizer
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="eos_token"):
+        load(data, tokenizer=tokenizer)
+
+
+def test_vocabulary_smaller_than_the_bytes_is_refused(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least 257"):
+        load(write_jsonl(tmp_path / "texts.jsonl"), vocab_size=256)
+
+
+def test_fewer_rows_than_a_batch_are_refused(rows: Dataset) -> None:
+    with pytest.raises(UserError, match="23 rows"):
+        training_batches(rows, 24, seed=0)

@@ -1,0 +1,192 @@
+"""The main job from its command line: what it writes, what it prints, how it ends, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.data import load_corpus
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--sequence_length", "64", "--per_device_train_batch_size", "1", "--logging_steps", "5"]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in {"PJRT_DEVICE", "CPU_NUM_DEVICES", "NPROC"}}
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=900, env=environment())
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """A small dataset of its own: 40 files of arithmetic, which a small model learns a little of in seconds."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        lines = [f"{a} plus {i} makes {a + i}, and {a} times {i} makes {a * i}." for a in range(60)]
+        (folder / f"{i:02}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text_folder):
+    """One run of 20 steps: (its output directory, the finished process)."""
+    output = tmp_path_factory.mktemp("runs") / "out"
+    done = train(
+        *("--recipe", "mixtral_ep", "--dataset", text_folder, "--output_dir", output, "--max_steps", 20, *SMALL)
+    )
+    assert done.returncode == 0, done.stderr
+    return output, done
+
+
+@pytest.mark.slow
+def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
+    output, done = run
+    assert "8 virtual CPU devices" in done.stdout
+    assert "fsdp=2 × expert=4" in done.stdout
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    logged = [entry for entry in history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [5, 10, 15, 20]
+    keys = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "dropped_fraction", "compiles"}
+    assert all(keys <= entry.keys() for entry in logged)
+    assert {entry["compiles"] for entry in logged} == {2}  # the evaluation's and the step's, both before step 5
+
+
+@pytest.mark.slow
+def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
+    output, done = run
+    assert {"trainer_state.json", "recipe.json", "training_args.json", "plan.json", "loss_curve.png", "model"} <= {
+        path.name for path in output.iterdir()
+    }
+    assert json.loads((output / "recipe.json").read_text())["mesh"]["axes"] == {"fsdp": -1, "expert": 4}
+    assert json.loads((output / "training_args.json").read_text())["max_steps"] == 20
+    assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    before, after = (entry["eval_loss"] for entry in _evaluations(output))
+    assert after < before
+    assert f"{before:.4f}" in done.stdout
+    assert f"{after:.4f}" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_model_folder_loads_on_plain_cpu_with_the_same_held_out_loss(run, text_folder):
+    output, _ = run
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    model = AutoModelForCausalLM.from_pretrained(output / "model")
+    # the run dropped no held-out token only if the capacity held them all: compare on the run's own kernel otherwise
+    corpus = load_corpus(str(text_folder), tokenizer=tokenizer, sequence_length=64, seed=42)
+    rows = torch.tensor(corpus.heldout["input_ids"][:])
+    with torch.no_grad():
+        loss = model(input_ids=rows, labels=rows).loss.item()
+    assert loss == pytest.approx(_evaluations(output)[-1]["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_trained_folder_is_a_model_to_go_on_from(run, text_folder, tmp_path):
+    output, _ = run
+    arguments = ["--recipe", "mixtral_fsdp", "--model", output / "model", "--dataset", text_folder, "--max_steps", 2]
+    done = train(*arguments, "--output_dir", tmp_path / "next", *SMALL)
+    assert done.returncode == 0, done.stderr
+    first, _ = (entry["eval_loss"] for entry in _evaluations(tmp_path / "next"))
+    assert first == pytest.approx(_evaluations(output)[-1]["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_cleanly_with_what_was_learned_saved(text_folder, tmp_path):
+    arguments = ["--recipe", "llama_fsdp", "--dataset", text_folder, "--output_dir", tmp_path, "--max_steps", 100_000]
+    process = subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "lr " in line:
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=300) == 130
+    assert "interrupted after step" in rest
+    assert "Traceback" not in rest
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert 5 <= state["global_step"] < 100_000
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_finite_weights(text_folder, tmp_path):
+    arguments = ["--recipe", "llama_fsdp", "--dataset", text_folder, "--output_dir", tmp_path, "--max_steps", 20]
+    done = train(*arguments, *SMALL, "--learning_rate", "1e30", "--max_grad_norm", 0)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "not finite" in done.stderr
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert f"step {state['global_step'] + 1} of 20" in done.stderr
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict().values()
+    assert all(w.isfinite().all() for w in weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "mixtral_epp"], "did you mean 'mixtral_ep'?"),
+        (["--recipe", "llama_fsdp", "--model", "CONFIG:bert"], "without a causal-LM head"),
+        (["--recipe", "llama_fsdp", "--model", "CONFIG:mixtral"], "no line matches"),
+        (["--recipe", "mixtral_ep", "--mesh", "fsdp=3,expert=4"], "Mesh(fsdp=3, expert=4) on 8 devices"),
+        (["--recipe", "mixtral_ep", "--mesh", "fsdp=1,expret=8"], "'expret' is not one of them"),
+        (["--recipe", "mixtral_ep", "--max_steps", "0"], "--max_steps 1"),
+        (["--recipe", "mixtral_ep", "--learning_rate", "-1"], "--learning_rate -1"),
+        (["--recipe", "mixtral_ep", "--lr_scheduler_type", "cosin"], "did you mean 'cosine'?"),
+        (["--recipe", "mixtral_ep", "--dataset", "./nowhere.txt"], "no such"),
+        (["--recipe", "mixtral_ep", "--dataset", "EMPTY"], "empty"),
+    ],
+    ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message_and_exit_code_2_and_writes_nothing(arguments, message, tmp_path, capsys, monkeypatch):
+    from scripts import train as script
+    from trainer.errors import exit_code
+
+    for kind in ("bert", "mixtral"):
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "empty.txt").touch()
+    places = {"CONFIG:bert": "bert.json", "CONFIG:mixtral": "mixtral.json", "EMPTY": "empty.txt"}
+    filled = [str(tmp_path / places[a]) if a in places else a for a in arguments]
+    monkeypatch.setattr(sys, "argv", ["train.py", *filled, "--output_dir", str(tmp_path / "out")])
+    assert exit_code(script.main) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("error:") == 1
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_directory_that_holds_something_is_not_written_into(tmp_path, capsys, monkeypatch):
+    from scripts import train as script
+    from trainer.errors import exit_code
+
+    (tmp_path / "precious").write_text("work")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "mixtral_ep", "--output_dir", str(tmp_path)])
+    assert exit_code(script.main) == 2
+    assert "--overwrite_output_dir" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_option_that_does_not_exist_is_refused_with_the_nearest(capsys, monkeypatch):
+    from scripts import train as script
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "mixtral_ep", "--max_step_count", "3"])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 2
+    assert "did you mean '--max_steps'" in capsys.readouterr().err
+
+
+def _evaluations(output: Path) -> list[dict]:
+    return [e for e in json.loads((output / "trainer_state.json").read_text())["log_history"] if "eval_loss" in e]
