@@ -103,6 +103,7 @@ def load_corpus(
                 ),
                 load=_load_tokenizer,
             )
+        _check_end_of_text(tokenizer)
         packer = functools.partial(Packer, tokenizer, sequence_length, isolate_documents)
         rows = _cached(
             root / "rows" / digest([*key, _fingerprint(tokenizer), sequence_length, isolate_documents]),
@@ -128,6 +129,16 @@ def _check_vocab_size(vocab_size: int) -> None:
             found=f"{least - 1} bytes and the end-of-text token, {least} tokens before any is learnt",
             why="a byte without a token could not be written",
             instead=f"a model whose vocab_size is at least {least}, or its own tokenizer with --tokenizer",
+        )
+
+
+def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            asked=f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
+            found="it has no end-of-text token (eos_token)",
+            why="packed documents are joined by it; without it the model never learns where a text ends",
+            instead="set eos_token in its tokenizer_config.json, or leave --tokenizer out to train one",
         )
 
 
