@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
+import torch_xla.debug.metrics as met
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -134,3 +135,12 @@ def test_the_mesh_is_a_design_decision_its_first_axis_is_outermost(mesh):
 def test_a_spec_of_another_rank_is_refused(mesh):
     with pytest.raises(UserError, match="write a spec of 2 entries"):
         sharding.place("w", torch.zeros(8, 8), mesh, (BATCH,))
+
+
+def test_a_placed_tensor_comes_back_whole_without_a_compile(mesh):
+    value = torch.arange(16.0 * 8).reshape(16, 8)
+    compiles = (met.metric_data("CompileTime") or (0,))[0]
+    for spec in [(None, None), ("fsdp", None), (BATCH, None), ("tensor", "fsdp")]:
+        assert torch.equal(sharding.fetch(sharding.place("w", value, mesh, spec)), value)
+    assert torch.equal(sharding.fetch(sharding.place("b", value[0], mesh, ("tensor",))), value[0])
+    assert (met.metric_data("CompileTime") or (0,))[0] == compiles

@@ -67,6 +67,20 @@ def place_batch(
     return {name: place(name, t, mesh, batch_spec(t.dim(), batch_axes)) for name, t in batch.items()}
 
 
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a placed tensor on the host, put together from its shards: no computation is compiled for it."""
+    ((shards, places),) = zip(
+        torch_xla._XLAC._get_local_shards([tensor]),
+        torch_xla._XLAC._get_local_shard_replica_and_indices([tensor]),
+        strict=True,
+    )
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (shard, _), (replica, where) in zip(shards, places, strict=True):
+        if replica == 0:
+            whole[where] = shard[tuple(slice(s.stop - s.start) for s in where)] if where is not Ellipsis else shard
+    return whole
+
+
 def check_placed(tensors: Mapping[str, torch.Tensor], mesh: xs.Mesh, specs: Mapping[str, PartitionSpec]) -> None:
     """Assert that every tensor is on XLA and laid out as planned.
 

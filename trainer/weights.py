@@ -96,7 +96,7 @@ def unstacked(plan: ShardingPlan, parameters: Mapping[str, torch.Tensor]) -> Ite
     """(the model's own name, values on the CPU), one placed parameter at a time."""
     for name, parameter in parameters.items():
         members = plan.members(name)
-        value = parameter.detach().cpu()
+        value = sharding.fetch(parameter.detach())
         yield from zip(members, value.unbind() if members != [name] else [value], strict=True)
 
 
