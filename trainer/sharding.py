@@ -77,7 +77,7 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (replica, where) in zip(shards, places, strict=True):
         if replica == 0:
-            whole[where] = shard[tuple(slice(s.stop - s.start) for s in where)] if where is not Ellipsis else shard
+            whole[where if where is Ellipsis else tuple(where)] = shard
     return whole
 
 
