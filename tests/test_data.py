@@ -1,85 +1,37 @@
-"""Documents, tokenizer, rows and batches: deterministic, complete, cached, and refused with a reason."""
+"""Tokenizer, rows and batches: deterministic, complete, cached and resumable."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
 
+from tests.texts import TEXTS, documents_of, load_small, run_python, write_folder, write_jsonl
 from trainer.data import (
     END_OF_TEXT,
     Corpus,
+    _cached,
     epoch_batches,
     heldout_batches,
     load_corpus,
     training_batches,
     unigram_loss,
 )
-from trainer.documents import find_source, split_documents
 from trainer.errors import UserError
 
-TEXTS = [f"Story {i}.\n" + " ".join(f"{i * j % 97} is a number," for j in range(5 + i % 11)) for i in range(300)]
 EOS = 0  # the only special token of a tokenizer that is trained here
-
-
-def write_jsonl(path: Path, texts: list[str] = TEXTS, column: str = "text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({column: text, "number": i}) + "\n" for i, text in enumerate(texts)))
-    return path
-
-
-def write_json(path: Path) -> Path:
-    path.write_text(json.dumps([{"text": text} for text in TEXTS]))
-    return path
-
-
-def write_parquet(path: Path, texts: list[str] = TEXTS) -> Path:
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
-    return path
-
-
-def write_text(path: Path) -> Path:
-    path.write_text("".join(TEXTS) + "\n" * 3 + "".join(text + "\n" for text in TEXTS))
-    return path
-
-
-def write_folder(path: Path) -> Path:
-    for i, text in enumerate(TEXTS):
-        folder = path / f"part{i % 3}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{i}.md").write_text(text)
-    (path / ".hidden").mkdir()
-    (path / ".hidden" / "config.jsonl").write_text("{}")
-    (path / "picture.png").write_bytes(b"\x89PNG\xff")
-    return path
-
-
-def write_record_folder(path: Path) -> Path:
-    write_jsonl(path / "a" / "first.jsonl", TEXTS[:150])
-    write_jsonl(path / "b" / "second.jsonl", TEXTS[150:])
-    return path
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Corpus]:
-    """load_corpus with a small tokenizer, rows of 32 tokens and a cache of the test's own."""
-
-    def load(dataset: Path | str | None, **options: object) -> Corpus:
-        settings = {"tokenizer": None, "sequence_length": 32, "vocab_size": 300, "cache_dir": tmp_path / "cache"}
-        return load_corpus(None if dataset is None else str(dataset), **{**settings, **options})  # type: ignore[arg-type]
-
-    return load
+    return partial(load_small, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -98,113 +50,10 @@ def tokens_of(split: Dataset) -> list[int]:
     return [token for row in split["input_ids"] for token in row]
 
 
-def documents_of(dataset: Path | str | None, scratch: Path, fraction: float = 0.05) -> dict[str, Dataset]:
-    return split_documents(find_source(None if dataset is None else str(dataset), "text"), scratch, fraction)
-
-
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
-
-
-# ---- documents ----
-
-
-def test_standard_library_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:
-    splits = documents_of(None, tmp_path)
-    train, heldout = (set(splits[name]["name"]) for name in ("train", "heldout"))
-    assert not train & heldout
-    assert {"ast.py", "json/decoder.py"} <= train | heldout
-    assert not any({"test", "tests", "idle_test", "site-packages"} & set(name.split("/")) for name in train | heldout)
-    assert len(heldout) == math.ceil(0.05 * (len(heldout) + len(train)))
-    assert splits["train"]["name"][:] == sorted(train)
-
-
-def test_standard_library_makes_rows_of_python_source(stdlib: Corpus) -> None:
-    assert len(stdlib.train) > 5_000
-    assert len(stdlib.heldout) > 100
-    assert len(stdlib.tokenizer) == 2048
-    text = stdlib.tokenizer.decode(tokens_of(stdlib.train.select(range(200))))
-    assert text.count("def ") > 50
-    characters = len(text) / (200 * 256)
-    assert characters > 2.5, "a trained BPE writes several characters with a token"
-
-
-@pytest.mark.parametrize(
-    ("write", "name"),
-    [
-        (write_jsonl, "texts.jsonl"),
-        (write_json, "texts.json"),
-        (write_parquet, "texts.parquet"),
-        (write_text, "texts.txt"),
-        (write_text, "without_suffix"),
-        (write_folder, "folder"),
-        (write_record_folder, "records"),
-    ],
-)
-def test_every_kind_of_local_dataset_is_read_whole(
-    load: Callable[..., Corpus], tmp_path: Path, write: Callable[[Path], Path], name: str
-) -> None:
-    corpus = load(write(tmp_path / name), heldout_fraction=0.2)
-    both = tokens_of(corpus.train) + tokens_of(corpus.heldout)
-    text = corpus.tokenizer.decode(both)
-    # at most one unfinished row of each split is lost, and a document may begin in it
-    assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
-    assert {len(row) for split in (corpus.train, corpus.heldout) for row in split["input_ids"]} == {32}
-    assert len(corpus.heldout) < len(corpus.train)
-
-
-def test_same_text_is_never_on_both_sides(tmp_path: Path) -> None:
-    splits = documents_of(write_jsonl(tmp_path / "twice.jsonl", TEXTS + TEXTS), tmp_path / "scratch", 0.3)
-    assert not set(splits["train"]["text"]) & set(splits["heldout"]["text"])
-    assert len(splits["train"]) + len(splits["heldout"]) == 600
-
-
-def test_documents_without_text_are_left_out(tmp_path: Path) -> None:
-    splits = documents_of(write_jsonl(tmp_path / "holes.jsonl", ["", "  \n", *TEXTS, ""]), tmp_path / "scratch")
-    assert sorted([*splits["train"]["text"], *splits["heldout"]["text"]]) == sorted(TEXTS)
-
-
-def test_a_folder_that_holds_a_validation_split_keeps_it_and_leaves_test_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "dataset"
-    write_jsonl(folder / "train-00000-of-00001.jsonl", TEXTS[:200])
-    write_jsonl(folder / "validation.jsonl", TEXTS[200:250])
-    write_jsonl(folder / "test" / "part.jsonl", TEXTS[250:])
-    splits = documents_of(folder, tmp_path / "scratch")
-    assert splits["train"]["text"][:] == TEXTS[:200]
-    assert splits["heldout"]["text"][:] == TEXTS[200:250]
-
-
-def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -> None:
-    """Real loading code, offline: the hub's cache is laid out as a download leaves it."""
-    folder = tmp_path / "hub" / "someone___stories" / "default" / "0.0.0" / ("a" * 40)
-    made = {}
-    for name, texts in {"train": TEXTS[:200], "validation": TEXTS[200:]}.items():
-        split = Dataset.from_dict({"text": texts})
-        split.map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
-        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
-    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
-    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    script = f"""if True:
-        import pathlib
-        from trainer.documents import *
-        source = find_source("someone/stories:default", "text")
-        splits = split_documents(source, pathlib.Path({str(tmp_path)!r}), 0.05)
-        print(source.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
-    environment = {"HF_DATASETS_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    first, second = (run_python(script, **environment).split() for _ in range(2))
-    assert first[1:] == ["200", "100"]
-    assert first == second
-
-
-def run_python(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # ---- determinism and cache ----
@@ -268,22 +117,42 @@ def test_corrupt_cache_is_rebuilt(load: Callable[..., Corpus], tmp_path: Path, n
     assert path.read_bytes() == content
 
 
-def test_cache_that_cannot_be_written_names_the_way_out(load: Callable[..., Corpus], tmp_path: Path) -> None:
+def test_cached_rows_that_are_too_few_are_packed_again(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    sound = load(data).train[:]
+    (path,) = (tmp_path / "cache").rglob("train.arrow")
+    table = pa.ipc.open_stream(path.read_bytes()).read_all().slice(0, 5)
+    with pa.ipc.new_stream(path, table.schema) as stream:  # a whole Arrow file, as a cut between two batches leaves one
+        stream.write_table(table)
+    assert load(data).train[:] == sound
+
+
+def test_a_process_that_was_faster_is_believed(tmp_path: Path) -> None:
+    folder, scratch = tmp_path / "rows" / "key", tmp_path / "scratch"
+    scratch.mkdir()
+
+    def build(made: Path) -> None:
+        (made / "rows").write_text("ours")
+        folder.mkdir(parents=True)
+        (folder / "rows").write_text("theirs")
+
+    assert _cached(folder, scratch, build=build, load=lambda path: (path / "rows").read_text()) == "theirs"
+
+
+def test_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="SHARDWRIGHT_CACHE"):
-        load(write_jsonl(tmp_path / "texts.jsonl"), cache_dir=tmp_path / "file" / "cache")
+        load_small(tmp_path / "file" / "cache", write_jsonl(tmp_path / "texts.jsonl"))
 
 
-def test_cache_folder_comes_from_the_environment(
-    load: Callable[..., Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("SHARDWRIGHT_CACHE", raising=False)
-    load(data, cache_dir=None)
+    load_small(None, data)
     assert (tmp_path / "xdg" / "shardwright" / "rows").is_dir()
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "ours"))
-    load(data, cache_dir=None)
+    load_small(None, data)
     assert (tmp_path / "ours" / "rows").is_dir()
 
 
@@ -295,6 +164,16 @@ def test_progress_bars_of_datasets_are_left_as_they_were(load: Callable[..., Cor
 
 
 # ---- tokens and rows ----
+
+
+def test_standard_library_makes_rows_of_python_source(stdlib: Corpus) -> None:
+    assert len(stdlib.train) > 5_000
+    assert len(stdlib.heldout) > 100
+    assert len(stdlib.tokenizer) == 2048
+    text = stdlib.tokenizer.decode(tokens_of(stdlib.train.select(range(200))))
+    assert text.count("def ") > 50
+    characters = len(text) / (200 * 256)
+    assert characters > 2.5, "a trained BPE writes several characters with a token"
 
 
 def test_packing_keeps_every_token_in_order_but_one_partial_row(load: Callable[..., Corpus], tmp_path: Path) -> None:
@@ -450,55 +329,6 @@ def test_unigram_loss_of_the_standard_library_lies_between_none_and_uniform(stdl
 
 
 # ---- bad input ----
-
-
-def mixed(path: Path) -> Path:
-    write_jsonl(path / "a.jsonl")
-    (path / "readme.md").write_text("text")
-    return path
-
-
-def written(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-BAD = {
-    "absent": (lambda d: d / "absent.jsonl", r"no such file or folder: .*absent\.jsonl"),
-    "absent folder": (lambda d: f"{d}/absent/", "no such file or folder"),
-    "empty file": (lambda d: written(d / "x.txt", b""), "an empty file"),
-    "empty folder": (lambda d: written(d / "none" / ".keep", b"").parent, "nothing in any file that ends in"),
-    "blank": (lambda d: written(d / "x.txt", b"\n \n"), "0 documents with text"),
-    "one document": (lambda d: write_jsonl(d / "x.jsonl", ["alone"]), "1 document with text"),
-    "not UTF-8": (lambda d: written(d / "x.txt", b"caf\xe9\n" * 99), r"UnicodeDecodeError.*0xe9"),
-    "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "JSON parse error"),
-    "malformed Parquet": (lambda d: written(d / "x.parquet", b"PAR1junk"), "[Pp]arquet"),
-    "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
-    "mixed kinds": (lambda d: mixed(d / "m"), r"json \(a\.jsonl\), text \(readme\.md\)"),
-    "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
-    "tokenised": (lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'), r"input_ids.*\n.*tokenised already"),
-    "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),
-    "too small": (lambda d: write_jsonl(d / "x.jsonl", ["a", "b", "c"]), "tokens in all"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_dataset_is_refused_with_what_was_found(load: Callable[..., Corpus], tmp_path: Path, case: str) -> None:
-    make, found = BAD[case]
-    dataset = make(tmp_path)
-    with pytest.raises(UserError, match=found) as error:
-        load(dataset)
-    assert str(dataset) in error.value.asked
-    assert all([error.value.found, error.value.why, error.value.instead])
-    assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"tokenizers"}, "no rows and no scratch are left"
-
-
-def test_column_that_is_no_text_is_refused_and_the_named_one_read(load: Callable[..., Corpus], tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "texts.jsonl", column="body")
-    with pytest.raises(UserError, match="number"):
-        load(data, text_column="number")
-    assert len(load(data, text_column="body").train) > 100
 
 
 def test_tokenizer_without_end_of_text_is_refused(load: Callable[..., Corpus], tmp_path: Path) -> None:
