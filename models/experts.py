@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from models import partial_gradients
 from models.side_outputs import record
 
 Axes = tuple[str, ...]
@@ -87,7 +88,7 @@ def dense(
     E = int(experts.num_experts)
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)
     weight_TE = (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)
-    y_ETH = _mlp(experts, x_TH.unsqueeze(0))
+    y_ETH = _mlp(experts, x_TH.expand(E, -1, -1))
     return torch.einsum("eth,te->th", y_ETH, weight_TE.to(y_ETH.dtype)).to(x_TH.dtype)
 
 
@@ -97,15 +98,15 @@ def register(name: str, function: Callable[..., torch.Tensor]) -> None:
 
 
 def _mlp(experts: nn.Module, x_ENH: torch.Tensor) -> torch.Tensor:
-    """The experts' own two projections on ``x`` [E or 1, N, H] -> [E, N, H], in whichever storage the family uses.
+    """The experts' own two projections on ``x`` [E, N, H] -> [E, N, H], in whichever storage the family uses.
 
     Attributes read are those that transformers' ``use_experts_implementation`` sets on every experts module.
     """
 
     def project(x: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(experts, name)
-        y = torch.einsum("...nh,...hf->...nf" if experts.is_transposed else "...nh,...fh->...nf", x, weight)
-        return y + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else y
+        y = partial_gradients.expert_linear(x, weight, bool(experts.is_transposed))
+        return partial_gradients.expert_bias(y, getattr(experts, f"{name}_bias")) if experts.has_bias else y
 
     if experts.has_gate:
         hidden = experts._apply_gate(project(x_ENH, "gate_up_proj"))

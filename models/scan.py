@@ -25,7 +25,7 @@ from torch_xla.experimental.pytreeify import pytreeify
 # Semi-private, pinned: the parts of torch_xla's `scan` before and after its autograd function.
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
-from models import side_outputs
+from models import partial_gradients, side_outputs
 
 Prepare = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -114,7 +114,8 @@ class _Runner:
         carry = [t.detach() if t.is_floating_point() else t.to(torch.float32) for t in constants]
         zero = torch.zeros((), device=hidden.device)
         init = (hidden, zero, carry)
-        parameters = dict(self.layer.named_parameters())
+        parameters: dict[str, torch.Tensor] = dict(self.layer.named_parameters())
+        parameters |= partial_gradients.of(parameters)
         dtypes = [t.dtype for t in constants]
 
         def body(state: Any, weights: dict[str, torch.Tensor]) -> Any:
@@ -124,7 +125,7 @@ class _Runner:
             args, kwargs = tree_unflatten(filled, spec)
             prepared = {k: self.owner.prepare(f"{self.prefix}.{k}", w) for k, w in weights.items()}
             output, side = side_outputs.collect(
-                lambda: torch.func.functional_call(self.layer, prepared, (hidden, *args), kwargs)
+                lambda: partial_gradients.functional_call(self.layer, prepared, (hidden, *args), kwargs)
             )
             output = output[0] if isinstance(output, tuple) else output
             # every output of a scanned function must require grad: `zero` does, and changes nothing
@@ -136,7 +137,7 @@ class _Runner:
             side_outputs.wanted(),
             str(static),
             tuple((t.shape, t.dtype) for t in (hidden, *constants)),
-            tuple(w.dtype for w in parameters.values()),
+            tuple((k, w.dtype) for k, w in parameters.items()),
         )
         if key not in self.graphs:
             xs = parameters if self.owner.count else {k: w.unsqueeze(0) for k, w in parameters.items()}

@@ -5,6 +5,7 @@ Nothing is allocated: the model stays on meta, so the same assembly serves a run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models import attention, experts, scan
+from models import attention, experts, partial_gradients, scan
 from trainer import sharding
 from trainer.errors import UserError
 from trainer.model import meta_model
-from trainer.plan import ShardingPlan, partition_spec
+from trainer.plan import ParameterPlan, ShardingPlan, partition_spec
 from trainer.recipe import Layout, Recipe, matches
-from trainer.step import Loss
+from trainer.step import Loss, PartialGradient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,7 +65,11 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
     """The loss of an assembled model: its parameters cast to the compute dtype and laid out just before use."""
     dtype, axes = DTYPES[recipe.compute.dtype], tuple(plain_plan.mesh)
 
+    partials = _partials(model, recipe, plain_plan) if recipe.compute.reduce_gradients == "step" else {}
+
     def prepare(name: str, parameter: torch.Tensor) -> torch.Tensor:
+        if name in partials:
+            return sharding.constrain(parameter, mesh, partials[name].spec[partials[name].dim :])
         # cast first: what is gathered across devices is then the smaller dtype
         entry = plain_plan[name.replace(".*.", ".0.")]
         return sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
@@ -74,12 +79,39 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
         if isinstance(module, scan.DecoderLayers):
             module.configure(prepare, recipe.compute.remat)
             inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
-    return Loss(model, prepare, inside, recipe.compute.router_loss)
+    inside |= frozenset(name for name, partial in partials.items() if partial.parameter in inside)
+    return Loss(model, prepare, inside, partials, recipe.compute.router_loss)
+
+
+def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) -> dict[str, PartialGradient]:
+    """The gradient by batch shard, laid out over the batch axes, of every parameter that several batch shards meet."""
+    experts_modules = _experts_modules(model) if recipe.compute.experts == "capacity" else []
+    found = {}
+    for name, _ in model.named_parameters():
+        entry = plain_plan[name.replace(".*.", ".0.")]
+        # tokens have crossed the axes that split the experts: these split no expert's tokens any more
+        crossed = _expert_axes(entry) if name.rpartition(".")[0] in experts_modules else ()
+        axes = tuple(axis for axis in plain_plan.batch if axis not in crossed)
+        shards = math.prod(plain_plan.mesh[axis] for axis in axes)
+        if shards > 1:
+            kept = {axis: placement for axis, placement in entry.layout.items() if axis not in axes}
+            stacked = (None,) if ".*." in name else ()
+            spec = (*stacked, axes, *partition_spec(kept, len(entry.shape), tuple(plain_plan.mesh)))
+            found[name + partial_gradients.SUFFIX] = PartialGradient(name, len(stacked), shards, spec)
+    return found
+
+
+def _experts_modules(model: PreTrainedModel) -> list[str]:
+    # transformers' `use_experts_implementation` marks every experts module with this attribute
+    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def _expert_axes(entry: ParameterPlan) -> tuple[str, ...]:
+    return tuple(axis for axis, placement in entry.layout.items() if placement == Shard(0))
 
 
 def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mesh: xs.Mesh) -> None:
-    # transformers' `use_experts_implementation` marks every experts module with this attribute
-    names = [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+    names = _experts_modules(model)
     if not names:
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(experts={recipe.compute.experts!r})",
@@ -89,12 +121,11 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
         )
     function: Callable[..., torch.Tensor] = experts.dense
     if recipe.compute.experts == "capacity":
-        layout = plan[f"{names[0]}.down_proj"].layout
         function = experts.Capacity(
             factor=recipe.compute.capacity_factor,
             groups=plan.batch_shards,
             batch_axes=recipe.batch,
-            expert_axes=tuple(axis for axis, placement in layout.items() if placement == Shard(0)),
+            expert_axes=_expert_axes(plan[f"{names[0]}.down_proj"]),
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
     # the registry is one for the process, the layouts are this mesh's: a name for each

@@ -24,6 +24,7 @@ _CHOICES = {
     "experts": (None, "dense", "capacity"),
     "attention": ("portable", "eager", "sdpa"),
     "remat": ("none", "full", "save_matmuls"),
+    "reduce_gradients": ("step", "micro_batch"),
 }
 
 
@@ -132,6 +133,8 @@ class Compute:
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
         remat: what backward recomputes: nothing, every layer, or all but matrix products.
         scan: run equal decoder layers as one scanned layer, stored stacked.
+        reduce_gradients: sum gradients over devices once a ``step``, or once a ``micro_batch``: more communication, for
+            models whose gradients do not fit on a device undivided by the batch axes. The same with one micro-batch.
 
     Raises:
         UserError: a value that is none of these.
@@ -144,6 +147,7 @@ class Compute:
     attention: str = "portable"
     remat: str = "none"
     scan: bool = True
+    reduce_gradients: str = "step"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -21,7 +21,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla.experimental.scan import _scan_impl_pytree
 from transformers import PreTrainedModel
 
-from models import side_outputs
+from models import partial_gradients, side_outputs
 from trainer import sharding
 from trainer.errors import UserError
 from trainer.optimizer import AdamW, clip_factor, global_norm
@@ -52,12 +52,34 @@ class StepMetrics:
     bad_step: int
 
 
+@dataclass(frozen=True)
+class PartialGradient:
+    """A gradient kept apart by batch shard until the end of a step (see ``models.partial_gradients``).
+
+    Args:
+        parameter: whose gradient it is.
+        dim: the dimension that the batch shards are inserted at: 0, or 1 behind the layers of a stack.
+        shards: how many ways tokens are split where the parameter meets them.
+        spec: partition spec, the inserted dimension included.
+    """
+
+    parameter: str
+    dim: int
+    shards: int
+    spec: sharding.PartitionSpec
+
+    def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        shape = (*parameter.shape[: self.dim], self.shards, *parameter.shape[self.dim :])
+        return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+
+
 class Loss:
     """The model's loss on one micro-batch, its parameters cast and laid out just before use.
 
     Args:
         prepare: (name, parameter) -> what the forward uses; for parameters that the layer stack does not prepare itself.
         inside: names of the parameters that the layer stack prepares.
+        partials: name -> partial gradient, of the parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
     """
 
@@ -66,14 +88,20 @@ class Loss:
         model: PreTrainedModel,
         prepare: Callable[[str, torch.Tensor], torch.Tensor],
         inside: frozenset[str],
+        partials: Mapping[str, PartialGradient],
         router_loss: bool,
     ) -> None:
-        self.model, self.prepare, self.inside, self.router_loss = model, prepare, inside, router_loss
+        self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
+        self.router_loss = router_loss
 
     def __call__(
         self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, *, training: bool
     ) -> tuple[torch.Tensor, Tensors]:
-        """The loss summed over scored targets and divided by ``tokens``; and the mean of each metric that layers record."""
+        """The loss summed over scored targets and divided by ``tokens``; the mean of each metric that layers record.
+
+        Args:
+            parameters: by name; the leaves of partial gradients too, where these are wanted.
+        """
         self.model.train(training)
         prepared = {
             name: parameter if name in self.inside else self.prepare(name, parameter)
@@ -87,7 +115,7 @@ class Loss:
             present = batch.get("segment_ids", torch.ones_like(batch["input_ids"]))
             inputs["attention_mask"] = present.clamp(max=1)
         output, recorded = side_outputs.collect_metrics(
-            lambda: torch.func.functional_call(self.model, prepared, kwargs=inputs)
+            lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
         )
         return output.loss, {name: torch.stack(values).mean() for name, values in recorded.items()}
 
@@ -118,7 +146,8 @@ class TrainStep:
         accumulation: int,
         max_grad_norm: float,
     ) -> None:
-        self.loss, self.parameters, self.specs, self.mesh, self.batch_axes = loss, parameters, specs, mesh, batch_axes
+        self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
+        self.specs = {**specs, **{name: partial.spec for name, partial in loss.partials.items()}}
         self.optimizer, self.accumulation, self.max_grad_norm = optimizer, accumulation, max_grad_norm
         # created sharded: left to the first step they would appear replicated, or move the weights
         self.moments = {
@@ -141,7 +170,7 @@ class TrainStep:
             sharding.check_placed(placed, self.mesh, planned)
         self._trace(placed, sharding.place("scalars", scalars, self.mesh, (None,)))
         self._read = False
-        torch_xla.sync()
+        run_now([*self.parameters.values(), *(m for both in self.moments.values() for m in both), self.metrics])
         self.guard.after()
 
     def read_metrics(self) -> StepMetrics:
@@ -197,17 +226,30 @@ class TrainStep:
         if count == 1:
             return self._micro_batch(self.parameters, {k: t.squeeze(1) for k, t in batch.items()}, tokens)
 
+        partials = self.loss.partials
+        found: set[str] = set()
+
+        def zero_partials() -> Tensors:
+            return {k: partial.zeros(self.parameters[partial.parameter]) for k, partial in partials.items()}
+
         def body(carry: Any, micro_batch: Tensors) -> tuple[Any, Any]:
             loss_sum, tokens, sums, parameters = carry
-            loss, gradients, recorded = self._micro_batch(parameters, micro_batch, tokens)
-            added = {k: self._constrain_gradient(k, sums[k] + gradients[k] / count) for k in sums}
-            return (loss_sum + loss / count, tokens, added, parameters), recorded
+            loss, gradients, recorded = self._micro_batch(parameters | zero_partials(), micro_batch, tokens)
+            found.update(gradients)
+            sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
+            return (loss_sum + loss / count, tokens, sums, parameters), recorded
 
-        zeros = {k: self._constrain_gradient(k, torch.zeros_like(p)) for k, p in self.parameters.items()}
         # parameters go in through the carry: the loop would copy what it closes over, and the old state could not be donated
         current = {k: p.detach() for k, p in self.parameters.items()}
+        zeros = {k: torch.zeros_like(p) for k, p in current.items()} | zero_partials()
+        zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
         init = (torch.zeros((), device=tokens.device), tokens, zeros, current)
-        (loss, _, gradients, _), recorded = _scan_impl_pytree(body, init, {k: t.transpose(0, 1) for k, t in batch.items()})
+        (loss, _, sums, _), recorded = _scan_impl_pytree(body, init, {k: t.transpose(0, 1) for k, t in batch.items()})
+        gradients = {k: sums[k] for k in current}
+        for k, partial in partials.items():
+            if k in found:  # here, once a step, gradients cross devices
+                gradients[partial.parameter] += sums[k].sum(partial.dim)
+        gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
         return loss, gradients, {name: values.mean() for name, values in recorded.items()}
 
     def _micro_batch(
@@ -216,8 +258,9 @@ class TrainStep:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True)
-            found = torch.autograd.grad(loss, list(leaves.values()))
-        gradients = {k: self._constrain_gradient(k, g) for k, g in zip(self.parameters, found, strict=True)}
+            # a parameter has no gradient of its own where all of it is partial
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=len(leaves) > len(self.parameters))
+        gradients = {k: self._constrain_gradient(k, g) for k, g in zip(leaves, found, strict=True) if g is not None}
         return loss.detach(), gradients, recorded
 
     def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -241,7 +284,7 @@ class EvalStep:
                 loss, _ = self.loss(self.parameters, placed, torch.ones((), device=sums.device), training=False)
                 added = torch.stack([loss.to(torch.float32), scored_tokens(placed["labels"])])
                 sums.copy_(sharding.constrain(sums + added, self.mesh, (None,)))
-            torch_xla.sync()
+            run_now([sums])
             self.guard.after()
         total, tokens = sums.cpu().tolist()
         return total / tokens if tokens else math.nan
@@ -288,6 +331,15 @@ class CompileGuard:
                 why="something else in the traced graph changed between two steps, such as a Python number in the model",
                 instead="make what changes a tensor input of the model, or constant",
             )
+
+
+def run_now(tensors: list[torch.Tensor]) -> None:
+    """Execute what ``tensors`` wait for, and that alone; the old values of those updated in place are donated.
+
+    `torch_xla.sync` would compute every lazy tensor alive: those of a reference cycle too, which live or not by the
+    whim of the garbage collector, so that one day the step has an output more and compiles again.
+    """
+    torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
 
 
 def compile_count() -> int:
