@@ -81,9 +81,7 @@ class Capacity:
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
 
-def dense(
-    experts: nn.Module, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
-) -> torch.Tensor:
+def dense(experts: nn.Module, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
     """Every expert on every token, weighted by the router: the exact reference, at E/k times the FLOPs."""
     E = int(experts.num_experts)
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)

@@ -248,7 +248,7 @@ class TrainStep:
         gradients = {k: sums[k] for k in current}
         for k, partial in partials.items():
             if k in found:  # here, once a step, gradients cross devices
-                gradients[partial.parameter] += sums[k].sum(partial.dim)
+                gradients[partial.parameter] = gradients[partial.parameter] + sums[k].sum(partial.dim)
         gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
         return loss, gradients, {name: values.mean() for name, values in recorded.items()}
 
