@@ -1,4 +1,7 @@
-"""Our step against the plain transformers model: eager, unsharded, dropless, on the CPU. `python tests/parity.py` prints the table."""
+"""Our step against the plain transformers model: eager, unsharded, dropless, on the CPU.
+
+`python tests/parity.py` prints the table.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,9 @@ def make_case(
     step = TrainStep(
         loss, parameters, specs, device_mesh, recipe.batch, optimizer, accumulation=accumulation, max_grad_norm=1.0
     )
-    return Case(recipe, config, reference, plan, step, EvalStep(loss, parameters, device_mesh, recipe.batch), device_mesh)
+    return Case(
+        recipe, config, reference, plan, step, EvalStep(loss, parameters, device_mesh, recipe.batch), device_mesh
+    )
 
 
 def make_batch(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The heart: a sharded step gives the numbers of the plain transformers model, eager, unsharded and dropless, on the CPU."""
+"""The heart: a sharded step gives the numbers of the plain transformers model, eager, unsharded, dropless, on CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 from tests.parity import RECIPES, after_steps, make_batch, make_case, relative, small_config
 from trainer.recipe import load_recipe
 
-QWEN2 = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8)
+QWEN2 = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 
 
 def check_gradients(case, tolerance=1e-5):

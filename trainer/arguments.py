@@ -19,7 +19,9 @@ def _option(default: Any, help: str, **extra: Any) -> Any:
 class TrainingArguments:
     """What a run does besides layout (that is the recipe's). Sizes are counts, times are steps, rates are a step."""
 
-    recipe: str = field(metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."})
+    recipe: str = field(
+        metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."}
+    )
     model: str | None = _option(
         None,
         "Hub id or local checkpoint folder (its weights are the start), or a folder or file with a config.json alone "
@@ -27,12 +29,12 @@ class TrainingArguments:
     )
     dataset: str | None = _option(
         None,
-        "Text, JSON-lines or Parquet file or folder, or a hub id. Default: the source of this Python's standard library.",
+        "Text, JSON-lines or Parquet file or folder, or a hub id. Default: the source of Python's standard library.",
     )
     text_column: str = _option("text", "Column of the dataset that holds the text.")
     tokenizer: str | None = _option(
         None,
-        "Hub id or folder of a tokenizer. Default: the one beside --model's weights, else a BPE trained on the dataset.",
+        "Hub id or folder of a tokenizer. Default: the one with --model's weights, else a BPE trained on the dataset.",
     )
     sequence_length: int = _option(256, "Tokens a row.")
     isolate_documents: bool = _option(
@@ -51,7 +53,9 @@ class TrainingArguments:
     learning_rate: float | None = _option(
         None, "Peak learning rate. Default: 3e-3 for a random init, 5e-5 (transformers' default) for given weights."
     )
-    lr_scheduler_type: str = _option("linear", "One of transformers' schedulers: linear, cosine, constant_with_warmup, …")
+    lr_scheduler_type: str = _option(
+        "linear", "One of transformers' schedulers: linear, cosine, constant_with_warmup, …"
+    )
     warmup_steps: int = _option(0, "Steps over which the learning rate rises from 0.")
     weight_decay: float = _option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
     adam_beta1: float = _option(0.9, "AdamW's decay of the first moment.")
@@ -84,13 +88,18 @@ class TrainingArguments:
         self._check("sequence_length", self.sequence_length >= 2, "a row needs a token and its target", 256)
         self._check("adam_epsilon", self.adam_epsilon > 0, "it keeps a division finite", 1e-8)
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        self._choose("lr_scheduler_type", [kind.value for kind in SchedulerType if kind.value != "reduce_lr_on_plateau"])
+        self._choose(
+            "lr_scheduler_type", [kind.value for kind in SchedulerType if kind.value != "reduce_lr_on_plateau"]
+        )
         self._choose("eval_strategy", ["no", "steps"])
 
     def _check(self, name: str, good: bool, why: str, instead: Any) -> None:
         if not good:
             raise UserError(
-                asked=f"--{name} {getattr(self, name)}", found=f"{getattr(self, name)!r}", why=why, instead=f"--{name} {instead}"
+                asked=f"--{name} {getattr(self, name)}",
+                found=f"{getattr(self, name)!r}",
+                why=why,
+                instead=f"--{name} {instead}",
             )
 
     def _choose(self, name: str, known: list[str]) -> None:
@@ -125,7 +134,8 @@ class TrainingArguments:
                     asked=f"--output_dir {self.output_dir}",
                     found=kind,
                     why="a run never writes over what another left, unless told to",
-                    instead="another --output_dir" + ("" if path.is_file() else ", or --overwrite_output_dir to write into it"),
+                    instead="another --output_dir"
+                    + ("" if path.is_file() else ", or --overwrite_output_dir to write into it"),
                 )
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""From arguments to a finished run: what `scripts/train.py` calls. All that can be refused is refused before data is read."""
+"""From arguments to a finished run: what `scripts/train.py` calls. What can be refused is refused first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.trainer import Trainer
 
 
 def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
-    """Train as ``args`` say; returns the trainer when the run is over (its ``interrupted`` says whether Ctrl-C ended it).
+    """Train as ``args`` say; the returned trainer's ``interrupted`` says whether Ctrl-C ended the run.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
@@ -49,7 +49,8 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
         )
     tokens = len(corpus.train) * args.sequence_length
     console.print(
-        f"data:    {tokens:,} tokens to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
+        f"data:    {tokens:,} tokens to train on, {len(corpus.heldout) * args.sequence_length:,} held out",
+        highlight=False,
     )
     source = weights.checkpoint_weights(args.model, config) if args.model and _has_weights(args.model) else None
     trainer = Trainer(recipe, args, config, corpus, source=source, console=console)

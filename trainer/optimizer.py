@@ -65,7 +65,7 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients are multiplied by so that their norm is at most ``max_norm`` (`torch.nn.utils.clip_grad_norm_`)."""
+    """What to multiply gradients by so that their norm is at most ``max_norm`` (`torch.nn.utils.clip_grad_norm_`)."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -17,7 +18,7 @@ import torch_xla.distributed.spmd as xs
 
 from trainer.errors import UserError
 
-PartitionSpec = tuple[None | str | tuple[str, ...], ...]
+PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 REPLICATED = "{replicated}"
 # mesh and spec -> XLA's sharding, as an object for the compiler and as text; an op's argument must be plain data
@@ -48,11 +49,12 @@ def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -
             why="a partition spec names every dimension of its tensor; another rank is silently left replicated",
             instead=f"write a spec of {tensor.dim()} entries",
         )
-    if tensor.dim() == 1:
+    if tensor.dim() == 1 and spec != (None,):
         # sending a vector to a mesh that also replicates it ends in "too many indices for tensor" (torch_xla 2.9)
         return xs.mark_sharding(tensor.to(torch_xla.device()), mesh, spec).global_tensor
     sharding = xs.ShardingSpec(mesh, spec)
-    return xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), input_sharding=sharding)[0]
+    sent: Any = xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), input_sharding=sharding)
+    return sent[0]
 
 
 def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
@@ -60,9 +62,7 @@ def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
     return (tuple(batch_axes), *([None] * (rank - 1))) if rank else ()
 
 
-def place_batch(
-    batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Sequence[str]
-) -> dict[str, torch.Tensor]:
+def place_batch(batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Sequence[str]) -> dict[str, torch.Tensor]:
     """Move a batch of tensors of mixed rank to the devices, each as :func:`batch_spec` says."""
     return {name: place(name, t, mesh, batch_spec(t.dim(), batch_axes)) for name, t in batch.items()}
 
@@ -114,8 +114,6 @@ def planned_sharding(mesh: xs.Mesh, spec: PartitionSpec) -> str:
         probe = torch.zeros([math.prod(sizes[axis] for axis in group) for group in axes])
         _texts[key] = torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
     return _texts[key]
-
-
 
 
 @torch.library.custom_op("shardwright::constrain", mutates_args=())

@@ -102,7 +102,8 @@ class Trainer:
             UserError: the loss became NaN or infinite (names the step; the last good state is saved), or a step
                 would compile again.
         """
-        args, state, folder = self.args, self.state, Path(str(self.args.output_dir))
+        args: Any = self.args  # transformers' callbacks want its own class; ours has the fields that they read
+        state, folder = self.state, Path(str(self.args.output_dir))
         _write_json(folder / "recipe.json", self.recipe.as_dict())
         _write_json(folder / "training_args.json", args.as_dict())
         _write_json(folder / "plan.json", self.plain_plan.as_json())
@@ -133,7 +134,8 @@ class Trainer:
     # ---- the loop ----
 
     def _loop(self) -> None:
-        args, state, control = self.args, self.state, self.control
+        args: Any = self.args
+        state, control = self.state, self.control
         rows = self._rows * args.gradient_accumulation_steps
         batches = training_batches(self.corpus.train, rows, seed=args.seed, start_step=state.global_step)
         steps_per_epoch = len(self.corpus.train) // rows
@@ -178,7 +180,8 @@ class Trainer:
     def _log(self, logs: dict[str, Any]) -> None:
         self.state.log_history.append({**logs, "step": self.state.global_step, "epoch": self.state.epoch})
         self.control.should_log = False
-        self.control = self.callbacks.on_log(self.args, self.state, self.control, logs)
+        args: Any = self.args
+        self.control = self.callbacks.on_log(args, self.state, self.control, logs)
 
     def _evaluate_and_log(self) -> float:
         with self.console.status("evaluating the held-out rows …"):
@@ -252,7 +255,10 @@ class Trainer:
             ("held-out loss before", f"{before:.4f} nats/token"),
             ("held-out loss after", f"{after:.4f} nats/token"),
             ("unigram model's loss", f"{unigram:.4f} nats/token (the same held-out tokens)"),
-            ("tokens/s", f"{sorted(rates)[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps"),
+            (
+                "tokens/s",
+                f"{sorted(rates)[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps",
+            ),
             ("compiles", str(compile_count())),
             ("written to", str(folder)),
         ]
@@ -279,4 +285,3 @@ class Trainer:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-

@@ -1,4 +1,4 @@
-"""Weights in, one parameter at a time, from a seeded init or a checkpoint onto the devices; and back out to the hub format."""
+"""Weights in, a parameter at a time, from a seed or a checkpoint onto the devices; and out in the hub's format."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch_xla.distributed.spmd as xs
@@ -44,7 +45,7 @@ def checkpoint_weights(model: str, config: PretrainedConfig) -> Source:
         UserError: the files can't be read, or do not fit the config.
     """
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             model, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # the loader raises many kinds; each is about these files
@@ -54,6 +55,7 @@ def checkpoint_weights(model: str, config: PretrainedConfig) -> Source:
             why="its weights could not be loaded",
             instead="a folder or hub id with a config.json and matching safetensors files",
         ) from error
+    loaded, report = result
     missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if missing:
         raise UserError(
@@ -71,12 +73,12 @@ def state_dict_weights(tensors: Mapping[str, torch.Tensor]) -> Source:
     return lambda name: tensors[name].detach()
 
 
-def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source: Source) -> dict[str, nn.Parameter]:
+def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source: Source) -> dict[str, torch.Tensor]:
     """Fill ``model`` (on meta, perhaps stacked) from ``source``, each parameter laid out by ``plan``, in one pass.
 
     Tied parameters stay tied; buffers are replicated. Returns name -> parameter, in the model's order.
     """
-    placed: dict[str, nn.Parameter] = {}
+    placed: dict[str, torch.Tensor] = {}
     for entry in plan.parameters:
         values = [source(name) for name in plan.members(entry.name)]
         value = torch.stack(values) if entry.name not in plan.members(entry.name) else values[0]
@@ -121,6 +123,6 @@ def export(
         tokenizer.save_pretrained(folder)
 
 
-def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _assign(model: nn.Module, name: str, parameter: torch.Tensor) -> None:
     owner, _, key = name.rpartition(".")
     setattr(model.get_submodule(owner), key, parameter)
