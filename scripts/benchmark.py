@@ -77,16 +77,12 @@ def depth(recipe: str, rounds: int) -> Table:
 
 def threads(recipe: str, rounds: int) -> Table:
     """NPROC sizes the thread pools of XLA's CPU client; the trainer sets it unless the user did."""
+    concurrent = "--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_cpu_multi_thread_eigen=true"
     settings: dict[str, dict[str, str]] = {
-        "XLA's default: a thread a core": {"NPROC": str(os.cpu_count())},
-        "a thread a device": {"NPROC": "8"},
-        "2 threads a device": {"NPROC": "16"},
-        "4 threads a device": {"NPROC": "32"},
-        "8 threads a device": {"NPROC": "64"},
-        "a thread a device, one op at a time": {
-            "NPROC": "8",
-            "XLA_FLAGS": "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-        },
+        "XLA's default: a thread a core": {"NPROC": str(os.cpu_count()), "XLA_FLAGS": concurrent},
+        "a thread a device": {"NPROC": "8", "XLA_FLAGS": concurrent},
+        "4 threads a device": {"NPROC": "32", "XLA_FLAGS": concurrent},
+        "the trainer's: a thread a device, one op at a time": {},
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
     for _ in range(rounds):
@@ -129,8 +125,8 @@ def model_config(job: dict[str, Any]) -> Any:
 
     from trainer.recipe import load_recipe
 
-    changes = {k: job[k] for k in ("num_hidden_layers", "hidden_size", "intermediate_size") if k in job}
-    return AutoConfig.for_model(**{**dict(load_recipe(job["recipe"]).model or {}), **changes})
+    changes: dict[str, Any] = {k: job[k] for k in ("num_hidden_layers", "hidden_size", "intermediate_size") if k in job}
+    return AutoConfig.for_model(**dict(load_recipe(job["recipe"]).model or {}) | changes)
 
 
 def random_rows(job: dict[str, Any], vocab_size: int) -> Any:

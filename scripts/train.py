@@ -6,9 +6,7 @@ import logging
 import os
 import sys
 
-from trainer.errors import did_you_mean, exit_code
-
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+from trainer.errors import INTERRUPTED, did_you_mean, exit_code
 
 
 def main() -> int:

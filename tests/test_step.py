@@ -7,7 +7,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
-from tests.parity import make_batch, make_case, relative
+from tests.parity import make_batch, make_case
 from trainer import sharding
 from trainer.errors import UserError
 from trainer.plan import partition_spec
@@ -24,7 +24,9 @@ def case():
 
 def test_sixty_steps_are_one_compile_sixty_executions_and_no_transfer_but_on_logging_steps(case):
     torch_xla.sync()
-    before = {name: count(name) for name in ("CompileTime", "ExecuteReplicatedTime", "ExecuteTime", "TransferFromDeviceTime")}
+    before = {
+        name: count(name) for name in ("CompileTime", "ExecuteReplicatedTime", "ExecuteTime", "TransferFromDeviceTime")
+    }
     for step in range(1, 61):
         case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3 / step)
         if step % 20 == 0:
@@ -33,7 +35,9 @@ def test_sixty_steps_are_one_compile_sixty_executions_and_no_transfer_but_on_log
     assert made["CompileTime"] == 1
     assert made["ExecuteReplicatedTime"] + made["ExecuteTime"] == 60
     assert made["TransferFromDeviceTime"] == 3
-    assert [name for name in met.counter_names() if name.startswith("aten::") and "_local_scalar_dense" not in name] == []
+    assert [
+        name for name in met.counter_names() if name.startswith("aten::") and "_local_scalar_dense" not in name
+    ] == []
 
 
 def test_optimizer_state_is_sharded_as_its_parameter_is_before_and_after_a_step(case):
@@ -97,7 +101,9 @@ def test_clipping_caps_the_global_norm_and_reports_it_unclipped():
     case.step(batch, step=1, learning_rate=1e-3)
     assert case.step.read_metrics().grad_norm == pytest.approx(norm, rel=1e-4)
     first = {k: m[0].cpu() for k, m in case.step.moments.items()}
-    clipped = torch.cat([m.flatten() for m in first.values()]).norm().item() / 0.1  # first moment = (1 - beta1) * gradient
+    clipped = (
+        torch.cat([m.flatten() for m in first.values()]).norm().item() / 0.1
+    )  # first moment = (1 - beta1) * gradient
     assert clipped == pytest.approx(norm / 7, rel=1e-3)
 
 

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable, Iterable
 
 
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
 class UserError(Exception):
     """Something the user asked for can't be; scripts print it without a traceback and exit with code 2.
 
@@ -29,9 +32,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Run a script's ``main``: a UserError is printed to stderr and becomes exit code 2."""
+    """Run a script's ``main``: a UserError is printed to stderr and becomes exit code 2, Ctrl-C becomes 130."""
     try:
         return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED

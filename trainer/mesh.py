@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 VIRTUAL_DEVICES = 8
 # torch's device index is an int8: autograd fails beyond it.
 _MOST_VIRTUAL_DEVICES = 127
-_THREADS_A_DEVICE = 4
 
 
 def init_runtime() -> str:
@@ -42,9 +41,7 @@ def init_runtime() -> str:
     kind = xr.device_type() or ""
     if kind == "CPU":
         _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
-        # XLA's CPU client makes this many threads (default: one a core). A device that waits in a collective holds one,
-        # and may wait in several at once: with few threads devices starve each other, cores idle, or all wait for ever.
-        os.environ.setdefault("NPROC", str(_THREADS_A_DEVICE * int(os.environ["CPU_NUM_DEVICES"])))
+        _give_devices_threads(int(os.environ["CPU_NUM_DEVICES"]))
     if not xr.is_spmd():  # a second call would warn
         xr.use_spmd()
     try:
@@ -63,6 +60,23 @@ def init_runtime() -> str:
     else:
         reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
     return f"{count} virtual CPU devices ({reason})"
+
+
+def _give_devices_threads(devices: int) -> None:
+    """Set XLA's CPU client up so that virtual devices keep the cores busy and never starve; what the user set stays.
+
+    The client makes NPROC threads (default: one a core), and a device that waits in a collective holds one for each op
+    it runs at a time. Fewer threads than waiting ops, and cores idle, or all wait until XLA aborts the process after
+    10 s. So: one op at a time on a device, a thread for each device, and none borrowed to split an op where devices
+    outnumber cores. `python scripts/benchmark.py threads` measures it.
+    """
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("NPROC", str(max(cores, devices + 2)))
+    flags = {"xla_cpu_enable_concurrency_optimized_scheduler": "false"}
+    if devices >= cores:
+        flags["xla_cpu_multi_thread_eigen"] = "false"
+    mine = [f"--{flag}={value}" for flag, value in flags.items() if flag not in os.environ.get("XLA_FLAGS", "")]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()
 
 
 def _check_virtual_devices(count: str) -> None:

@@ -117,7 +117,7 @@ class Trainer:
                 self.callbacks.on_train_end(args, state, self.control)
                 self._write_state(folder, unigram)
                 self.save_model(folder / "model")
-            after = self._evaluate_and_log()
+            after = None if self.interrupted else self._evaluate_and_log()
             self._write_state(folder, unigram)
         self._print_closing(folder, before, after, unigram)
         return state
@@ -140,7 +140,7 @@ class Trainer:
         batches = training_batches(self.corpus.train, rows, seed=args.seed, start_step=state.global_step)
         steps_per_epoch = len(self.corpus.train) // rows
         self._clock = time.perf_counter()
-        while not control.should_training_stop:
+        while not (control.should_training_stop or self.interrupted):
             control = self.callbacks.on_step_begin(args, state, control)
             step = state.global_step + 1
             self._last_rate = self.schedule.learning_rate
@@ -155,10 +155,9 @@ class Trainer:
                 self._log_metrics()
             if control.should_evaluate:
                 self._evaluate_and_log()
-            if self.interrupted:
-                self.console.print(f"interrupted after step {step}: saving what was learned")
-                control.should_training_stop = True
         self.control = control
+        if self.interrupted:
+            self.console.print(f"interrupted after step {state.global_step}: saving what was learned")
 
     def _log_metrics(self) -> None:
         metrics = self.train_step.read_metrics()
@@ -248,12 +247,12 @@ class Trainer:
         self.state.save_to_json(str(folder / "trainer_state.json"))
         loss_curve(folder / "loss_curve.png", self.state.log_history, unigram)
 
-    def _print_closing(self, folder: Path, before: float, after: float, unigram: float) -> None:
+    def _print_closing(self, folder: Path, before: float, after: float | None, unigram: float) -> None:
         # the first reading's rate has the compile in it
         rates = [entry["tokens_per_second"] for entry in self.state.log_history if "tokens_per_second" in entry][1:]
         rows = [
             ("held-out loss before", f"{before:.4f} nats/token"),
-            ("held-out loss after", f"{after:.4f} nats/token"),
+            ("held-out loss after", "not measured: interrupted" if after is None else f"{after:.4f} nats/token"),
             ("unigram model's loss", f"{unigram:.4f} nats/token (the same held-out tokens)"),
             (
                 "tokens/s",
