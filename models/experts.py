@@ -1,9 +1,11 @@
 """Mixture-of-experts kernels with static shapes and no device sync, for transformers' experts interface.
 
 A function registered here serves every model under that interface (about 60 families): it is called as
-``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's own
-router has normalised. Legend of the shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts
-a token, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden, F expert width.
+``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's
+own router has normalised. ``experts`` is typed Any: its attributes are the family's.
+
+Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts a token, N = k*s (token, choice)
+pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from models import partial_gradients
@@ -48,14 +50,14 @@ class Capacity:
         return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
 
     def __call__(
-        self, experts: nn.Module, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
+        self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
     ) -> torch.Tensor:
         """GShard's dispatch (arXiv:2006.16668): tokens beyond an expert's capacity are dropped, first choices last.
 
         Only integers are scattered; activations move by gathers, in the backward too: a scatter of activations
         would make the partitioner gather the global batch.
         """
-        (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], int(experts.num_experts), self.groups
+        (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], experts.num_experts, self.groups
         s = T // G
         # evaluation drops nothing: its loss is the model's own, the one that the exported file gives elsewhere
         C = self.slots(s, k, E) if experts.training else s
@@ -81,9 +83,9 @@ class Capacity:
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
 
-def dense(experts: nn.Module, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
+def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
     """Every expert on every token, weighted by the router: the exact reference, at E/k times the FLOPs."""
-    E = int(experts.num_experts)
+    E = experts.num_experts
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)
     weight_TE = (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)
     y_ETH = _mlp(experts, x_TH.expand(E, -1, -1))
@@ -95,7 +97,7 @@ def register(name: str, function: Callable[..., torch.Tensor]) -> None:
     ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
-def _mlp(experts: nn.Module, x_ENH: torch.Tensor) -> torch.Tensor:
+def _mlp(experts: Any, x_ENH: torch.Tensor) -> torch.Tensor:
     """The experts' own two projections on ``x`` [E, N, H] -> [E, N, H], in whichever storage the family uses.
 
     Attributes read are those that transformers' ``use_experts_implementation`` sets on every experts module.
@@ -131,7 +133,7 @@ def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
 
 def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor) -> torch.Tensor:
     """``x[g, index[g, q]]`` for each group, with index R meaning a row of zeros."""
-    G, R, H = x_GRH.shape
+    _, R, H = x_GRH.shape
     present = index_GQ < R
     index = torch.where(present, index_GQ, torch.zeros_like(index_GQ)).unsqueeze(-1).expand(-1, -1, H)
     return torch.gather(x_GRH, 1, index) * present.unsqueeze(-1).to(x_GRH.dtype)

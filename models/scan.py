@@ -1,8 +1,9 @@
 """N equal decoder layers as one: parameters stored stacked, one `scan` instead of N copies of the graph; and remat.
 
 It works for any transformers decoder whose loop is over ``self.layers``: that list is replaced by one that holds the
-first layer under the name ``*`` (its parameters stacked along a new dimension 0, so that ``named_parameters()`` yields the very
-names of a recipe's lines: ``model.layers.*.self_attn.q_proj.weight``) and that yields a single callable running them all.
+first layer under the name ``*`` (its parameters stacked along a new dimension 0, so that ``named_parameters()`` yields
+the very names of a recipe's lines: ``model.layers.*.self_attn.q_proj.weight``) and that yields a single callable
+running them all.
 
 Remat (what the backward recomputes) is decided where AOTAutograd splits a layer into forward and backward, so it is
 the same code with the scan and without.

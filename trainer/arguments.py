@@ -46,17 +46,17 @@ class TrainingArguments:
     )
     overwrite_output_dir: bool = _option(False, "Write into an output directory that is not empty.")
     per_device_train_batch_size: int = _option(
-        2, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes the same."
+        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes the same."
     )
     gradient_accumulation_steps: int = _option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
     max_steps: int = _option(300, "Optimizer steps.")
     learning_rate: float | None = _option(
-        None, "Peak learning rate. Default: 3e-3 for a random init, 5e-5 (transformers' default) for given weights."
+        None, "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights."
     )
     lr_scheduler_type: str = _option(
         "linear", "One of transformers' schedulers: linear, cosine, constant_with_warmup, …"
     )
-    warmup_steps: int = _option(0, "Steps over which the learning rate rises from 0.")
+    warmup_steps: int = _option(20, "Steps over which the learning rate rises from 0.")
     weight_decay: float = _option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
     adam_beta1: float = _option(0.9, "AdamW's decay of the first moment.")
     adam_beta2: float = _option(0.999, "AdamW's decay of the second moment.")

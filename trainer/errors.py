@@ -6,7 +6,6 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
-
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 

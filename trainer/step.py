@@ -39,8 +39,8 @@ class StepMetrics:
     Args:
         loss: mean over the steps since then; nats a token, auxiliary loss included.
         grad_norm: of the last step, before clipping.
-        dropped_fraction: (token, choice) pairs that no expert had room for, mean over layers and steps; None for a model
-            without a capacity.
+        dropped_fraction: (token, choice) pairs that no expert had room for, mean over layers and steps; None where no
+            layer has a capacity.
         steps: optimizer steps since the last reading.
         bad_step: the first step whose loss or gradient norm was not finite; 0 if none was.
     """
@@ -77,7 +77,7 @@ class Loss:
     """The model's loss on one micro-batch, its parameters cast and laid out just before use.
 
     Args:
-        prepare: (name, parameter) -> what the forward uses; for parameters that the layer stack does not prepare itself.
+        prepare: (name, parameter) -> what the forward uses; for parameters that the layer stack leaves alone.
         inside: names of the parameters that the layer stack prepares.
         partials: name -> partial gradient, of the parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
@@ -150,10 +150,10 @@ class TrainStep:
         self.specs = {**specs, **{name: partial.spec for name, partial in loss.partials.items()}}
         self.optimizer, self.accumulation, self.max_grad_norm = optimizer, accumulation, max_grad_norm
         # created sharded: left to the first step they would appear replicated, or move the weights
-        self.moments = {
-            name: tuple(sharding.place(name, torch.zeros(p.shape), mesh, specs[name]) for _ in range(2))
-            for name, p in parameters.items()
-        }
+        self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, parameter in parameters.items():
+            first, second = (sharding.place(name, torch.zeros(parameter.shape), mesh, specs[name]) for _ in range(2))
+            self.moments[name] = first, second
         self.metrics = sharding.place("metrics", torch.zeros(len(METRICS)), mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
         self._read = True
@@ -218,7 +218,7 @@ class TrainStep:
             self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """Loss, gradients laid out as their parameters, and metrics of the whole batch of [rows, micro-batches, ...]."""
+        """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...]."""
         count = self.accumulation
         # mean over micro-batches of sum/(tokens/count): tokens weigh equally whichever micro-batch they are in, and an
         # auxiliary loss, a mean already, is averaged
@@ -239,7 +239,7 @@ class TrainStep:
             sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
             return (loss_sum + loss / count, tokens, sums, parameters), recorded
 
-        # parameters go in through the carry: the loop would copy what it closes over, and the old state could not be donated
+        # parameters go in through the carry: what the loop closes over is copied, and the old state was not donated
         current = {k: p.detach() for k, p in self.parameters.items()}
         zeros = {k: torch.zeros_like(p) for k, p in current.items()} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
@@ -268,7 +268,7 @@ class TrainStep:
 
 
 class EvalStep:
-    """Mean cross entropy (nats a token, no auxiliary loss) over held-out batches: one graph, one transfer at the end."""
+    """Mean cross entropy (nats a token, no auxiliary loss) over held-out batches: one graph, one transfer."""
 
     def __init__(self, loss: Loss, parameters: Tensors, mesh: xs.Mesh, batch_axes: tuple[str, ...]) -> None:
         self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
@@ -315,7 +315,7 @@ class CompileGuard:
                     asked=f"the {self.what} on a batch whose {name!r} is: {now}",
                     found=f"the step was compiled for {name!r} being: {then}",
                     why="a changed input compiles the whole step again, minutes on a pod, at every change",
-                    instead="give every batch the same shapes and dtypes: drop or pad the last one, pack to sequence_length",
+                    instead="the same shapes and dtypes in every batch: drop or pad the last, pack to sequence_length",
                 )
         self._before = compile_count()
 
@@ -328,7 +328,7 @@ class CompileGuard:
                 asked=f"{self.expected} compile of the {self.what} in this run",
                 found=f"{self.compiles} compiles, though every input kept its shape and dtype: "
                 + "; ".join(f"{name}: {text}" for name, text in self._signature.items()),
-                why="something else in the traced graph changed between two steps, such as a Python number in the model",
+                why="something else in the traced graph changed between two steps, such as a number in its code",
                 instead="make what changes a tensor input of the model, or constant",
             )
 

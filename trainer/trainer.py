@@ -221,7 +221,7 @@ class Trainer:
             max_grad_norm=args.max_grad_norm,
         )
         self.eval_step = EvalStep(loss, self.parameters, self.mesh, batch)
-        rate = args.learning_rate or (5e-5 if self._given_weights else 3e-3)
+        rate = args.learning_rate or (5e-5 if self._given_weights else 2e-3)
         self.schedule = Schedule(args.lr_scheduler_type, rate, args.warmup_steps, args.max_steps)
 
     def _check_data(self) -> None:
