@@ -40,6 +40,15 @@ def test_sixty_steps_are_one_compile_sixty_executions_and_no_transfer_but_on_log
     ] == []
 
 
+def test_a_lazy_tensor_that_garbage_keeps_alive_is_no_part_of_the_step(case):
+    case.step(make_batch(case.config), step=1, learning_rate=1e-3)
+    compiles = count("CompileTime")
+    kept = torch.ones(3, device="xla") * 2
+    case.step(make_batch(case.config), step=2, learning_rate=1e-3)
+    assert count("CompileTime") == compiles
+    assert kept.sum().item() == 6
+
+
 def test_optimizer_state_is_sharded_as_its_parameter_is_before_and_after_a_step(case):
     case.step(make_batch(case.config), step=1, learning_rate=1e-3)
     for entry in case.plan.parameters:
