@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TrainerCallback
+
+T = TypeVar("T")
 
 # log key -> how a person reads it
 _FORMATS = {
@@ -48,6 +50,8 @@ class ProgressCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
+            if state.global_step == 1:  # compiled
+                self.progress.update(self.task, numbers="")
             self.progress.update(self.task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -61,6 +65,12 @@ class ProgressCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
             self.progress.stop()
+
+
+def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
+    """``items``, with a bar on a terminal while they are gone through."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield from progress.track(items, total=total, description=what)
 
 
 def loss_curve(path: Path, log_history: Sequence[dict[str, Any]], unigram: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import threading
 import time
@@ -26,7 +27,7 @@ from trainer.model import meta_model
 from trainer.optimizer import AdamW, Schedule, decay_names
 from trainer.plan import make_plan, partition_spec
 from trainer.recipe import Recipe
-from trainer.report import ProgressCallback, closing_table, loss_curve
+from trainer.report import ProgressCallback, closing_table, loss_curve, tracked
 from trainer.step import EvalStep, StepMetrics, TrainStep, compile_count
 
 
@@ -124,7 +125,9 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean cross entropy over the held-out rows; nats a token."""
-        return self.eval_step(heldout_batches(self.corpus.heldout, self._rows))
+        batches = heldout_batches(self.corpus.heldout, self._rows)
+        total = math.ceil(len(self.corpus.heldout) / self._rows)
+        return self.eval_step(tracked(self.console, "held-out rows", batches, total))
 
     def save_model(self, folder: Path) -> None:
         """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
@@ -183,9 +186,8 @@ class Trainer:
         self.control = self.callbacks.on_log(args, self.state, self.control, logs)
 
     def _evaluate_and_log(self) -> float:
-        with self.console.status("evaluating the held-out rows …"):
-            started = time.perf_counter()
-            loss = self.evaluate()
+        started = time.perf_counter()
+        loss = self.evaluate()
         self.control.should_evaluate = False
         self._log({"eval_loss": loss})
         self._clock = getattr(self, "_clock", started) + time.perf_counter() - started
