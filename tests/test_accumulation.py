@@ -46,11 +46,10 @@ def gradient_reductions(hlo: str) -> dict[str, int]:
 
 def measure(folder: Path) -> dict[str, dict[str, object]]:
     """Gradients and compiled program of every case; the process must dump its HLO to ``folder``."""
-    import torch_xla.runtime as xr
-
     from tests.parity import ROWS, make_case, relative
+    from trainer.mesh import init_runtime
 
-    xr.use_spmd()
+    init_runtime()
     results: dict[str, dict[str, object]] = {}
     for name, (recipe, count, compute) in CASES.items():
         case = make_case(recipe, accumulation=count, router_loss=False, **compute)
