@@ -8,7 +8,7 @@ command:   python scripts/train.py --recipe llama_tp
 hardware:  8 devices as fsdp=2 × tensor=4; 8 virtual CPU devices where there is no TPU
 memory:    2.89 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
            Llama-3-70B on 64 devices: 16.45 GiB
-expected:  see README
+expected:  held-out loss 7.66 -> 6.43 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
 from torch.distributed.tensor import Replicate, Shard

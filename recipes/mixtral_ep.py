@@ -4,7 +4,7 @@ command:   python scripts/train.py --recipe mixtral_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    7.46 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
            Mixtral-8x7B on 64 devices: 10.89 GiB
-expected:  see README
+expected:  held-out loss 7.66 -> 4.39 nats a token in 300 steps on the default data (a unigram model: 6.32)
 """
 
 from torch.distributed.tensor import Shard

@@ -79,7 +79,7 @@ def loss_curve(path: Path, log_history: Sequence[dict[str, Any]], unigram: float
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o--")):
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held out", "o")):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
