@@ -2,7 +2,8 @@
 
 A function registered here serves every model under that interface (about 60 families): it is called as
 ``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's
-own router has normalised. ``experts`` is typed Any: its attributes are the family's.
+own router has normalised. ``experts`` is typed Any: its attributes are the family's. Importing this module makes
+``dense`` and ``capacity`` known by name, for one device; the trainer registers a capacity bound to its mesh.
 
 Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts a token, N = k*s (token, choice)
 pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
@@ -169,3 +170,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_GNH: torch.Tensor):  # type: ignore[override]
         (owner_GM,) = ctx.saved_tensors
         return _rows(grad_GNH, owner_GM), None, None
+
+
+register("dense", dense)
+register("capacity", Capacity(factor=1.25))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GptOssConfig, MixtralConfig
+from transformers import GptOssConfig, MixtralConfig, MixtralForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -64,6 +64,26 @@ def test_where_nothing_can_drop_output_and_gradients_are_the_eager_models(make, 
     expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights)
     for ours, theirs in zip(outputs_and_gradients(function, experts, index, weights), expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dense", "capacity"])
+def test_transformers_knows_the_kernels_by_name_and_evaluates_to_the_eager_loss(name):
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).eval()
+    tokens = torch.randint(0, 32, (2, 12))
+    model.set_experts_implementation("eager")
+    expected = model(tokens, labels=tokens).loss.item()
+    model.set_experts_implementation(name)
+    assert model(tokens, labels=tokens).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_first_choices_are_seated_before_second_choices():

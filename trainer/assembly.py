@@ -119,8 +119,8 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
             why="there is nothing to route tokens to",
             instead="Compute(experts=None), or a mixture-of-experts model",
         )
-    function: Callable[..., torch.Tensor] = experts.dense
-    if recipe.compute.experts == "capacity":
+    name = str(recipe.compute.experts)
+    if name == "capacity":
         function = experts.Capacity(
             factor=recipe.compute.capacity_factor,
             groups=plan.batch_shards,
@@ -128,9 +128,9 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
             expert_axes=_expert_axes(plan[f"{names[0]}.down_proj"]),
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
-    # the registry is one for the process, the layouts are this mesh's: a name for each
-    name = f"shardwright {recipe.compute.experts} {plan.mesh} {recipe.compute.capacity_factor}"
-    experts.register(name, function)
+        # the registry is one for the process, the layouts are this plan's: a name for each
+        name = f"capacity {function.factor} over {plan.mesh}, batch {plan.batch}, experts {function.expert_axes}"
+        experts.register(name, function)
     model.set_experts_implementation(name)
 
 
