@@ -106,14 +106,14 @@ def test_a_trained_folder_is_a_model_to_go_on_from(run, text_folder, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_what_was_learned_saved(text_folder, tmp_path):
     arguments = ["--recipe", "llama_fsdp", "--dataset", text_folder, "--output_dir", tmp_path, "--max_steps", 100_000]
-    process = subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.PIPE, text=True, env=environment())
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "lr " in line:
-            process.send_signal(signal.SIGINT)
-            break
-    rest = process.stdout.read()
-    assert process.wait(timeout=300) == 130
+    with subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "lr " in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(timeout=300) == 130
     assert "interrupted after step" in rest
     assert "Traceback" not in rest
     state = json.loads((tmp_path / "trainer_state.json").read_text())

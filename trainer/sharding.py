@@ -69,6 +69,7 @@ def place_batch(batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Se
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a placed tensor on the host, put together from its shards: no computation is compiled for it."""
+    xm.wait_device_ops()  # shards are read as they lie, and a step that is still being launched has none yet
     ((shards, places),) = zip(
         torch_xla._XLAC._get_local_shards([tensor]),
         torch_xla._XLAC._get_local_shard_replica_and_indices([tensor]),
