@@ -20,6 +20,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from models import partial_gradients
+from models.jax_call import jax, jax_call  # jax from there: it is imported as this process needs it
 from models.side_outputs import record
 
 Axes = tuple[str, ...]
@@ -132,12 +133,27 @@ def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
     return empty.scatter(1, slot_GN, order)[:, :M]
 
 
+@torch.library.custom_op("shardwright::rows", mutates_args=())
 def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor) -> torch.Tensor:
-    """``x[g, index[g, q]]`` for each group, with index R meaning a row of zeros."""
-    _, R, H = x_GRH.shape
-    present = index_GQ < R
-    index = torch.where(present, index_GQ, torch.zeros_like(index_GQ)).unsqueeze(-1).expand(-1, -1, H)
-    return torch.gather(x_GRH, 1, index) * present.unsqueeze(-1).to(x_GRH.dtype)
+    """``x[g, index[g, q]]`` for each group, with index R meaning a row of zeros.
+
+    On XLA a batched gather, which the partitioner keeps within a group: `torch.gather` would build an index as large
+    as its output, and advanced indexing forgets that groups are apart.
+    """
+    if x_GRH.device.type == "xla":
+        return jax_call(_take_rows, x_GRH, index_GQ)[0]
+    padded = torch.nn.functional.pad(x_GRH, (0, 0, 0, 1))
+    return torch.gather(padded, 1, index_GQ.unsqueeze(-1).expand(-1, -1, x_GRH.shape[-1]))
+
+
+@_rows.register_fake
+def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor) -> torch.Tensor:
+    return x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1]))
+
+
+def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array) -> jax.Array:
+    # rows out of bounds are zeroed as they are written: a row of zeros appended to x would be a copy of x
+    return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, mode="fill", fill_value=0)
 
 
 class _Dispatch(torch.autograd.Function):
