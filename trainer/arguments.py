@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from trainer.errors import UserError, did_you_mean
@@ -65,6 +66,8 @@ class TrainingArguments:
     bf16: bool | None = _option(
         None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
     )
+    weight_dtype: str = _option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
+    optimizer_dtype: str = _option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
     logging_steps: int = _option(10, "Steps between two log lines; the device is read at these steps alone.")
     logging_first_step: bool = _option(False, "Log step 1 too.")
     eval_strategy: str = _option("no", "`no`: held-out loss before and after; `steps`: also every --eval_steps steps.")
@@ -92,6 +95,8 @@ class TrainingArguments:
             "lr_scheduler_type", [kind.value for kind in SchedulerType if kind.value != "reduce_lr_on_plateau"]
         )
         self._choose("eval_strategy", ["no", "steps"])
+        for name in ("weight_dtype", "optimizer_dtype"):
+            self._choose(name, ["float32", "bfloat16"])
 
     def _check(self, name: str, good: bool, why: str, instead: Any) -> None:
         if not good:
@@ -111,6 +116,11 @@ class TrainingArguments:
                 why=f"{name} is one of a fixed list",
                 instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
             )
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """What weights and moments are stored in, as `make_plan` takes it."""
+        return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}
 
     def as_dict(self) -> dict[str, Any]:
         """The options and their values, JSON-able."""

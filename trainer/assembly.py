@@ -1,12 +1,13 @@
-"""Recipe + plan + config → the model that the step runs: kernels chosen, layers stacked, activations laid out.
+"""Recipe + plan + config → the train step: kernels chosen, layers stacked, activations laid out, state placed.
 
-Nothing is allocated: the model stays on meta, so the same assembly serves a run and a lowering without weights.
+One way to it, for a run on the mesh's devices and for a lowering without them (an abstract mesh).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,57 @@ from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models import attention, experts, partial_gradients, scan
-from trainer import sharding
+from trainer import sharding, weights
+from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.model import meta_model
+from trainer.optimizer import AdamW, decay_names
 from trainer.plan import ParameterPlan, ShardingPlan, partition_spec
 from trainer.recipe import Layout, Recipe, matches
-from trainer.step import Loss, PartialGradient
+from trainer.step import Loss, PartialGradient, TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A model ready to train: ``plan`` is that of ``parameters`` as they are stored."""
+
+    model: PreTrainedModel
+    plan: ShardingPlan
+    parameters: dict[str, torch.Tensor]
+    loss: Loss
+    step: TrainStep
+
+
+def build(
+    recipe: Recipe,
+    args: TrainingArguments,
+    config: PretrainedConfig,
+    plain_plan: ShardingPlan,
+    mesh: xs.Mesh,
+    source: weights.Source,
+) -> Assembly:
+    """The model with its weights from ``source`` placed on ``mesh``, and its train step.
+
+    Raises:
+        UserError: the recipe's compute policy does not fit the model.
+    """
+    model, plan = assemble(recipe, plain_plan, config, mesh)
+    parameters = weights.place_parameters(model, plan, mesh, source)
+    loss = make_loss(model, recipe, plain_plan, mesh)
+    step = TrainStep(
+        loss,
+        parameters,
+        {p.name: partition_spec(p.layout, len(p.shape), tuple(plan.mesh)) for p in plan.parameters},
+        mesh,
+        recipe.batch,
+        AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(model)),
+        accumulation=args.gradient_accumulation_steps,
+        max_grad_norm=args.max_grad_norm,
+        moment_dtype=args.state_dtypes["optimizer_dtype"],
+    )
+    return Assembly(model, plan, parameters, loss, step)
 
 
 def assemble(

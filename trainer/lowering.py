@@ -1,8 +1,28 @@
-"""The training step without weights: placeholders → HLO with the plan's shardings."""
+"""The training step without weights: placeholders → HLO with the plan's shardings.
+
+The step is the very one that `Trainer` runs (:func:`trainer.assembly.build`), on an abstract mesh: its tensors have
+shapes and layouts and no data, so a model of any size is lowered in seconds, in the memory of its graph.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
+
+import torch
+import torch_xla
+from transformers import PretrainedConfig
+
+from models import jax_call
+from models.scan import DecoderLayers
+from trainer import sharding, weights
+from trainer.arguments import TrainingArguments
+from trainer.assembly import build
+from trainer.model import meta_model
+from trainer.plan import PartitionSpec, ShardingPlan
+from trainer.recipe import Recipe
+from trainer.step import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -41,3 +61,81 @@ class Lowered:
     outputs: tuple[str, ...]
     mesh: dict[str, int]
     layers: int
+
+
+def lower(
+    recipe: Recipe, args: TrainingArguments, config: PretrainedConfig, plan: ShardingPlan, *, platform: str = "tpu"
+) -> Lowered:
+    """The train step of ``recipe`` and ``args`` on the devices of ``plan``, as HLO.
+
+    Args:
+        plan: of the plain model, as `make_plan` gives it.
+        platform: what kernels are chosen and lowered for: ``tpu`` or ``cpu``.
+
+    Raises:
+        UserError: the recipe's compute policy does not fit the model.
+    """
+    # autograd asks the device for its context, which only a first computation makes
+    torch.ones(1, device=torch_xla.device()).cpu()
+    mesh = sharding.AbstractMesh(plan.mesh)
+    names = ["input_ids", "labels", *(("segment_ids", "position_ids") if args.isolate_documents else ())]
+    rows = args.per_device_train_batch_size * plan.batch_shards * args.gradient_accumulation_steps
+    batch = {name: torch.empty(rows, args.sequence_length, dtype=torch.int64, device="meta") for name in names}
+    with jax_call.lowering_for(platform):
+        built = build(recipe, args, config, plan, mesh, weights.state_dict_weights(meta_model(config).state_dict()))
+        built.step.trace(batch, step=1, learning_rate=1.0)
+        state = built.step.state
+        context = torch_xla._XLAC.lowering.LoweringContext("train_step")
+        context.build(list(state.values()))
+    hlo = context.hlo()
+    known = {context.tensor_parameter_id(placeholder.tensor): placeholder for placeholder in mesh.placed}
+    outputs = {name: index for index, name in enumerate(state)}
+    specs = {placeholder.name: placeholder.spec for placeholder in mesh.placed}
+    arguments = []
+    for number, shape in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
+        name = known[number].name if number in known else "a constant"
+        spec = specs.get(name, (None,) * len(shape.dimensions()))
+        arguments.append(
+            Argument(
+                name=name,
+                kind=_kind(name, built.parameters.keys(), batch.keys()),
+                shape=tuple(shape.dimensions()),
+                dtype=str(shape.numpy_dtype()),
+                sharding=sharding_text(plan.mesh, spec),
+                output=outputs.get(name),
+            )
+        )
+    stacks = [module for module in built.model.modules() if isinstance(module, DecoderLayers)]
+    return Lowered(
+        hlo=hlo,
+        arguments=tuple(arguments),
+        outputs=tuple(sharding_text(plan.mesh, specs[name]) for name in state),
+        mesh=dict(plan.mesh),
+        layers=next((stack.count for stack in stacks if stack.count), 1),
+    )
+
+
+def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
+    """What ``spec`` means on ``mesh``, in HLO's own notation."""
+    groups = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
+    sharded = [axis for group in groups for axis in group if mesh[axis] > 1]
+    if not sharded:
+        return "{replicated}"
+    rest = [axis for axis in mesh if axis not in sharded]
+    tiles = [math.prod(mesh[axis] for axis in group) for group in groups]
+    copies = math.prod(mesh[axis] for axis in rest)
+    if copies > 1:
+        tiles.append(copies)
+    transposed = ",".join(str(list(mesh).index(axis)) for axis in [*sharded, *rest])
+    return (
+        f"{{devices=[{','.join(map(str, tiles))}]<=[{','.join(map(str, mesh.values()))}]T({transposed})"
+        f"{' last_tile_dim_replicate' if copies > 1 else ''}}}"
+    )
+
+
+def _kind(name: str, parameters: Collection[str], batch: Collection[str]) -> str:
+    if name in parameters:
+        return "weights"
+    if name.endswith(MOMENTS):
+        return "optimizer"
+    return "batch" if name in batch else "other"

@@ -40,8 +40,11 @@ class AdamW:
         learning_rate: torch.Tensor,
         step: torch.Tensor,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """One step for one parameter; ``step`` counts from 1. Returns the new parameter and its new moments."""
-        first, second = moments
+        """One step for one parameter; ``step`` counts from 1. Returns the new parameter and its new moments.
+
+        Computed in float32 and returned so, whatever ``parameter`` and ``moments`` are stored in.
+        """
+        parameter, first, second = (t.to(torch.float32) for t in (parameter, *moments))
         first = self.beta1 * first + (1 - self.beta1) * gradient
         second = self.beta2 * second + (1 - self.beta2) * gradient * gradient
         if name in self.decay:

@@ -19,8 +19,7 @@ from trainer.recipe import Layout, Placement, Recipe, layout_text, matches
 
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
-# AdamW keeps two moments per weight, in float32 whatever the weight's dtype.
-_OPTIMIZER_BYTES_PER_ELEMENT = 8
+_MOMENTS = 2  # that AdamW keeps of every weight
 _LISTED = 16  # kinds of parameter; a decoder has fewer, so an empty recipe is answered with all of them
 
 
@@ -50,6 +49,7 @@ class ShardingPlan:
         parameters: each distinct parameter once, under the name that ``named_parameters()`` gives it.
         aliases: a tied parameter's other name → the name it is listed under.
         activations: pattern of module names → layout of that module's output.
+        optimizer_dtype: what AdamW's two moments of every weight are stored in.
     """
 
     mesh: dict[str, int]
@@ -57,6 +57,7 @@ class ShardingPlan:
     parameters: tuple[ParameterPlan, ...]
     aliases: dict[str, str]
     activations: Mapping[str, Layout]
+    optimizer_dtype: torch.dtype = torch.float32
 
     @cached_property
     def _by_name(self) -> dict[str, ParameterPlan]:
@@ -82,13 +83,13 @@ class ShardingPlan:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Bytes per device. Gradients have the weights' dtype and layout; AdamW's two moments are float32."""
+        """Bytes per device. Gradients have the weights' dtype and layout; AdamW's moments theirs."""
         weights = sum(parameter.bytes_per_device for parameter in self.parameters)
         elements = sum(math.prod(parameter.local_shape) for parameter in self.parameters)
         return {
             "parameters_bytes": weights,
             "gradients_bytes": weights,
-            "optimizer_bytes": elements * _OPTIMIZER_BYTES_PER_ELEMENT,
+            "optimizer_bytes": elements * _MOMENTS * self.optimizer_dtype.itemsize,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -220,8 +221,19 @@ def check_global_batch(plan: ShardingPlan, rows: int) -> None:
         )
 
 
-def make_plan(recipe: Recipe, model: nn.Module, devices: int) -> ShardingPlan:
+def make_plan(
+    recipe: Recipe,
+    model: nn.Module,
+    devices: int,
+    *,
+    weight_dtype: torch.dtype = torch.float32,
+    optimizer_dtype: torch.dtype = torch.float32,
+) -> ShardingPlan:
     """Resolve ``recipe`` for ``model`` (any module, also on meta) on ``devices`` devices; allocates nothing.
+
+    Args:
+        weight_dtype: what weights are stored in, whatever dtype ``model`` has.
+        optimizer_dtype: what AdamW's moments are stored in.
 
     Raises:
         UserError: the mesh does not fit; a parameter that no line or two lines match; a line that matches
@@ -240,11 +252,11 @@ def make_plan(recipe: Recipe, model: nn.Module, devices: int) -> ShardingPlan:
     _check_divisible(recipe, names, layouts, mesh)
     _check_activations(recipe, model)
     plans = tuple(
-        _plan_parameter(name, pattern_of[name], parameter, layouts[name], mesh)
+        _plan_parameter(name, pattern_of[name], tuple(parameter.shape), weight_dtype, layouts[name], mesh)
         for name, parameter in names.items()
         if name not in aliases
     )
-    return ShardingPlan(mesh, recipe.batch, plans, aliases, dict(recipe.activations))
+    return ShardingPlan(mesh, recipe.batch, plans, aliases, dict(recipe.activations), optimizer_dtype)
 
 
 def _in_mesh_order(layout: Layout, mesh: Mapping[str, int]) -> dict[str, Placement]:
@@ -253,14 +265,18 @@ def _in_mesh_order(layout: Layout, mesh: Mapping[str, int]) -> dict[str, Placeme
 
 
 def _plan_parameter(
-    name: str, pattern: str, parameter: torch.Tensor, layout: dict[str, Placement], mesh: Mapping[str, int]
+    name: str,
+    pattern: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: dict[str, Placement],
+    mesh: Mapping[str, int],
 ) -> ParameterPlan:
-    shape = tuple(parameter.shape)
     local = list(shape)
     for axis, shard in _shards(layout).items():
         local[shard.dim] //= mesh[axis]
-    size = math.prod(local) * parameter.dtype.itemsize
-    return ParameterPlan(name, pattern, shape, parameter.dtype, layout, tuple(local), size)
+    size = math.prod(local) * dtype.itemsize
+    return ParameterPlan(name, pattern, shape, dtype, layout, tuple(local), size)
 
 
 def _collapse(name: str) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
+from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from trainer.errors import UserError
 
@@ -26,15 +29,45 @@ _shardings: dict[str, object] = {}
 _texts: dict[str, str] = {}
 
 
+@dataclass(frozen=True)
+class Placeholder:
+    """What stands for a tensor placed on an :class:`AbstractMesh`; ``tensor`` stays as it was if the step writes to it."""
+
+    name: str
+    tensor: torch.Tensor
+    spec: PartitionSpec
+
+
+class AbstractMesh(xs.Mesh):
+    """A mesh of devices that are not here. What is placed on it has a shape and a layout, and no data.
+
+    Args:
+        axes: axis -> size, in mesh order; device ids are positions in the mesh.
+    """
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        # not the parent's, which wants the runtime to have as many devices
+        self.device_ids = np.arange(math.prod(axes.values()))
+        self.mesh_shape, self.axis_names = tuple(axes.values()), tuple(axes)
+        self.placed: list[Placeholder] = []
+
+    def place(self, name: str, tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
+        placeholder = create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+        self.placed.append(Placeholder(name, placeholder.clone(), spec))  # a detached one would be written to as well
+        return placeholder
+
+
 def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
     """Move ``tensor`` to the XLA devices and lay it out, in one go: each device receives its shard alone.
 
-    Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
+    On an :class:`AbstractMesh` nothing moves, and ``tensor`` may be on meta. Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
     there is no separate marking to call.
 
     Raises:
         UserError: the tensor holds no data on the host to move (meta), or its rank is not the spec's.
     """
+    if isinstance(mesh, AbstractMesh):
+        return mesh.place(name, tensor, spec)
     if tensor.device.type != "cpu":
         raise UserError(
             asked=f"place {name} as {spec}",
@@ -55,6 +88,12 @@ def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -
     sharding = xs.ShardingSpec(mesh, spec)
     sent: Any = xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), input_sharding=sharding)
     return sent[0]
+
+
+def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
+    """Zeros of the shape of ``like``, placed."""
+    device = "meta" if isinstance(mesh, AbstractMesh) else "cpu"
+    return place(name, torch.zeros(like.shape, dtype=dtype, device=device), mesh, spec)
 
 
 def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:

@@ -29,6 +29,7 @@ from trainer.optimizer import AdamW, clip_factor, global_norm
 Tensors = dict[str, torch.Tensor]
 Specs = Mapping[str, sharding.PartitionSpec]
 
+MOMENTS = ("first moment", "second moment")
 METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step")
 
 
@@ -132,6 +133,7 @@ class TrainStep:
         parameters: name -> placed parameter, the very tensors that ``loss`` trains.
         specs: name -> partition spec of the parameter, its gradient and its two moments.
         accumulation: micro-batches a step.
+        moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class TrainStep:
         *,
         accumulation: int,
         max_grad_norm: float,
+        moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
         self.specs = {**specs, **{name: partial.spec for name, partial in loss.partials.items()}}
@@ -152,7 +155,9 @@ class TrainStep:
         # created sharded: left to the first step they would appear replicated, or move the weights
         self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, parameter in parameters.items():
-            first, second = (sharding.place(name, torch.zeros(parameter.shape), mesh, specs[name]) for _ in range(2))
+            first, second = (
+                sharding.zeros(f"{name} {moment}", parameter, moment_dtype, mesh, specs[name]) for moment in MOMENTS
+            )
             self.moments[name] = first, second
         self.metrics = sharding.place("metrics", torch.zeros(len(METRICS)), mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
@@ -161,17 +166,32 @@ class TrainStep:
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
         """Run step number ``step`` (from 1) on host tensors of [rows, ...], rows = micro-batch rows x accumulation."""
         self.guard.before(batch)
+        placed = self.trace(batch, step=step, learning_rate=learning_rate)
+        if self.guard.first:
+            planned = {name: sharding.batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
+            sharding.check_placed(placed, self.mesh, planned)
+        self._read = False
+        run_now(list(self.state.values()))
+        self.guard.after()
+
+    @property
+    def state(self) -> Tensors:
+        """Everything that a step replaces, by name: parameters, moments, metrics."""
+        moments = {
+            f"{name} {moment}": tensor
+            for name, both in self.moments.items()
+            for moment, tensor in zip(MOMENTS, both, strict=True)
+        }
+        return {**self.parameters, **moments, "metrics": self.metrics}
+
+    def trace(self, batch: Tensors, *, step: int, learning_rate: float) -> Tensors:
+        """Build the step's graph, which ends in :attr:`state`, and run nothing; returns the batch as placed."""
         scalars = torch.tensor([learning_rate, float(step), float(self._read)])
         placed = sharding.place_batch(
             {name: _by_micro_batch(t, self.accumulation) for name, t in batch.items()}, self.mesh, self.batch_axes
         )
-        if self.guard.first:
-            planned = {name: sharding.batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
-            sharding.check_placed(placed, self.mesh, planned)
         self._trace(placed, sharding.place("scalars", scalars, self.mesh, (None,)))
-        self._read = False
-        run_now([*self.parameters.values(), *(m for both in self.moments.values() for m in both), self.metrics])
-        self.guard.after()
+        return placed
 
     def read_metrics(self) -> StepMetrics:
         """Fetch the metrics: the one device-to-host transfer of a run, on logging steps."""
@@ -202,7 +222,8 @@ class TrainStep:
                 )
                 olds = (parameter, *self.moments[name])
                 for old, new in zip(olds, (updated, *moments), strict=True):
-                    kept = sharding.constrain(torch.where(good, new, old), self.mesh, self.specs[name])
+                    kept = torch.where(good, new.to(old.dtype), old)
+                    kept = sharding.constrain(kept, self.mesh, self.specs[name])
                     old.copy_(kept)
             loss_sum, dropped_sum, steps = (
                 torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)

@@ -19,16 +19,16 @@ from transformers.trainer_callback import CallbackHandler
 
 from trainer import weights
 from trainer.arguments import TrainingArguments
-from trainer.assembly import assemble, make_loss
+from trainer.assembly import build
 from trainer.data import Corpus, heldout_batches, training_batches, unigram_loss
 from trainer.errors import UserError
 from trainer.mesh import build_mesh
 from trainer.model import meta_model
-from trainer.optimizer import AdamW, Schedule, decay_names
-from trainer.plan import make_plan, partition_spec
+from trainer.optimizer import Schedule
+from trainer.plan import make_plan
 from trainer.recipe import Recipe
 from trainer.report import ProgressCallback, closing_table, loss_curve, tracked
-from trainer.step import EvalStep, StepMetrics, TrainStep, compile_count
+from trainer.step import EvalStep, StepMetrics, compile_count
 
 
 class Trainer:
@@ -65,19 +65,20 @@ class Trainer:
         # ---- plan: all errors surface here ----
         self.plain_model = meta_model(config)
         devices = torch_xla.runtime.global_runtime_device_count()
-        self.plain_plan = make_plan(self.recipe, self.plain_model, devices)
+        self.plain_plan = make_plan(self.recipe, self.plain_model, devices, **args.state_dtypes)
         self._rows = args.per_device_train_batch_size * self.plain_plan.batch_shards
         self.tokens_per_step = self._rows * args.gradient_accumulation_steps * args.sequence_length
         self._check_data()
         self.mesh = build_mesh(self.recipe.mesh)
-        self.model, self.plan = assemble(self.recipe, self.plain_plan, config, self.mesh)
 
-        # ---- weights and step ----
-        self._given_weights = source is not None
+        # ---- weights and steps ----
+        rate = args.learning_rate or (5e-5 if source else 2e-3)
         source = source or weights.seeded_init(self.plain_model, args.seed)
         with self.console.status("placing the weights on the devices …"):
-            self.parameters = weights.place_parameters(self.model, self.plan, self.mesh, source)
-        self._build_steps()
+            built = build(self.recipe, args, config, self.plain_plan, self.mesh, source)
+        self.model, self.plan, self.parameters, self.train_step = built.model, built.plan, built.parameters, built.step
+        self.eval_step = EvalStep(built.loss, built.parameters, self.mesh, self.recipe.batch)
+        self.schedule = Schedule(args.lr_scheduler_type, rate, args.warmup_steps, args.max_steps)
 
         # ---- the loop's state, in transformers' own classes ----
         self.state = TrainerState(
@@ -204,27 +205,6 @@ class Trainer:
         )
 
     # ---- parts ----
-
-    def _build_steps(self) -> None:
-        args, batch = self.args, self.recipe.batch
-        loss = make_loss(self.model, self.recipe, self.plain_plan, self.mesh)
-        specs = {p.name: partition_spec(p.layout, len(p.shape), tuple(self.plan.mesh)) for p in self.plan.parameters}
-        optimizer = AdamW(
-            args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(self.model)
-        )
-        self.train_step = TrainStep(
-            loss,
-            self.parameters,
-            specs,
-            self.mesh,
-            batch,
-            optimizer,
-            accumulation=args.gradient_accumulation_steps,
-            max_grad_norm=args.max_grad_norm,
-        )
-        self.eval_step = EvalStep(loss, self.parameters, self.mesh, batch)
-        rate = args.learning_rate or (5e-5 if self._given_weights else 2e-3)
-        self.schedule = Schedule(args.lr_scheduler_type, rate, args.warmup_steps, args.max_steps)
 
     def _check_data(self) -> None:
         rows, needed = len(self.corpus.train), self._rows * self.args.gradient_accumulation_steps
