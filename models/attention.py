@@ -1,9 +1,10 @@
-"""Causal attention for transformers' attention interface: plain tensor operations, memory linear in the sequence.
+"""Causal attention for transformers' attention interface: a Pallas kernel on TPU, plain tensor operations elsewhere.
 
-Queries go in blocks against all keys. The backward computes a block's scores again instead of saving them, so that
-no more than ``[batch, heads, block, sequence]`` of them lives at once, and query, key and value are all that is saved
-(Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021). On XLA the blocks are one While loop: its
-buffers are reused, and the graph has the same size at any length.
+On TPU it is the kernel of :mod:`models.splash`. Everything below `Attention` is the portable one, whose memory is
+linear in the sequence too. Queries go in blocks against all keys. The backward computes a block's scores again instead
+of saving them, so that no more than ``[batch, heads, block, sequence]`` of them lives at once, and query, key and value
+are all that is saved (Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021). On XLA the blocks are one
+While loop: its buffers are reused, and the graph has the same size at any length.
 
 Forward and backward are custom ops, because AOTAutograd (which traces a scanned layer) has only fake tensors to
 show, and no While can be built of those: it keeps a custom op whole, and the op builds its loop when it runs.
@@ -15,6 +16,7 @@ N blocks of queries, C queries in a block, T keys (T = S), D head dimension of q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +27,12 @@ from torch_xla.experimental.scan import (
 )  # semi-private: scan without its autograd, torch_xla 2.9
 from transformers import AttentionInterface
 
+from models import splash
+from models.jax_call import target
+
 NAME = "portable"
 BLOCK = 512
+ONE_DEVICE = splash.Layout()
 
 # Keyword arguments that reach every attention function and change no score.
 _HARMLESS = {
@@ -45,71 +51,96 @@ _MASKED = torch.finfo(torch.float32).min
 Tensors = Sequence[torch.Tensor]
 
 
-def register() -> None:
-    """Make ``model.set_attn_implementation("portable")`` mean this file. Calling it again changes nothing.
+def register(layout: splash.Layout | None = None) -> str:
+    """Make this file known to transformers; the name that says so to ``model.set_attn_implementation``.
+
+    Args:
+        layout: the mesh that the model runs on; None: one device, under the name ``portable``. The registry is one for
+            the process, so each layout has a name of its own. Registering a layout again changes nothing.
 
     The name stays out of transformers' mask registry, so that models build no mask: one wait for the device less.
     An ``attention_mask`` given to a model is therefore not seen here: say padding by ``segment_ids``.
     """
-    AttentionInterface.register(NAME, portable_attention)
+    name = NAME
+    if layout is not None:
+        axes = " ".join(f"{axis}={size}" for axis, size in layout.axes)
+        name = f"{NAME} over {axes}, batch {layout.batch_axes}, heads {layout.head_axes}"
+        name += "" if layout.order is None else f", devices {layout.order}"
+    AttentionInterface.register(name, Attention(layout or ONE_DEVICE))
+    return name
 
 
-def portable_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    segment_ids: torch.Tensor | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+class _Options(NamedTuple):
+    """How scores become weights: what is the same for every block."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Attention:
     """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
 
+    A graph built for a TPU (:func:`models.jax_call.target`) gets the kernel; any other, and tensors that are not on
+    XLA, the portable operations. Both support all that :meth:`__call__` accepts, at any length and head dimension.
+
     Args:
-        module: the attention layer; its ``is_causal`` and ``config`` are checked.
-        query: ``[batch, query heads, sequence, head dimension]``.
-        key: ``[batch, key heads, sequence, head dimension]``; key heads divide query heads.
-        value: ``[batch, key heads, sequence, value dimension]``.
-        attention_mask: must be None; padding and packing are said by ``segment_ids``.
-        scaling: factor on the scores; None is ``head dimension ** -0.5``.
-        dropout: must be 0.
-        segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. 0 is padding: its rows are
-            zeros, with zero gradients. Others attend causally within their own id. None: one segment, no padding.
-        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
-        s_aux: ``[query heads]``, a logit that takes its share of the softmax and adds nothing (GPT-OSS's sinks).
-        **kwargs: ``sliding_window``: how many positions a token sees, itself included (None or 0: all).
-
-    Returns:
-        ``[batch, sequence, query heads, value dimension]``, and None for the attention weights.
-
-    Raises:
-        ValueError: something was asked that changes the numbers and is not supported.
+        layout: how the kernel's inputs lie on the mesh. A kernel can't be split by the partitioner: under a mesh it
+            must be told, or every device would do all of it. The portable operations need no telling.
+        interpret: the kernel everywhere, run by Pallas's interpreter where there is no TPU: for tests.
     """
-    _refuse_unsupported(module, query, key, attention_mask, dropout, segment_ids, kwargs)
-    B, H, S, D = query.shape
-    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
-    N = -(-S // C)
-    rest = N * C - S  # the last block is filled up with padding
-    if segment_ids is None:
-        segment_ids = torch.ones(B, S, dtype=torch.int32, device=query.device)
-    sinks = query.new_full((H,), -torch.inf) if s_aux is None else s_aux
-    out_NBKGCE = _attention(
-        pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
-        key,
-        value,
-        sinks.view(K, H // K),
-        segment_ids,
-        torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
-        pad(segment_ids, (0, rest)).view(B, N, C).transpose(0, 1),
-        D**-0.5 if scaling is None else float(scaling),
-        softcap,
-        kwargs.get("sliding_window") or None,
-    )
-    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S], None
+
+    layout: splash.Layout = ONE_DEVICE
+    interpret: bool = False
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        segment_ids: torch.Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of one layer.
+
+        Args:
+            module: the attention layer; its ``is_causal`` and ``config`` are checked.
+            query: ``[batch, query heads, sequence, head dimension]``.
+            key: ``[batch, key heads, sequence, head dimension]``; key heads divide query heads.
+            value: ``[batch, key heads, sequence, value dimension]``.
+            attention_mask: must be None; padding and packing are said by ``segment_ids``.
+            scaling: factor on the scores; None is ``head dimension ** -0.5``.
+            dropout: must be 0.
+            segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. 0 is padding: its rows are
+                zeros, with zero gradients. Others attend causally within their own id. None: one segment, no padding.
+            softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+            s_aux: ``[query heads]``, a logit that takes its share of the softmax and adds nothing (GPT-OSS's sinks).
+            **kwargs: ``sliding_window``: how many positions a token sees, itself included (None or 0: all).
+
+        Returns:
+            ``[batch, sequence, query heads, value dimension]``, and None for the attention weights.
+
+        Raises:
+            ValueError: something was asked that changes the numbers and is not supported.
+        """
+        _refuse_unsupported(module, query, key, attention_mask, dropout, segment_ids, kwargs)
+        options = _Options(
+            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap,
+            kwargs.get("sliding_window") or None,
+        )
+        if query.device.type != "xla" or not (self.interpret or target() == "tpu"):
+            return _portable(query, key, value, segment_ids, s_aux, options), None
+        splash_options = splash.Options(*options, self.interpret)
+        out = splash.attend(query, key, value, segment_ids, s_aux, splash_options, self.layout)
+        return out.transpose(1, 2), None
 
 
 def _refuse_unsupported(
@@ -162,12 +193,32 @@ def _refuse_unsupported(
             raise ValueError(f"attention {NAME!r} does not support {found}: {instead}")
 
 
-class _Options(NamedTuple):
-    """How scores become weights: what is the same for every block."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
+def _portable(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
+    options: _Options,
+) -> torch.Tensor:
+    B, H, S, D = query.shape
+    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
+    N = -(-S // C)
+    rest = N * C - S  # the last block is filled up with padding
+    if segment_ids is None:
+        segment_ids = torch.ones(B, S, dtype=torch.int32, device=query.device)
+    sinks = query.new_full((H,), -torch.inf) if s_aux is None else s_aux
+    out_NBKGCE = _attention(
+        pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
+        key,
+        value,
+        sinks.view(K, H // K),
+        segment_ids,
+        torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
+        pad(segment_ids, (0, rest)).view(B, N, C).transpose(0, 1),
+        *options,
+    )
+    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
 
 
 # Reshaping stays outside of the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, and there a slice of

@@ -26,7 +26,6 @@ from models.jax_call import Manual, Spec, jax_call  # sets jax up: it must come 
 # isort: split
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -107,7 +106,12 @@ def attend(
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
     text = json.dumps(asdict(layout))  # an op takes no objects
-    return _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text)[0]
+    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text)
+    if segments_BS is None:
+        return out_BHSE
+    # To the kernel padding is a segment, so that none of its sums is empty. No comparison: scan knows no bool.
+    present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
+    return out_BHSE * present_BS[:, None, :, None]
 
 
 @torch.library.custom_op("shardwright::splash", mutates_args=())
@@ -222,7 +226,7 @@ def _forward(
     axes = (0, 0, 0, None if segments is None else 0, None)
     with _precision(query):
         out, (logsumexp,) = jax.vmap(run, in_axes=axes)(query, key, value, segments, sinks)
-    return _no_padding(out[:, :, :length], segments), logsumexp[:, :, :length]
+    return out[:, :, :length], logsumexp[:, :, :length]
 
 
 def _backward(
@@ -238,7 +242,6 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
     segments, sinks = _optional(optional, extra, length)
-    grad_out = _no_padding(grad_out, segments)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
     if sinks is not None:
@@ -313,21 +316,18 @@ def _blocks(length: int, window: int | None, rows: str) -> MaskInfo:
     """
     padded, block, _ = _sizes(length)
     count = padded // block
-    own = np.arange(count)
-    reach = count if window is None else -(-(window - 1) // block)
-    first, last = (np.maximum(own - reach, 0), own)
-    if rows == "keys":
-        first, last = own, np.minimum(own + reach, count - 1)
-    width = int((last - first).max()) + 1
-    met = last[:, None] - np.arange(width - 1, -1, -1)
-    run = met >= first[:, None]
-    fetched = np.where(run, met, first[:, None]).astype(np.int8 if count <= 127 else np.int32)
-    run = run.astype(np.int8)
+    reach = count - 1 if window is None else min(-(-(window - 1) // block), count - 1)
+    # all of it is arithmetic of the graph: a numpy array would be a constant of its text
+    own = jnp.arange(count, dtype=jnp.int32)[:, None]
+    first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
+    first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
+    met = last - jnp.arange(reach, -1, -1, dtype=jnp.int32)
+    fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int32)
+    run = (met >= first).astype(jnp.int8)
     if rows == "keys":
         fetched, run = fetched.T, run.T
-    # the positions are an iota of the graph: as a numpy array they would be a constant of its text
-    positions = jnp.arange(padded, dtype=jnp.int32)
-    return MaskInfo(jnp.asarray(fetched[None]), None, jnp.asarray(run[None]), None, positions)  # type: ignore[arg-type]
+    positions: Any = jnp.arange(padded, dtype=jnp.int32)
+    return MaskInfo(fetched[None], None, run[None], None, positions)
 
 
 def _mask(window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -361,13 +361,6 @@ def _optional(
         None if segments is None else kernel.SegmentIds(segments, segments),
         None if sinks is None else sinks.astype(jnp.float32),
     )
-
-
-def _no_padding(x_BHSE: jax.Array, segments: kernel.SegmentIds | None) -> jax.Array:
-    """Zeros in the rows of segment 0. In the kernel these see each other, so none of its sums is empty."""
-    if segments is None:
-        return x_BHSE
-    return jnp.where(segments.q[:, None, : x_BHSE.shape[2], None] == 0, 0, x_BHSE)
 
 
 def _precision(query: jax.Array) -> Any:

@@ -64,7 +64,7 @@ def eager(query, key, value, sinks, *, segment_ids=None, sliding_window=None, so
 
 def portable(query, key, value, sinks, *, with_sinks=False, **options):
     s_aux = sinks if with_sinks else None
-    return attention.portable_attention(MODULE, query, key, value, None, s_aux=s_aux, **options)[0]
+    return attention.Attention()(MODULE, query, key, value, None, s_aux=s_aux, **options)[0]
 
 
 def output_and_gradients(function, inputs, device="cpu", **options) -> list[torch.Tensor]:
@@ -160,7 +160,7 @@ def test_nothing_saved_for_the_backward_grows_with_the_square_of_the_sequence():
 def lowered(length: int) -> tuple[int, int]:
     """Elements of the largest buffer, and instructions, in the HLO of forward and backward at ``length`` positions."""
     query, key, value = (torch.zeros(1, heads, length, D, device="xla", requires_grad=True) for heads in (H, K, K))
-    out, _ = attention.portable_attention(MODULE, query, key, value, None)
+    out, _ = attention.Attention()(MODULE, query, key, value, None)
     grads = torch.autograd.grad(out.sum(), (query, key, value))
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([out, *grads])
     shapes = re.findall(r"(?:pred|[bfsu]+\d+)\[([\d,]+)\]", hlo)
@@ -269,7 +269,7 @@ def test_segment_ids_reach_the_attention_through_the_model():
 def test_registering_twice_is_registering_once_and_no_mask_is_registered():
     attention.register()
     attention.register()
-    assert ALL_ATTENTION_FUNCTIONS["portable"] is attention.portable_attention
+    assert ALL_ATTENTION_FUNCTIONS["portable"] == attention.Attention()
     assert "portable" not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
@@ -293,13 +293,13 @@ def test_what_would_change_the_numbers_is_refused_by_name(found):
     query, key, value, *_ = make_inputs()
     asked = {"module": MODULE, "query": query, "key": key, "value": value, "attention_mask": None, **REFUSED[found]}
     with pytest.raises(ValueError, match=re.escape(found)):
-        attention.portable_attention(**asked)
+        attention.Attention()(**asked)
 
 
 def test_what_leaves_the_numbers_alone_is_accepted():
     query, key, value, sinks, _ = make_inputs()
     module = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=32))
     options = {"sliding_window": None, "position_ids": torch.arange(S)[None], "is_causal": None, "cu_seq_lens_q": None}
-    out, weights = attention.portable_attention(module, query, key, value, None, **options)
+    out, weights = attention.Attention()(module, query, key, value, None, **options)
     assert weights is None
     torch.testing.assert_close(out, portable(query, key, value, sinks))
