@@ -1,0 +1,350 @@
+"""What one execution of a compiled module costs a chip: FLOPs, bytes, cycles, collectives, loops multiplied out.
+
+The compiler's own totals count a loop's body once; here it counts as often as it runs. How each is counted:
+
+- *FLOPs*: 2 × multiply-adds of dots and convolutions (the TPU compiler turns every dot into a convolution), from shapes;
+  positions that only meet padding or dilation do no work and count nothing. A kernel (custom call) counts what its own
+  cost estimate says, if it has one.
+- *HBM bytes*: operands read and outputs written by each scheduled operation, unpadded, those in VMEM not counted.
+  What happens inside a fusion stays on the chip. An operand that is only sliced counts its slices, an output that is
+  updated in place its update.
+- *Cycles*: the compiler's ``estimated_cycles``, where it is a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from trainer.hlo_collectives import Collective, Traffic, collective
+from trainer.hlo_text import Computation, Instruction, Leaf, Module, leaves
+
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("opt-barrier", "optimization-barrier", "while", "call", "conditional", "domain", "add-dependency"),
+}
+_VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
+_NO_CYCLES = 2**62  # what the compiler writes where it has no estimate
+
+
+@dataclass
+class Cost:
+    """Of one computation, once."""
+
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    host_bytes: float = 0.0
+    cycles: float = 0.0
+    kernels: dict[str, float] = field(default_factory=dict)  # custom kernels without a cost estimate: name → runs
+    collectives: dict[Collective, Traffic] = field(default_factory=dict)
+
+    def add(self, other: Cost, times: float = 1) -> None:
+        self.flops += times * other.flops
+        self.hbm_bytes += times * other.hbm_bytes
+        self.host_bytes += times * other.host_bytes
+        self.cycles += times * other.cycles
+        for name, runs in other.kernels.items():
+            self.kernels[name] = self.kernels.get(name, 0) + times * runs
+        for key, traffic in other.collectives.items():
+            self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
+
+
+def count(module: Module, mesh: dict[str, int], layers: int) -> Cost:
+    """Cost of one execution, per chip.
+
+    Args:
+        mesh: axis → size; collectives are attributed to axes.
+        layers: trip count of a loop whose own can't be read off its condition.
+    """
+    return _Counter(module, mesh, layers).computation(module.entry)
+
+
+class _Counter:
+    """A computation's cost is worked out once, however often it is called."""
+
+    def __init__(self, module: Module, mesh: dict[str, int], layers: int) -> None:
+        self.module, self.mesh, self.layers = module, mesh, layers
+        self.known: dict[str, Cost] = {}
+
+    def computation(self, computation: Computation) -> Cost:
+        if computation.name not in self.known:
+            cost = Cost()
+            chains: set[tuple[str | None, ...]] = set()
+            for instruction in computation.instructions:
+                self._instruction(cost, computation, instruction, chains)
+            self.known[computation.name] = cost
+        return self.known[computation.name]
+
+    def _instruction(
+        self, cost: Cost, computation: Computation, instruction: Instruction, chains: set[tuple[str | None, ...]]
+    ) -> None:
+        opcode = instruction.opcode
+        cycles = instruction.attribute(r'"estimated_cycles":"?(\d+)')
+        if cycles and int(cycles) < _NO_CYCLES:
+            cost.cycles += int(cycles)
+        if opcode == "while":
+            body = self._named(instruction.attribute(r"body=%?([^\s,]+)"))
+            cost.add(self.computation(body), trip_count(self.module, computation, instruction, self.layers))
+        elif opcode == "conditional":
+            cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
+        elif opcode in ("call", "async-start"):
+            cost.add(self.computation(self._named(instruction.called)))
+        elif opcode == "fusion":
+            self._fused(cost, self._named(instruction.called), chains, scatters=False)
+            self._fusion_bytes(cost, computation, instruction)
+        else:
+            self._plain(cost, computation, instruction)
+
+    def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        self._work(cost, computation, instruction)
+        if found := collective(computation, instruction, self.mesh):
+            cost.collectives[found[0]] = cost.collectives.get(found[0], Traffic()).plus(found[1], 1)
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+            return
+        operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
+        outputs = list(instruction.leaves)
+        if opcode.endswith("-start"):  # its output repeats the operands, and holds the context
+            outputs = outputs[:1] if opcode == "copy-start" else outputs[len(operands) : 2 * len(operands)]
+        elif opcode in ("dynamic-slice", "slice", "gather"):
+            operands = [*outputs, *operands[1:]]
+        elif opcode == "dynamic-update-slice":
+            operands, outputs = operands[1:], operands[1:2]
+        _move(cost, [*operands, *outputs])
+
+    def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        """FLOPs of the instruction itself."""
+        operands = computation.operands(instruction)
+        if instruction.opcode == "dot":
+            cost.flops += _dot_flops(instruction, operands)
+        elif instruction.opcode == "convolution":
+            cost.flops += _convolution_flops(instruction, operands)
+        elif instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
+            estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
+            if estimate and int(estimate):
+                cost.flops += int(estimate)
+            else:
+                name = re.sub(r"[.\d]+$", "", instruction.name)
+                cost.kernels[name] = cost.kernels.get(name, 0) + 1
+
+    def _fused(self, cost: Cost, fused: Computation, chains: set[tuple[str | None, ...]], *, scatters: bool) -> None:
+        """FLOPs and collectives inside a fusion.
+
+        An asynchronous collective shows in the fusion that starts it, in those that it overlaps, and in the one that
+        ends it: `chains` holds the ones already counted in the surrounding computation. An all-reduce in a computation
+        called all-reduce-scatter is the compiler's reduce-scatter.
+        """
+        scatters = scatters or fused.name.startswith("all-reduce-scatter")
+        for instruction in fused.instructions:
+            self._work(cost, fused, instruction)
+            if instruction.opcode == "fusion" or (instruction.opcode == "call" and instruction.called):
+                self._fused(cost, self._named(instruction.called), chains, scatters=scatters)
+            elif found := collective(fused, instruction, self.mesh):
+                key, traffic = found
+                chain = (key.kind, instruction.attribute(r"channel_id=(\d+)"), instruction.attribute(r'chain_id="(\d+)"'))
+                if chain[1] is not None and chain in chains:
+                    continue
+                chains.add(chain)
+                if scatters and key.kind == "all-reduce":
+                    key = dataclasses.replace(key, kind="reduce-scatter")
+                    traffic = Traffic(traffic.count, traffic.bytes, traffic.wire_bytes / 2)
+                cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
+
+    def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        fused = self._named(instruction.called)
+        for number, operand in enumerate(computation.operands(instruction)):
+            whole = operand.leaves
+            read = self._read(fused, fused.parameters[number].name) if number in fused.parameters else None
+            if read is None or len(whole) != 1:
+                _move(cost, whole)
+            elif whole[0].space == 0:
+                cost.hbm_bytes += min(read, whole[0].bytes)
+        for leaf, part in zip(instruction.leaves, _outputs(fused), strict=False):
+            written = self._written(fused, part)
+            if written is None:
+                _move(cost, [leaf])
+            elif leaf.space == 0:
+                cost.hbm_bytes += min(written, leaf.bytes)
+
+    def _read(self, fused: Computation, name: str) -> float | None:
+        """Bytes read of a fused parameter, None: all of it."""
+        total = 0.0
+        for user in fused.users.get(name, []):
+            first = user.operands[0] == name
+            if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+                total += sum(leaf.bytes for leaf in user.leaves)
+            elif user.opcode == "dynamic-update-slice" and first:
+                pass  # stays where it is
+            elif user.opcode in ("bitcast", "reshape"):
+                part = self._read(fused, user.name)
+                if part is None:
+                    return None
+                total += part
+            elif user.opcode == "fusion" and user.called:
+                inner = self._named(user.called)
+                part = self._read(inner, inner.parameters[user.operands.index(name)].name)
+                if part is None:
+                    return None
+                total += part
+            else:
+                return None
+        return total
+
+    def _written(self, fused: Computation, part: Instruction) -> float | None:
+        """Bytes written of a fusion's output, None: all of it."""
+        if part.opcode == "dynamic-update-slice":
+            update = fused.by_name.get(part.operands[1])
+            return sum(leaf.bytes for leaf in update.leaves) if update else None
+        if part.opcode in ("bitcast", "reshape") and part.operands[0] in fused.by_name:
+            return self._written(fused, fused.by_name[part.operands[0]])
+        if part.opcode == "fusion" and part.called:
+            inner = self._named(part.called)
+            return self._written(inner, inner.root)
+        return None
+
+    def _branches(self, instruction: Instruction) -> list[Computation]:
+        several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+        names = several.split(",") if several else re.findall(r"(?:true|false)_computation=%?([^\s,]+)", instruction.attributes)
+        return [self._named(name.strip().lstrip("%")) for name in names]
+
+    def _named(self, name: str | None) -> Computation:
+        return self.module.computations[name or ""]
+
+
+def _move(cost: Cost, moved: Iterable[Leaf]) -> None:
+    for leaf in moved:
+        cost.hbm_bytes += leaf.hbm_bytes
+        cost.host_bytes += leaf.host_bytes
+
+
+def _outputs(fused: Computation) -> list[Instruction]:
+    return fused.operands(fused.root) if fused.root.opcode == "tuple" else [fused.root]
+
+
+# ---- FLOPs ----
+
+
+def _dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
+    contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    left = operands[0].leaves[0].dims
+    return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
+
+
+def _convolution_flops(convolution: Instruction, operands: list[Instruction]) -> float:
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    if labels is None or len(operands) < 2:
+        return 0.0
+    left, right, out = (
+        dict(zip(text, leaf.dims, strict=False))
+        for text, leaf in zip(labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True)
+    )
+    window = convolution.attribute(r"window=\{([^}]*)\}") or ""
+    batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
+    work = left["b"] / batch_groups * right["i"] * right["o"]
+    for number, dimension in enumerate(sorted(key for key in right if key.isdigit())):
+        stride, left_dilation, right_dilation = (
+            int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(_window(window, "pad", number, "0_0").split("_")[0])
+        work *= _valid(left[dimension], out[dimension], right[dimension], stride, low, left_dilation, right_dilation)
+    return 2.0 * work
+
+
+def _window(window: str, key: str, number: int, default: str) -> str:
+    match = re.search(rf"(?:^|\s){key}=(\S+)", window)
+    return match[1].split("x")[number] if match else default
+
+
+@lru_cache(maxsize=4096)
+def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
+    """Pairs of output and kernel positions that meet an element of the input, not padding, not dilation's holes."""
+    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
+    inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)
+    return int(inside.sum())
+
+
+# ---- loops ----
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction, default: int) -> int:
+    """How often a while loop of ``computation`` runs.
+
+    What the compiler annotated, if it did; else the counter's start, step and limit, read off the condition's
+    comparison with a constant (a 64-bit counter is compared in two halves: the one that isn't 0); else ``default``.
+    """
+    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if known:
+        return int(known)
+    condition = module.computations[loop.attribute(r"condition=%?([^\s,]+)") or ""]
+    body = module.computations[loop.attribute(r"body=%?([^\s,]+)") or ""]
+    found = []
+    for compare in condition.instructions:
+        if compare.opcode == "fusion":
+            compare = _unfused(module, compare)  # the comparison alone in a fusion
+        limit = _limit(condition, compare)
+        if limit is None or limit[1] <= 0:
+            continue
+        index, bound = limit
+        start = _initial(computation, loop, index)
+        step = _step(body, index)
+        found.append(-(-(bound - (start or 0)) // (step or 1)))
+    return max(found, default=default)
+
+
+def _unfused(module: Module, fusion: Instruction) -> Instruction:
+    """The fusion's root, if it compares two of the fusion's parameters, over the fusion's operands."""
+    fused = module.computations[fusion.called or ""]
+    root = fused.root
+    parameters = {p.name: number for number, p in fused.parameters.items()}
+    if root.opcode != "compare" or any(name not in parameters for name in root.operands):
+        return fusion
+    return dataclasses.replace(root, operands=[fusion.operands[parameters[name]] for name in root.operands])
+
+
+def _limit(condition: Computation, compare: Instruction) -> tuple[int, int] | None:
+    """(index in the loop's state, bound) of ``state[index] < bound``; ≤ counts one more."""
+    direction = compare.attribute(r"direction=(\w+)")
+    if compare.opcode != "compare" or direction not in ("LT", "LE"):
+        return None
+    counter, bound = (_behind(condition, name) for name in compare.operands)
+    if counter is None or bound is None or counter.opcode != "get-tuple-element" or bound.opcode != "constant":
+        return None
+    return int(counter.attribute(r"index=(\d+)") or 0), int(bound.arguments) + (direction == "LE")
+
+
+def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
+    state = computation.by_name.get(loop.operands[0])
+    if state is None or state.opcode != "tuple" or index >= len(state.operands):
+        return None
+    value = _behind(computation, state.operands[index])
+    return int(value.arguments) if value is not None and value.opcode == "constant" else None
+
+
+def _step(body: Computation, index: int) -> int | None:
+    if body.root.opcode != "tuple" or index >= len(body.root.operands):
+        return None
+    value = _behind(body, body.root.operands[index])
+    if value is None or value.opcode != "add":
+        return None
+    terms = [_behind(body, name) for name in value.operands]
+    steps = [int(t.arguments) for t in terms if t is not None and t.opcode == "constant"]
+    return steps[0] if len(steps) == 1 and steps[0] > 0 else None
+
+
+def _behind(computation: Computation, name: str) -> Instruction | None:
+    """The instruction behind copies and views."""
+    instruction = computation.by_name.get(name)
+    while instruction is not None and instruction.opcode in _VIEWS and instruction.operands:
+        instruction = computation.by_name.get(instruction.operands[0])
+    return instruction
+
+
+def scoped(shape: str) -> str:
+    """A shape without its layout, for people: ``bf16[32,4096]``."""
+    return ", ".join(map(str, leaves(shape)))
