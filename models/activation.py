@@ -1,0 +1,121 @@
+"""A model's own activation, written in torch, as a JAX function.
+
+The activation of an experts module is a few pointwise operations (silu, clamp, a product of two halves), and each
+family has its own. Traced once on two rows, it is a list of ATen operations, replayed here with JAX's. So a kernel in
+JAX runs what the model's code says, and an operation that is not known is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from models.jax_call import jax
+
+jnp = jax.numpy
+
+
+@dataclass(frozen=True)
+class _Value:
+    """The result of an earlier step; 0 is the input."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps.
+
+    Args:
+        steps: operation, its positional and its keyword arguments, of each step in order. The last one's is the result.
+        width: of a result row.
+    """
+
+    steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+    width: int
+
+    def __call__(self, x: Any) -> Any:
+        """On a JAX array; in float32, whatever the dtype of ``x``, which is also that of the result."""
+        values = [x.astype(jnp.float32)]
+
+        def known(argument: Any) -> Any:
+            return values[argument.number] if isinstance(argument, _Value) else argument
+
+        for name, args, kwargs in self.steps:
+            values.append(_OPERATIONS[name](*map(known, args), **{k: known(v) for k, v in kwargs}))
+        return values[-1].astype(x.dtype)
+
+
+def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activation:
+    """``function`` of a tensor [rows, ``width``], which must treat rows alike.
+
+    Raises:
+        ValueError: it does something that is not known here (names it).
+    """
+    with _disable_current_modes():  # of a tracer that may be at work on the layer around
+        example = torch.zeros(2, width)
+        graph = make_fx(lambda x: function(x))(example).graph
+        result = function(example)
+    numbers: dict[torch.fx.Node, _Value] = {}
+    steps = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            numbers[node] = _Value(0)
+        elif node.op == "output":
+            if numbers[node.args[0]].number != len(steps):
+                raise ValueError("an activation whose result is not its last step")
+        else:
+            name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+            if node.op != "call_function" or name not in _OPERATIONS:
+                raise ValueError(f"an activation with {name!r}: known are {', '.join(sorted(_OPERATIONS))}")
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+            steps.append((name, _plain(args), tuple((k, v) for k, v in kwargs.items())))
+            numbers[node] = _Value(len(steps))
+    return Activation(tuple(steps), result.shape[-1])
+
+
+def _plain(args: Any) -> Any:
+    """Lists as tuples, which can be hashed."""
+    return tuple(map(_plain, args)) if isinstance(args, list | tuple) else args
+
+
+def _split(x: Any, size: int, dim: int = 0) -> Any:
+    return jnp.split(x, list(range(size, x.shape[dim], size)), axis=dim)
+
+
+def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    index = [slice(None)] * x.ndim
+    index[dim] = slice(start, None if end is None else min(end, x.shape[dim]), step)
+    return x[tuple(index)]
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "split": _split,
+    "slice": _slice,
+    "_to_copy": lambda x, **_: x,  # all is float32 here
+    "add": lambda x, y, alpha=1: x + alpha * y,
+    "sub": lambda x, y, alpha=1: x - alpha * y,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "pow": operator.pow,
+    "exp": jnp.exp,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "square": jnp.square,
+    "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
+    "clamp": lambda x, min=None, max=None: jnp.clip(x, min, max),
+    "clamp_min": jnp.maximum,
+    "clamp_max": jnp.minimum,
+    "minimum": jnp.minimum,
+    "maximum": jnp.maximum,
+}

@@ -1,0 +1,465 @@
+"""Experts for any routing, exactly: no token is dropped, shapes are static, and work follows the rows there are.
+
+Each device sorts its (token, choice) pairs by expert, multiplies the sorted rows by their experts' weights
+(`models.grouped`) and gathers every token's k results. Activations move by gathers alone, in the backward too.
+
+What crosses devices is written out (`jax.shard_map`), not left to the partitioner:
+
+- Weights are gathered from their layout just before use, except over the axes that split the experts; their gradients
+  leave reduce-scattered to that layout.
+- Over the axes that split the experts, tokens are gathered a chunk at a time, each device adds what its experts make
+  of them, and the sum is scattered back. So the largest buffer is the chunk's, whatever the routing: if all tokens
+  want one expert, its device takes longer and holds no more. For n such devices, 2(n-1) rows a token cross; an
+  all-to-all that serves each choice by itself would move 2k(n-1)/n rows, but in as many rounds as the fullest pair of
+  devices needs, on a torus over a mean distance of n/4 hops. At k = 8, n = 8 the two cost the same.
+
+The backward computes the first projection again and saves nothing but the inputs. The router's gradient needs no second
+one: the product of the incoming gradient with an expert's output is that of the gradient, taken back through the second
+projection, with what entered it.
+
+Shape suffixes: T tokens (of a device, or of a chunk), H hidden width, k experts a token, E experts held by a device,
+R rows = T*k rounded up to whole blocks, B rows of a block, F and I widths of the first projection's result and of the
+activation's.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from models import activation, grouped
+from models.experts import register
+from models.jax_call import Manual, jax, jax_call
+
+jnp, lax = jax.numpy, jax.lax
+Array = Any  # jax.Array, at trace time
+Axes = tuple[str, ...]
+Spec = tuple[str | Axes | None, ...]
+
+
+@dataclass(frozen=True)
+class Dropless:
+    """Experts bound to a layout. Call it as transformers calls experts functions (see `models.experts`).
+
+    Args:
+        axes: (name, size) of every mesh axis, in mesh order; none: one device.
+        batch_axes: axes that split the tokens outside. Inside, all axes do: none multiplies what another does.
+        expert_axes: axes that tokens cross and weights don't: they split dimension 0 of every parameter.
+        weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
+        order: the device ids in mesh order; None: 0, 1, 2, …
+        buffer_bytes: bound on the largest buffer of rows, of a few that live at once. A chunk's rows of hidden width
+            keep to it, and a block's of the first projection's width.
+        reduce_dtype: of the weight gradients that cross devices (``float32``); None: the weights' own.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    batch_axes: Axes = ()
+    expert_axes: Axes = ()
+    weight_specs: Mapping[str, Spec] = field(default_factory=dict)
+    order: tuple[int, ...] | None = None
+    buffer_bytes: int = 2**31
+    reduce_dtype: str | None = None
+
+    def __call__(
+        self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] tokens, expert indices and routing weights [T, k] -> [T, H], in the dtype of the tokens.
+
+        Raises:
+            ValueError: tokens that the devices don't divide, a layout or an experts module that is not supported.
+        """
+        devices = math.prod(size for _, size in self.axes)
+        if len(x_TH) % devices:
+            raise ValueError(f"{len(x_TH)} tokens over {devices} devices: dropless experts need a multiple of them")
+        names = _parameter_names(experts)
+        parameters = [getattr(experts, name) for name in names]
+        specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
+        sizes = dict(self.axes)
+        local = _Local(
+            activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
+            contract_last=not experts.is_transposed,
+            axes=tuple(sizes),
+            expert_axes=self.expert_axes,
+            expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
+            specs=specs,
+            buffer_bytes=self.buffer_bytes,
+            reduce_dtype=self.reduce_dtype,
+        )
+        call = _Call(local, self._manual(specs) if self.axes else None)
+        key = repr(call)
+        _calls[key] = call
+        return _dropless(x_TH, index_Tk, weight_Tk, parameters, key)
+
+    def _spec(self, name: str, rank: int) -> tuple[Axes, ...]:
+        """The axes of each dimension of a parameter, with the expert axes on dimension 0 and nowhere else."""
+        spec = self.weight_specs.get(name, (None,) * rank)
+        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        if len(axes) != rank:
+            raise ValueError(f"a partition spec of {len(axes)} entries for {name}, which has {rank} dimensions")
+        shared = set(axes[0]) & set(self.expert_axes)
+        if shared and axes[0] != self.expert_axes:
+            raise ValueError(f"{name} has experts split over {axes[0]}: expert_axes must be all of these or none")
+        others = [tuple(axis for axis in a if axis not in self.expert_axes) for a in axes]
+        return (self.expert_axes + others[0], *others[1:])
+
+    def _manual(self, specs: tuple[tuple[Axes, ...], ...]) -> tuple[Manual, Manual]:
+        """Where forward and backward get their inputs and leave their outputs."""
+        rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
+        tokens: Spec = (self.batch_axes + rest, None)
+        held: Spec = (self.expert_axes or None,)
+        weights = tuple(tuple(a or None for a in spec) for spec in specs)
+        inputs = (tokens, tokens, tokens, held, *weights)
+        return (
+            Manual(self.axes, inputs, (tokens,), self.order),
+            Manual(self.axes, (tokens, *inputs), (tokens, tokens, *weights), self.order),
+        )
+
+
+def _parameter_names(experts: Any) -> list[str]:
+    """First and second projection, then their biases, where the family has them."""
+    if experts.has_post_expert_norm:
+        raise ValueError(f"dropless experts know no norm after an expert, which {type(experts).__name__} has")
+    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
+    return names + [f"{name}_bias" for name in names] if experts.has_bias else names
+
+
+_activations: weakref.WeakKeyDictionary[Any, activation.Activation] = weakref.WeakKeyDictionary()
+
+
+def _activation(experts: Any, width: int) -> activation.Activation:
+    if experts not in _activations:
+        _activations[experts] = activation.trace(experts._apply_gate if experts.has_gate else experts.act_fn, width)
+    return _activations[experts]
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What a device must know besides its arrays.
+
+    Args:
+        contract_last: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
+        axes: of the mesh, all of them.
+        expert_shards: devices along the expert axes.
+        specs: the axes of each dimension of each parameter.
+    """
+
+    activation: activation.Activation
+    contract_last: bool
+    axes: Axes
+    expert_axes: Axes
+    expert_shards: int
+    specs: tuple[tuple[Axes, ...], ...]
+    buffer_bytes: int
+    reduce_dtype: str | None
+
+    def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
+        """A parameter of the experts held here, from the shards of it that others hold."""
+        for dim, axes in self._gathered(spec):
+            shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
+        return shard
+
+    def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
+        """The sum of the devices' gradients of a whole parameter, laid out as the parameter is."""
+        gradient = gradient.astype(self.reduce_dtype or dtype)
+        for dim, axes in reversed(self._gathered(spec)):
+            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+        split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
+        rest = tuple(axis for axis in self.axes if axis not in split)
+        return (lax.psum(gradient, rest) if rest else gradient).astype(dtype)
+
+    def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
+        axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
+        return [(dim, a) for dim, a in enumerate(axes) if a]
+
+    def gather_tokens(self, x: Array) -> Array:
+        return lax.all_gather(x, self.expert_axes, axis=0, tiled=True) if self.expert_axes else x
+
+    def scatter_tokens(self, y: Array) -> Array:
+        return lax.psum_scatter(y, self.expert_axes, scatter_dimension=0, tiled=True) if self.expert_axes else y
+
+
+@dataclass(frozen=True)
+class _Call:
+    local: _Local
+    manual: tuple[Manual, Manual] | None
+
+
+# An op's argument must be plain data: the text of a call stands for it.
+_calls: dict[str, _Call] = {}
+
+
+@torch.library.custom_op("shardwright::dropless", mutates_args=())
+def _dropless(
+    x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor, parameters: Sequence[torch.Tensor], key: str
+) -> torch.Tensor:
+    return _run(_forward, [x_TH], index_Tk, weight_Tk, parameters, key)[0]
+
+
+@_dropless.register_fake
+def _(x_TH, index_Tk, weight_Tk, parameters, key):
+    return x_TH.new_empty(x_TH.shape)
+
+
+@torch.library.custom_op("shardwright::dropless_backward", mutates_args=())
+def _dropless_backward(
+    grad_TH: torch.Tensor,
+    x_TH: torch.Tensor,
+    index_Tk: torch.Tensor,
+    weight_Tk: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    key: str,
+) -> list[torch.Tensor]:
+    """The gradients of the tokens, of the routing weights and of each parameter."""
+    return list(_run(_backward, [grad_TH, x_TH], index_Tk, weight_Tk, parameters, key))
+
+
+@_dropless_backward.register_fake
+def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, key):
+    return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *parameters)]
+
+
+def _run(
+    function: Callable[..., Any],
+    rows: list[torch.Tensor],
+    index_Tk: torch.Tensor,
+    weight_Tk: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    key: str,
+) -> tuple[torch.Tensor, ...]:
+    call, device = _calls[key], rows[0].device
+    if device.type != "xla":
+        raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
+    manual = call.manual[function is _backward] if call.manual else None
+    # which experts a device holds is data: a position in the mesh may belong to any device
+    experts = torch.arange(len(parameters[0]), dtype=torch.int32, device=device)
+    return jax_call(function, *rows, index_Tk, weight_Tk, experts, *parameters, manual=manual, local=call.local)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x_TH, index_Tk, weight_Tk, parameters, ctx.key = inputs
+    ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters)
+
+
+def _differentiate(ctx: Any, grad_TH: torch.Tensor) -> tuple[Any, ...]:
+    x_TH, index_Tk, weight_Tk, *parameters = ctx.saved_tensors
+    grad_x, grad_weight, *gradients = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, ctx.key)
+    return grad_x, None, grad_weight, gradients, None
+
+
+_dropless.register_autograd(_differentiate, setup_context=_save_inputs)
+
+
+# What follows is JAX, on one device's shards.
+
+
+def _forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: _Local) -> Array:
+    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+
+    def chunk(_: None, tokens: tuple[Array, ...]) -> tuple[None, Array]:
+        x, index, weight = (local.gather_tokens(t) for t in tokens)
+        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local))
+        y = _experts(x, rows, parameters, local)
+        return None, local.scatter_tokens(rows.combine(y, weight).astype(x.dtype))
+
+    return _by_chunk(chunk, None, (x_TH, index_Tk, weight_Tk), held, local)[1]
+
+
+def _backward(
+    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: _Local
+) -> tuple[Array, ...]:
+    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    zeros = [jnp.zeros(p.shape, jnp.float32) for p in parameters]
+
+    def chunk(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
+        grad, x, index, weight = (local.gather_tokens(t) for t in tokens)
+        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local))
+        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local)
+        grad_x = rows.combine(grad_rows, jnp.ones_like(weight)).astype(x.dtype)
+        grad_weight = rows.of_choices(grad_row_weights).T.astype(weight.dtype)
+        return sums, (local.scatter_tokens(grad_x), local.scatter_tokens(grad_weight))
+
+    sums, (grad_x, grad_weight) = _by_chunk(chunk, zeros, (grad_TH, x_TH, index_Tk, weight_Tk), held, local)
+    gradients = [local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True)]
+    return grad_x, grad_weight, *gradients
+
+
+def _by_chunk(
+    function: Callable[..., Any], carry: Any, tensors: tuple[Array, ...], held: Array, local: _Local
+) -> tuple[Any, Any]:
+    """Scan ``function`` over equal chunks of tokens; tokens added to fill up the last choose an expert nobody has.
+
+    The tensors' last two are routing indices and weights; the one before is of hidden width.
+    """
+    (T, H), k, itemsize = tensors[-3].shape, tensors[-1].shape[1], tensors[-3].dtype.itemsize
+    rows = max(local.buffer_bytes // (H * itemsize), 1)
+    count = -(-T * local.expert_shards * k // rows)
+    count = min(count, T)
+    if count == 1:
+        return function(carry, tensors)
+    size = -(-T // count)
+
+    def split(t: Array, fill: int) -> Array:
+        t = t if count * size == T else jnp.pad(t, ((0, count * size - T), (0, 0)), constant_values=fill)
+        return t.reshape(count, size, t.shape[1])
+
+    nobody = len(held) * local.expert_shards
+    fills = [0] * (len(tensors) - 2) + [nobody, 0]
+    carry, ys = lax.scan(function, carry, tuple(split(t, fill) for t, fill in zip(tensors, fills, strict=True)))
+    return carry, jax.tree.map(lambda y: y.reshape(count * size, y.shape[2])[:T], ys)
+
+
+def _block_rows(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: _Local) -> tuple[int, int]:
+    """Rows of a block, and of a tile of it."""
+    E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last else 2]
+    rows = index_Tk.size
+    most = max(local.buffer_bytes // (F * x_TH.dtype.itemsize), 1)
+    tile = grouped.tile_rows(min(rows, most), E)
+    blocks = -(-rows // max(most // tile * tile, tile))
+    return -(-rows // (blocks * tile)) * tile, tile
+
+
+@dataclass
+class _Rows:
+    """(token, choice) pairs sorted by expert: those of the experts held here come first, one expert after the other.
+
+    Args:
+        token_R: whose row it is; any token for the rows beyond the last pair.
+        choice_R: its number in the choice-major list of pairs; likewise.
+        row_kT: the inverse: the row of each pair.
+        end_E: where each expert's rows end; the last one's end is the number of rows that matter.
+        block: rows that are multiplied at once.
+        tile: see `models.grouped`.
+    """
+
+    token_R: Array
+    choice_R: Array
+    row_kT: Array
+    end_E: Array
+    block: int
+    tile: int
+
+    @classmethod
+    def sort(cls, index_Tk: Array, held: Array, sizes: tuple[int, int]) -> _Rows:
+        (T, k), E, (block, tile) = index_Tk.shape, len(held), sizes
+        N = T * k
+        # choice-major: with k as the minor dimension a TPU would pad it to a whole tile
+        expert_N = index_Tk.T.reshape(N) - held[0]
+        expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
+        number_N = lax.iota(jnp.int32, N)
+        _, choice_N = lax.sort((expert_N, number_N), num_keys=1, is_stable=True)
+        _, row_N = lax.sort((choice_N, number_N), num_keys=1)
+        end_E = jnp.cumsum((expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32))
+        choice_R = jnp.pad(choice_N, (0, -N % block))
+        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, block, tile)
+
+    def fold(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
+        """``carry = body(block, carry)`` for each block that has rows of experts held here."""
+        if len(self.token_R) == self.block:
+            return body(_Block(self, jnp.int32(0)), carry)
+        count = -(-self.end_E[-1] // self.block)
+        return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * self.block), carry), carry)
+
+    def of_choices(self, value_R: Array) -> Array:
+        """The value of each (choice, token) [k, T, ...]; zeros where no expert held here was chosen."""
+        mine_kT = self.row_kT < self.end_E[-1]
+        value_kT = jnp.take(value_R, self.row_kT, axis=0, mode="clip")
+        return jnp.where(mine_kT.reshape(mine_kT.shape + (1,) * (value_R.ndim - 1)), value_kT, 0)
+
+    def combine(self, y_RH: Array, weight_Tk: Array) -> Array:
+        """Each token's weighted sum of its rows, [T, H] float32."""
+        weight_kT1 = weight_Tk.T[..., None].astype(jnp.float32)
+        return (self.of_choices(y_RH).astype(jnp.float32) * weight_kT1).sum(0)
+
+
+class _Block:
+    """Some consecutive sorted rows."""
+
+    def __init__(self, rows: _Rows, start: Array) -> None:
+        self.rows, self.start = rows, start
+        end_E = jnp.clip(rows.end_E, start, start + rows.block)
+        self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.block))
+        row_B = start + lax.iota(jnp.int32, rows.block)
+        self.matters_B1 = (row_B < rows.end_E[-1])[:, None]
+        self.expert_B = (row_B[:, None] >= rows.end_E).sum(1, dtype=jnp.int32)
+
+    def take(self, value_R: Array) -> Array:
+        return lax.dynamic_slice_in_dim(value_R, self.start, self.rows.block)
+
+    def put(self, value_R: Array, value_B: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
+
+    def gather(self, x_TH: Array) -> Array:
+        return jnp.take(x_TH, self.take(self.rows.token_R), axis=0, mode="clip")
+
+    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
+        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.tile, contract_last=contract_last)
+
+    def project(self, x_B: Array, w_E: Array, bias_E: Array | None, local: _Local) -> Array:
+        y_B = self.multiply(x_B, w_E, contract_last=local.contract_last)
+        return y_B if bias_E is None else y_B + jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
+
+    def add_outer(self, sums_E: Array, out_B: Array, in_B: Array, local: _Local) -> Array:
+        """Add the rows' part of a weight's gradient, as the weight is stored."""
+        pair = (out_B, in_B) if local.contract_last else (in_B, out_B)
+        return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
+
+    def add_rows(self, sums_E: Array, grad_B: Array) -> Array:
+        """Add the rows' part of a bias's gradient."""
+        mine_BE = (self.expert_B[:, None] == jnp.arange(len(sums_E))).astype(grad_B.dtype)
+        grad_B = jnp.where(self.matters_B1, grad_B, 0)
+        return sums_E + jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+
+
+def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: _Local) -> Array:
+    """What the experts held here make of their rows, [R, H]; arbitrary in rows that don't matter."""
+    (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
+
+    def body(block: _Block, y_RH: Array) -> Array:
+        h_BF = block.project(block.gather(x_TH).astype(first.dtype), first, bias, local)
+        return block.put(y_RH, block.project(local.activation(h_BF), second, second_bias, local))
+
+    return rows.fold(body, jnp.zeros((len(rows.token_R), x_TH.shape[1]), first.dtype))
+
+
+def _experts_backward(
+    grad_TH: Array,
+    x_TH: Array,
+    weight_Tk: Array,
+    rows: _Rows,
+    parameters: Sequence[Array],
+    sums: list[Array],
+    local: _Local,
+) -> tuple[Array, Array, list[Array]]:
+    """The gradients of the rows' tokens [R, H] and routing weights [R], and ``sums`` with the parameters' added."""
+    (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
+    weight_N = weight_Tk.T.reshape(-1).astype(jnp.float32)
+
+    def body(block: _Block, carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+        grad_rows, grad_row_weights, sums = carry
+        weight_B1 = jnp.take(weight_N, block.take(rows.choice_R), mode="clip")[:, None]
+        x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
+        a_BI, back = jax.vjp(local.activation, block.project(x_BH, first, bias, local))
+        # the gradient of the activation's result, but for the routing weight
+        grad_BI = block.multiply(grad_BH, second, contract_last=not local.contract_last)
+        grad_weight_B = (grad_BI.astype(jnp.float32) * a_BI.astype(jnp.float32)).sum(1)
+        if second_bias is not None:
+            bias_BH = jnp.take(second_bias, block.expert_B, axis=0, mode="clip")
+            grad_weight_B += (grad_BH.astype(jnp.float32) * bias_BH.astype(jnp.float32)).sum(1)
+        (grad_BF,) = back((grad_BI.astype(jnp.float32) * weight_B1).astype(grad_BI.dtype))
+        grad_BH = (grad_BH.astype(jnp.float32) * weight_B1).astype(grad_BH.dtype)
+        new = [block.add_outer(sums[0], grad_BF, x_BH, local), block.add_outer(sums[1], grad_BH, a_BI, local)]
+        new += [block.add_rows(s, g) for s, g in zip(sums[2:], (grad_BF, grad_BH), strict=False)]
+        grad_rows = block.put(grad_rows, block.multiply(grad_BF, first, contract_last=not local.contract_last))
+        return grad_rows, block.put(grad_row_weights, grad_weight_B), new
+
+    R = len(rows.token_R)
+    zeros = jnp.zeros((R, x_TH.shape[1]), first.dtype), jnp.zeros(R, jnp.float32), sums
+    return rows.fold(body, zeros)
+
+
+register("dropless", Dropless())
