@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-# Tokens of a block of queries and of keys in VMEM, and how many keys are multiplied at once.
-BLOCK = 1024
+# Bytes of a row of a block of queries by keys (2 an element of bfloat16), and how many keys are multiplied at once.
+BLOCK_BYTES = 2048
 COMPUTE = 512
 # The lanes of a TPU's vector registers: every block is a multiple.
 LANES = 128
@@ -208,11 +208,11 @@ def _forward(
     query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, options: Options, extra: str
 ) -> tuple[jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
-    sizes = _sizes(length)
-    segments, sinks = _optional(optional, extra, length)
+    sizes = _sizes(length, query_BHSD.dtype)
+    segments, sinks = _optional(optional, extra, sizes)
     run = functools.partial(
         kernel._splash_attention_forward,
-        _blocks(length, options.window, "queries"),
+        _blocks(sizes, options.window, "queries"),
         mask_value=kernel.DEFAULT_MASK_VALUE,
         is_mqa=False,
         block_sizes=kernel.BlockSizes(block_q=sizes.block, block_kv=sizes.block, block_kv_compute=sizes.compute),
@@ -222,7 +222,7 @@ def _forward(
         attn_logits_soft_cap=options.softcap,
         interpret=options.interpret,
     )
-    query, key, value = (_lengthen(x) for x in (_scaled(query_BHSD, options.scale), key, value))
+    query, key, value = (_lengthen(x, sizes) for x in (_scaled(query_BHSD, options.scale), key, value))
     axes = (0, 0, 0, None if segments is None else 0, None)
     with _precision(query):
         out, (logsumexp,) = jax.vmap(run, in_axes=axes)(query, key, value, segments, sinks)
@@ -241,15 +241,16 @@ def _backward(
     extra: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
-    segments, sinks = _optional(optional, extra, length)
+    sizes = _sizes(length, query_BHSD.dtype)
+    segments, sinks = _optional(optional, extra, sizes)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
     if sinks is not None:
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot_BHS).sum(2)
     query = _scaled(query_BHSD, options.scale)
-    rows = [_lengthen(x[..., None])[..., 0] for x in (logsumexp, dot_BHS)]
-    tensors = [_lengthen(x) for x in (query, key, value)], rows, _lengthen(grad_out)
-    run = functools.partial(_backward_of_one, options=options, length=length)
+    rows = [_lengthen(x[..., None], sizes)[..., 0] for x in (logsumexp, dot_BHS)]
+    tensors = [_lengthen(x, sizes) for x in (query, key, value)], rows, _lengthen(grad_out, sizes)
+    run = functools.partial(_backward_of_one, options=options, sizes=sizes)
     with _precision(query):
         grad_query, grad_key, grad_value = jax.vmap(run)(*tensors, segments)
     grad_query = (grad_query.astype(jnp.float32) * options.scale).astype(query.dtype)
@@ -263,9 +264,8 @@ def _backward_of_one(
     segments: kernel.SegmentIds | None,
     *,
     options: Options,
-    length: int,
+    sizes: _Sizes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    sizes = _sizes(length)
     logsumexp, dot = rows
     # the sinks are in the logsumexp already
     arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
@@ -284,11 +284,11 @@ def _backward_of_one(
         bkv_compute=sizes.compute,
         # fused with dq it writes a dq for each block of keys: memory quadratic in the sequence
         use_fused_bwd_kernel=False,
-        mask_info=_blocks(length, options.window, "keys"),
+        mask_info=_blocks(sizes, options.window, "keys"),
         **common,
     )
     grad_query = kernel._splash_attention_bwd_dq(
-        *arguments, mask_info=_blocks(length, options.window, "queries"), **common
+        *arguments, mask_info=_blocks(sizes, options.window, "queries"), **common
     )
     return grad_query, grad_key, grad_value
 
@@ -301,22 +301,21 @@ class _Sizes(NamedTuple):
     compute: int
 
 
-def _sizes(length: int) -> _Sizes:
+def _sizes(length: int, dtype: Any) -> _Sizes:
     """As few blocks as hold ``length``, each as small as they may be: little padding, and few blocks."""
-    count = -(-length // BLOCK)
+    count = -(-length // (BLOCK_BYTES // dtype.itemsize))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
     return _Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
 
 
-def _blocks(length: int, window: int | None, rows: str) -> MaskInfo:
+def _blocks(sizes: _Sizes, window: int | None, rows: str) -> MaskInfo:
     """For each block of ``rows`` (queries, or keys), the blocks of the other that it meets, in order.
 
     The lists are of one width, filled up in front with blocks that are not run but already fetched.
     """
-    padded, block, _ = _sizes(length)
-    count = padded // block
-    reach = count - 1 if window is None else min(-(-(window - 1) // block), count - 1)
+    count = sizes.length // sizes.block
+    reach = count - 1 if window is None else min(-(-(window - 1) // sizes.block), count - 1)
     # all of it is arithmetic of the graph: a numpy array would be a constant of its text
     own = jnp.arange(count, dtype=jnp.int32)[:, None]
     first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
@@ -326,7 +325,7 @@ def _blocks(length: int, window: int | None, rows: str) -> MaskInfo:
     run = (met >= first).astype(jnp.int8)
     if rows == "keys":
         fetched, run = fetched.T, run.T
-    positions: Any = jnp.arange(padded, dtype=jnp.int32)
+    positions: Any = jnp.arange(sizes.length, dtype=jnp.int32)
     return MaskInfo(fetched[None], None, run[None], None, positions)
 
 
@@ -344,19 +343,18 @@ def _scaled(query: jax.Array, scale: float) -> jax.Array:
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
-def _lengthen(x: jax.Array) -> jax.Array:
-    """Zeros after the last position: what is causal never sees them."""
-    rest = _sizes(x.shape[-2]).length - x.shape[-2]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rest), (0, 0)])
+def _lengthen(x: jax.Array, sizes: _Sizes) -> jax.Array:
+    """Zeros after the last position of ``[…, S, width]``: what is causal never sees them."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
 def _optional(
-    optional: tuple[jax.Array, ...], extra: str, length: int
+    optional: tuple[jax.Array, ...], extra: str, sizes: _Sizes
 ) -> tuple[kernel.SegmentIds | None, jax.Array | None]:
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("b"), named.get("h")
     if segments is not None:
-        segments = _lengthen(segments[..., None])[..., 0]
+        segments = _lengthen(segments[..., None], sizes)[..., 0]
     return (
         None if segments is None else kernel.SegmentIds(segments, segments),
         None if sinks is None else sinks.astype(jnp.float32),

@@ -6,7 +6,7 @@ One way to it, for a run on the mesh's devices and for a lowering without them (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,13 +110,22 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
     dtype, axes = DTYPES[recipe.compute.dtype], tuple(plain_plan.mesh)
 
     partials = _partials(model, recipe, plain_plan) if recipe.compute.reduce_gradients == "step" else {}
+    experts_modules = _experts_modules(model)
+
+    def crossed_by(name: str) -> tuple[str, ...]:
+        entry = plain_plan[name.replace(".*.", ".0.")]
+        return _token_axes(name, entry, plain_plan, experts_modules if recipe.compute.experts == "capacity" else [])
 
     def prepare(name: str, parameter: torch.Tensor) -> torch.Tensor:
         if name in partials:
             return sharding.constrain(parameter, mesh, partials[name].spec[partials[name].dim :])
         # cast first: what is gathered across devices is then the smaller dtype
         entry = plain_plan[name.replace(".*.", ".0.")]
-        return sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
+        placed = sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
+        # Then whole along the axes that split the tokens, and said so: a gather of the weight, and for its gradient a
+        # reduction. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
+        whole = {axis: placement for axis, placement in entry.layout.items() if axis not in crossed_by(name)}
+        return sharding.constrain(placed, mesh, partition_spec(whole, len(entry.shape), axes))
 
     inside: frozenset[str] = frozenset()
     for module in model.modules():
@@ -133,9 +142,7 @@ def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) 
     found = {}
     for name, _ in model.named_parameters():
         entry = plain_plan[name.replace(".*.", ".0.")]
-        # tokens have crossed the axes that split the experts: these split no expert's tokens any more
-        crossed = _expert_axes(entry) if name.rpartition(".")[0] in experts_modules else ()
-        axes = tuple(axis for axis in plain_plan.batch if axis not in crossed)
+        axes = _token_axes(name, entry, plain_plan, experts_modules)
         shards = math.prod(plain_plan.mesh[axis] for axis in axes)
         if shards > 1:
             kept = {axis: placement for axis, placement in entry.layout.items() if axis not in axes}
@@ -143,6 +150,15 @@ def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) 
             spec = (*stacked, axes, *partition_spec(kept, len(entry.shape), tuple(plain_plan.mesh)))
             found[name + partial_gradients.SUFFIX] = PartialGradient(name, len(stacked), shards, spec)
     return found
+
+
+def _token_axes(
+    name: str, entry: ParameterPlan, plan: ShardingPlan, experts_modules: Sequence[str]
+) -> tuple[str, ...]:
+    """The axes that split the tokens where they meet the parameter."""
+    # tokens have crossed the axes that split the experts: these split no expert's tokens any more
+    crossed = _expert_axes(entry) if name.rpartition(".")[0] in experts_modules else ()
+    return tuple(axis for axis in plan.batch if axis not in crossed)
 
 
 def _experts_modules(model: PreTrainedModel) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,7 +28,7 @@ KINDS = (
 )
 _SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")
 _WRAPPED = re.compile(r"^[a-z]+\((.*)\)$")  # jvp(…), transpose(…)
-_NOT_MODULES = re.compile(r"\.\d+$|^(?:aten|xla|prim)\b")  # call.1024: names that the lowering numbered
+_NOT_MODULES = re.compile(r"\.\d+$")  # call.1024: names that the lowering numbered
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Collective:
         module: who asked for it, as far as the compiler's metadata tells.
         shape: of the operand, without layout; of the output for an all-gather.
         group: devices in a group.
-        crosses: mesh positions of one group, to see which network joins them.
+        network: ``ici``, or ``dcn`` for what goes between slices.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class Collective:
     module: str
     shape: str
     group: int
-    crosses: tuple[int, ...]
+    network: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def collective(
     computation: Computation, instruction: Instruction, mesh: dict[str, int]
 ) -> tuple[Collective, Traffic] | None:
     """One instruction's, None if it communicates nothing: another opcode, a ``-done``, groups of one."""
+    if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
+        return _between_slices(computation, instruction)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -82,18 +85,25 @@ def collective(
         if not moving:
             return None
         axis, group, wire = _axes_of_pairs(mesh, moving), 2, size * len(moving) / math.prod(sizes)
-        positions = moving[0]
     else:
         groups = replica_groups(instruction.attributes, math.prod(sizes))
         group = len(groups[0])
         if group == 1:
             return None
-        axis, positions = axes_of_group(mesh, groups[0]), tuple(groups[0])
+        axis = axes_of_group(mesh, groups[0])
         size *= group if kind == "all-gather" else 1
         wire = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
     shown = operands if kind != "all-gather" else _gathered(instruction, len(operands))
     shape = ", ".join(map(str, shown))
-    return Collective(kind, axis, module_of(instruction.op_name), shape, group, positions), Traffic(1, size, wire)
+    return Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici"), Traffic(1, size, wire)
+
+
+def _between_slices(computation: Computation, instruction: Instruction) -> tuple[Collective, Traffic]:
+    """The part of a collective that leaves the slice: the compiler makes it a send to the host, which sends it on."""
+    kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
+    leaf = computation.operands(instruction)[0].leaves[0]
+    key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
+    return key, Traffic(1, leaf.bytes, leaf.bytes)
 
 
 def _gathered(instruction: Instruction, operands: int) -> list[object]:
@@ -154,7 +164,7 @@ def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
     return ("" if whole else "within ") + "×".join(spanned)
 
 
-def _axes_of_pairs(mesh: dict[str, int], pairs: list[tuple[int, ...]]) -> str:
+def _axes_of_pairs(mesh: dict[str, int], pairs: Sequence[tuple[int, ...]]) -> str:
     sizes = tuple(mesh.values())
     ends = np.array(pairs)
     changed = np.array(np.unravel_index(ends[:, 0], sizes)) != np.array(np.unravel_index(ends[:, 1], sizes))

@@ -2,9 +2,9 @@
 
 The compiler's own totals count a loop's body once; here it counts as often as it runs. How each is counted:
 
-- *FLOPs*: 2 × multiply-adds of dots and convolutions (the TPU compiler turns every dot into a convolution), from shapes;
-  positions that only meet padding or dilation do no work and count nothing. A kernel (custom call) counts what its own
-  cost estimate says, if it has one.
+- *FLOPs*: 2 × multiply-adds of dots and convolutions (the TPU compiler turns every dot into one), from shapes; positions
+  that only meet padding or dilation do no work and count nothing. A kernel (custom call) counts what its own cost
+  estimate says, if it has one.
 - *HBM bytes*: operands read and outputs written by each scheduled operation, unpadded, those in VMEM not counted.
   What happens inside a fusion stays on the chip. An operand that is only sliced counts its slices, an output that is
   updated in place its update.
@@ -23,11 +23,21 @@ from functools import lru_cache
 import numpy as np
 
 from trainer.hlo_collectives import Collective, Traffic, collective
-from trainer.hlo_text import Computation, Instruction, Leaf, Module, leaves
+from trainer.hlo_text import Computation, Instruction, Leaf, Module
 
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *("opt-barrier", "optimization-barrier", "while", "call", "conditional", "domain", "add-dependency"),
+    *(
+        "send",
+        "recv",
+        "opt-barrier",
+        "optimization-barrier",
+        "while",
+        "call",
+        "conditional",
+        "domain",
+        "add-dependency",
+    ),
 }
 _VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
 _NO_CYCLES = 2**62  # what the compiler writes where it has no estimate
@@ -75,15 +85,12 @@ class _Counter:
     def computation(self, computation: Computation) -> Cost:
         if computation.name not in self.known:
             cost = Cost()
-            chains: set[tuple[str | None, ...]] = set()
             for instruction in computation.instructions:
-                self._instruction(cost, computation, instruction, chains)
+                self._instruction(cost, computation, instruction)
             self.known[computation.name] = cost
         return self.known[computation.name]
 
-    def _instruction(
-        self, cost: Cost, computation: Computation, instruction: Instruction, chains: set[tuple[str | None, ...]]
-    ) -> None:
+    def _instruction(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode
         cycles = instruction.attribute(r'"estimated_cycles":"?(\d+)')
         if cycles and int(cycles) < _NO_CYCLES:
@@ -96,7 +103,7 @@ class _Counter:
         elif opcode in ("call", "async-start"):
             cost.add(self.computation(self._named(instruction.called)))
         elif opcode == "fusion":
-            self._fused(cost, self._named(instruction.called), chains, scatters=False)
+            self._fused(cost, self._named(instruction.called), scatters=False)
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
@@ -133,24 +140,23 @@ class _Counter:
                 name = re.sub(r"[.\d]+$", "", instruction.name)
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
-    def _fused(self, cost: Cost, fused: Computation, chains: set[tuple[str | None, ...]], *, scatters: bool) -> None:
+    def _fused(self, cost: Cost, fused: Computation, *, scatters: bool) -> None:
         """FLOPs and collectives inside a fusion.
 
-        An asynchronous collective shows in the fusion that starts it, in those that it overlaps, and in the one that
-        ends it: `chains` holds the ones already counted in the surrounding computation. An all-reduce in a computation
-        called all-reduce-scatter is the compiler's reduce-scatter.
+        An asynchronous collective (it has a chain_id) shows in the fusion that starts it, in all that it overlaps,
+        inner loops' too, and in the one that ends it: only the start counts. An all-reduce in a computation called
+        all-reduce-scatter is the compiler's reduce-scatter.
         """
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
+        starts = any('"AsyncCollectiveStart"' in i.attributes for i in fused.instructions if i.opcode == "custom-call")
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
             if instruction.opcode == "fusion" or (instruction.opcode == "call" and instruction.called):
-                self._fused(cost, self._named(instruction.called), chains, scatters=scatters)
+                self._fused(cost, self._named(instruction.called), scatters=scatters)
             elif found := collective(fused, instruction, self.mesh):
-                key, traffic = found
-                chain = (key.kind, instruction.attribute(r"channel_id=(\d+)"), instruction.attribute(r'chain_id="(\d+)"'))
-                if chain[1] is not None and chain in chains:
+                if "chain_id=" in instruction.attributes and not starts:
                     continue
-                chains.add(chain)
+                key, traffic = found
                 if scatters and key.kind == "all-reduce":
                     key = dataclasses.replace(key, kind="reduce-scatter")
                     traffic = Traffic(traffic.count, traffic.bytes, traffic.wire_bytes / 2)
@@ -210,7 +216,11 @@ class _Counter:
 
     def _branches(self, instruction: Instruction) -> list[Computation]:
         several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-        names = several.split(",") if several else re.findall(r"(?:true|false)_computation=%?([^\s,]+)", instruction.attributes)
+        names = (
+            several.split(",")
+            if several
+            else re.findall(r"(?:true|false)_computation=%?([^\s,]+)", instruction.attributes)
+        )
         return [self._named(name.strip().lstrip("%")) for name in names]
 
     def _named(self, name: str | None) -> Computation:
@@ -242,7 +252,9 @@ def _convolution_flops(convolution: Instruction, operands: list[Instruction]) ->
         return 0.0
     left, right, out = (
         dict(zip(text, leaf.dims, strict=False))
-        for text, leaf in zip(labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True)
+        for text, leaf in zip(
+            labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True
+        )
     )
     window = convolution.attribute(r"window=\{([^}]*)\}") or ""
     batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
@@ -343,8 +355,3 @@ def _behind(computation: Computation, name: str) -> Instruction | None:
     while instruction is not None and instruction.opcode in _VIEWS and instruction.operands:
         instruction = computation.by_name.get(instruction.operands[0])
     return instruction
-
-
-def scoped(shape: str) -> str:
-    """A shape without its layout, for people: ``bf16[32,4096]``."""
-    return ", ".join(map(str, leaves(shape)))

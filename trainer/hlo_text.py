@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "e": 0}
 _DTYPE_BITS = re.compile(r"[a-z]+?(\d+)")
@@ -24,7 +24,7 @@ _HBM, _HOST = 0, 5  # memory spaces, as a layout's S(n) tells them
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a shape: dtype, dimensions, and the memory space that its layout names (0: HBM, 1: VMEM, 5: host)."""
+    """One array of a shape: dtype, dimensions, the memory space that its layout names (0: HBM, 1: VMEM, 5: host)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -52,7 +52,7 @@ class Leaf:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_bits(dtype: str) -> int:
     """Bits an element takes in memory: ``bf16`` 16, ``f8e4m3fn`` 8, ``pred`` 8."""
     if dtype in _BITS:
