@@ -34,7 +34,7 @@ recipe = Recipe(
         "model.layers.*.mlp.down_proj.bias": {},
     },
     activations={"model.layers.*": {"fsdp": Shard(0)}},
-    compute=Compute(dtype="float32", remat="full", scan=True),
+    compute=Compute(remat="full", scan=True),
     model={
         "model_type": "llama",
         "hidden_size": 128,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models import attention, experts, partial_gradients, scan
+from models import attention, dropless, experts, jax_call, partial_gradients, scan, splash
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
@@ -82,8 +82,8 @@ def assemble(
         UserError: the recipe's compute policy does not fit the model.
     """
     compute, model, plan = recipe.compute, meta_model(config), plain_plan
-    attention.register()
-    model.set_attn_implementation(compute.attention)
+    name = compute.attention if compute.attention != attention.NAME else _register_attention(plain_plan, mesh)
+    model.set_attn_implementation(name)
     if compute.experts is not None:
         _set_experts(recipe, plain_plan, model, mesh)
     try:
@@ -107,14 +107,10 @@ def assemble(
 
 def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, mesh: xs.Mesh) -> Loss:
     """The loss of an assembled model: its parameters cast to the compute dtype and laid out just before use."""
-    dtype, axes = DTYPES[recipe.compute.dtype], tuple(plain_plan.mesh)
-
+    dtype = DTYPES[recipe.compute.dtype or ("bfloat16" if jax_call.target() == "tpu" else "float32")]
+    axes = tuple(plain_plan.mesh)
     partials = _partials(model, recipe, plain_plan) if recipe.compute.reduce_gradients == "step" else {}
     experts_modules = _experts_modules(model)
-
-    def crossed_by(name: str) -> tuple[str, ...]:
-        entry = plain_plan[name.replace(".*.", ".0.")]
-        return _token_axes(name, entry, plain_plan, experts_modules if recipe.compute.experts == "capacity" else [])
 
     def prepare(name: str, parameter: torch.Tensor) -> torch.Tensor:
         if name in partials:
@@ -122,9 +118,12 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
         # cast first: what is gathered across devices is then the smaller dtype
         entry = plain_plan[name.replace(".*.", ".0.")]
         placed = sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_modules:
+            return placed  # it gathers them itself
         # Then whole along the axes that split the tokens, and said so: a gather of the weight, and for its gradient a
         # reduction. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        whole = {axis: placement for axis, placement in entry.layout.items() if axis not in crossed_by(name)}
+        split = _token_axes(name, entry, recipe, experts_modules)
+        whole = {axis: placement for axis, placement in entry.layout.items() if axis not in split}
         return sharding.constrain(placed, mesh, partition_spec(whole, len(entry.shape), axes))
 
     inside: frozenset[str] = frozenset()
@@ -138,11 +137,13 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
 
 def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) -> dict[str, PartialGradient]:
     """The gradient by batch shard, laid out over the batch axes, of every parameter that several batch shards meet."""
-    experts_modules = _experts_modules(model) if recipe.compute.experts == "capacity" else []
+    experts_modules = _experts_modules(model)
     found = {}
     for name, _ in model.named_parameters():
         entry = plain_plan[name.replace(".*.", ".0.")]
-        axes = _token_axes(name, entry, plain_plan, experts_modules)
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_modules:
+            continue  # one operation, which leaves its gradients reduced
+        axes = _token_axes(name, entry, recipe, experts_modules)
         shards = math.prod(plain_plan.mesh[axis] for axis in axes)
         if shards > 1:
             kept = {axis: placement for axis, placement in entry.layout.items() if axis not in axes}
@@ -152,13 +153,11 @@ def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) 
     return found
 
 
-def _token_axes(
-    name: str, entry: ParameterPlan, plan: ShardingPlan, experts_modules: Sequence[str]
-) -> tuple[str, ...]:
+def _token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_modules: Sequence[str]) -> tuple[str, ...]:
     """The axes that split the tokens where they meet the parameter."""
     # tokens have crossed the axes that split the experts: these split no expert's tokens any more
-    crossed = _expert_axes(entry) if name.rpartition(".")[0] in experts_modules else ()
-    return tuple(axis for axis in plan.batch if axis not in crossed)
+    crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_modules
+    return tuple(axis for axis in recipe.batch if not (crosses and axis in _expert_axes(entry)))
 
 
 def _experts_modules(model: PreTrainedModel) -> list[str]:
@@ -179,19 +178,49 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
             why="there is nothing to route tokens to",
             instead="Compute(experts=None), or a mixture-of-experts model",
         )
-    name = str(recipe.compute.experts)
-    if name == "capacity":
+    kind = str(recipe.compute.experts)
+    if kind == "dense":
+        model.set_experts_implementation(kind)
+        return
+    expert_axes = _expert_axes(plan[f"{names[0]}.down_proj"])
+    function: Callable[..., torch.Tensor]
+    if kind == "capacity":
         function = experts.Capacity(
             factor=recipe.compute.capacity_factor,
             groups=plan.batch_shards,
             batch_axes=recipe.batch,
-            expert_axes=_expert_axes(plan[f"{names[0]}.down_proj"]),
+            expert_axes=expert_axes,
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
-        # the registry is one for the process, the layouts are this plan's: a name for each
-        name = f"capacity {function.factor} over {plan.mesh}, batch {plan.batch}, experts {function.expert_axes}"
-        experts.register(name, function)
+        detail = str(function.factor)
+    else:
+        parameters = [key for key, _ in model.get_submodule(names[0]).named_parameters()]
+        entries = {key: plan[f"{names[0]}.{key}"] for key in parameters}
+        specs = {key: partition_spec(e.layout, len(e.shape), tuple(plan.mesh)) for key, e in entries.items()}
+        function = dropless.Dropless(
+            axes=tuple(plan.mesh.items()),
+            batch_axes=recipe.batch,
+            expert_axes=expert_axes,
+            weight_specs=specs,
+            order=_order(mesh),
+        )
+        detail = str(specs)
+    # the registry is one for the process, the layouts are this plan's: a name for each
+    name = f"{kind} {detail} over {plan.mesh} {_order(mesh)}, batch {plan.batch}, experts {expert_axes}"
+    experts.register(name, function)
     model.set_experts_implementation(name)
+
+
+def _register_attention(plan: ShardingPlan, mesh: xs.Mesh) -> str:
+    """The name of our attention on ``mesh``: rows split by the batch axes, heads by the others."""
+    heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
+    return attention.register(splash.Layout(tuple(plan.mesh.items()), plan.batch, heads, _order(mesh)))
+
+
+def _order(mesh: xs.Mesh) -> tuple[int, ...] | None:
+    """Device ids in mesh order, for kernels that run shard by shard; None where they count up."""
+    ids = tuple(int(i) for i in mesh.device_ids)
+    return None if ids == tuple(range(len(ids))) else ids
 
 
 def _constrain_output(layout: Layout, mesh: xs.Mesh, axes: tuple[str, ...]) -> Callable[[nn.Module, Any, Any], Any]:

@@ -20,8 +20,8 @@ Placement = Shard | Replicate
 Layout = Mapping[str, Placement]
 
 _CHOICES = {
-    "dtype": ("float32", "bfloat16"),
-    "experts": (None, "dense", "capacity"),
+    "dtype": (None, "float32", "bfloat16"),
+    "experts": (None, "dense", "capacity", "dropless"),
     "attention": ("portable", "eager", "sdpa"),
     "remat": ("none", "full", "save_matmuls"),
     "reduce_gradients": ("step", "micro_batch"),
@@ -126,8 +126,10 @@ class Compute:
     """How the step computes, apart from layout.
 
     Args:
-        dtype: what matrix products run in; weights and optimizer state are float32 in either case.
-        experts: ``dense`` (every expert on every token, exact), ``capacity`` (GShard), or None: no experts.
+        dtype: what matrix products run in; None: bfloat16 on a TPU, float32 elsewhere. How weights and optimizer
+            state are stored is an option of the run, not of the recipe.
+        experts: ``dropless`` (exact, each expert on its own tokens), ``capacity`` (GShard: tokens beyond an expert's
+            capacity are dropped), ``dense`` (exact, every expert on every token), or None: no experts.
         capacity_factor: slots per expert over a perfectly balanced load; only ``capacity`` reads it.
         router_loss: train with the model's own load-balancing loss (its ``router_aux_loss_coef``) too.
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
@@ -140,7 +142,7 @@ class Compute:
         UserError: a value that is none of these.
     """
 
-    dtype: str = "float32"
+    dtype: str | None = None
     experts: str | None = None
     capacity_factor: float = 1.25
     router_loss: bool = False

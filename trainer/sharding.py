@@ -31,7 +31,7 @@ _texts: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What stands for a tensor placed on an :class:`AbstractMesh`; ``tensor`` stays as it was if the step writes to it."""
+    """What stands for a tensor placed on an :class:`AbstractMesh`; a step that writes to that leaves ``tensor`` alone."""
 
     name: str
     tensor: torch.Tensor
@@ -60,8 +60,8 @@ class AbstractMesh(xs.Mesh):
 def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
     """Move ``tensor`` to the XLA devices and lay it out, in one go: each device receives its shard alone.
 
-    On an :class:`AbstractMesh` nothing moves, and ``tensor`` may be on meta. Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
-    there is no separate marking to call.
+    On an :class:`AbstractMesh` nothing moves, and ``tensor`` may be on meta. Marking a tensor that is not on XLA yet is
+    the field's commonest mistake ("Input tensor is not an XLA tensor"), so there is no separate marking to call.
 
     Raises:
         UserError: the tensor holds no data on the host to move (meta), or its rank is not the spec's.
