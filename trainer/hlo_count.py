@@ -2,7 +2,7 @@
 
 The compiler's own totals count a loop's body once; here it counts as often as it runs. How each is counted:
 
-- *FLOPs*: 2 × multiply-adds of dots and convolutions (the TPU compiler turns every dot into one), from shapes; positions
+- *FLOPs*: 2 × multiply-adds of dots and convolutions (the TPU compiler turns dots into those), from shapes; positions
   that only meet padding or dilation do no work and count nothing. A kernel (custom call) counts what its own cost
   estimate says, if it has one.
 - *HBM bytes*: operands read and outputs written by each scheduled operation, unpadded, those in VMEM not counted.

@@ -1,0 +1,271 @@
+"""What the TPU compiler said of a step, as numbers: does it fit, what fills the HBM and the links, what bounds it.
+
+Everything is per chip and step. Sizes are the compiler's; FLOPs, bytes and cycles are counted from its optimised HLO
+(trainer.hlo_count); times are those divided by the chip's peaks (trainer.chips): an estimate, of a machine that nothing
+ran on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.chips import Chip, Topology
+from trainer.compile_memory import Buffer, Memory, largest_buffers, memory_of
+from trainer.hlo_collectives import Collective, Traffic
+from trainer.hlo_count import Cost, count
+from trainer.hlo_text import Module, parse
+from trainer.lowering import Lowered
+from trainer.tensor_axes import Parameters
+
+_NOTABLE_BYTES = 64 * 2**20  # a step; what moves less is not flagged
+
+
+@dataclass(frozen=True)
+class CollectiveLine:
+    """All collectives of one kind, over one axis, on behalf of one module.
+
+    Args:
+        axis: mesh axes, ``fsdp×expert``; ``slices`` for what goes over DCN between slices.
+        count: a step.
+        bytes: outputs of all-gather and all-to-all, operands of the others (trainer.hlo_collectives).
+        wire_bytes: sent by a chip, for a ring.
+        module: the module, or where the compiler's metadata names none, the parameter that it fits or the operation.
+        purpose: ``weights`` (a gather of parameters), ``gradients``, or empty: activations and the rest.
+        shape: of the largest.
+        unplanned: why it should not be there, empty if nothing is known against it.
+    """
+
+    kind: str
+    axis: str
+    count: float
+    bytes: float
+    wire_bytes: float
+    module: str
+    purpose: str
+    network: str
+    shape: str
+    unplanned: str
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds a step would take at least, by each of the chip's peaks; estimates.
+
+    Args:
+        compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes over the chip's peak of each.
+        cycles: the compiler's estimated cycles over the clock; kernels in custom calls are not in it.
+        bound: which of them is the longest.
+        mfu_bound: model FLOPs over what the chip could do in that time, None without model FLOPs.
+    """
+
+    compute: float
+    hbm: float
+    ici: float
+    dcn: float
+    cycles: float
+    bound: str
+    mfu_bound: float | None
+
+    @property
+    def seconds(self) -> float:
+        return max(self.times.values())
+
+    @property
+    def times(self) -> dict[str, float]:
+        return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "dcn": self.dcn, "cycles": self.cycles}
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Sizes in bytes; per chip and step throughout.
+
+    Args:
+        chip_hbm_bytes: what a program can use.
+        peak_bytes: the most that is alive at once, by the compiler; where it does not fit, what it would have to hold.
+        required_bytes: what must be free to load and run it: arguments, outputs that replace none, the heap of
+            temporaries with its gaps. The compiler refuses a step by this number.
+        argument_bytes: weights_bytes + optimizer_bytes + batch_bytes + other_bytes.
+        alias_bytes: of outputs that take the place of arguments.
+        temp_bytes: the heap of temporaries.
+        compiler_temp_bytes: `temp` as the compiler's statistics give it, which can exceed the heap.
+        host_temp_bytes: offloaded.
+        compile_seconds: CPU seconds of the compiling process.
+        kernels: custom kernels that tell no FLOPs: name → runs a step.
+    """
+
+    fits: bool
+    topology: str
+    slices: int
+    devices: int
+    mesh: dict[str, int]
+    chip_hbm_bytes: int
+    peak_bytes: int
+    required_bytes: int
+    argument_bytes: int
+    weights_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    other_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    compiler_temp_bytes: int
+    code_bytes: int
+    host_temp_bytes: int
+    host_argument_bytes: int
+    flops: float
+    model_flops: float | None
+    hbm_bytes: float
+    host_traffic_bytes: float
+    estimated_cycles: float
+    compile_seconds: float
+    wall_seconds: float
+    kernels: dict[str, float]
+    collectives: tuple[CollectiveLine, ...]
+    largest_buffers: tuple[Buffer, ...]
+    roofline: Roofline
+    error: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``, everything by the names above."""
+        return dataclasses.asdict(self)
+
+    @property
+    def unplanned(self) -> list[CollectiveLine]:
+        return [line for line in self.collectives if line.unplanned]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Sent by a chip over ICI."""
+        return sum(line.wire_bytes for line in self.collectives if line.network == "ici")
+
+    @property
+    def collective_bytes(self) -> dict[str, float]:
+        """Bytes by kind."""
+        total: dict[str, float] = {}
+        for line in self.collectives:
+            total[line.kind] = total.get(line.kind, 0.0) + line.bytes
+        return total
+
+
+def make_report(
+    lowered: Lowered,
+    where: Topology,
+    result: dict[str, Any],
+    hlo: str,
+    buffers: str,
+    *,
+    model_flops: float | None = None,
+    exchange: str | None = None,
+) -> CompileReport:
+    """Put the report together from what the compiling process left (trainer.tpu_child).
+
+    Args:
+        hlo: the optimised module's text; empty if the compiler ran out of memory before it had one.
+        buffers: its allocations, and the buffers alive at the peak.
+        model_flops: of one step on all chips, without recomputation.
+        exchange: the axis over which tokens are meant to be exchanged.
+    """
+    module = parse(hlo) if hlo else None
+    cost = count(module, lowered.mesh, lowered.layers) if module else Cost()
+    memory = memory_of(result, buffers, lowered)
+    lines = _lines(cost, lowered, exchange)
+    model_flops_chip = None if model_flops is None else model_flops / where.devices
+    return CompileReport(
+        fits="error" not in result,
+        topology=where.name,
+        slices=where.slices,
+        devices=where.devices,
+        mesh=dict(lowered.mesh),
+        chip_hbm_bytes=memory.limit or where.chip.hbm_bytes,
+        **_sizes(memory),
+        flops=cost.flops,
+        model_flops=model_flops_chip,
+        hbm_bytes=cost.hbm_bytes,
+        host_traffic_bytes=cost.host_bytes,
+        estimated_cycles=cost.cycles,
+        compile_seconds=result["cpu_seconds"],
+        wall_seconds=result["wall_seconds"],
+        kernels=cost.kernels,
+        collectives=tuple(lines),
+        largest_buffers=_largest(lowered, memory, module, buffers),
+        roofline=_roofline(cost, lines, where.chip, model_flops_chip),
+        error=result.get("error", ""),
+    )
+
+
+def _sizes(memory: Memory) -> dict[str, int]:
+    return {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name.endswith("_bytes")}
+
+
+def _largest(lowered: Lowered, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
+    return memory.refused or largest_buffers(lowered, module, buffers)
+
+
+def _roofline(cost: Cost, lines: list[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
+    wire = {network: sum(x.wire_bytes for x in lines if x.network == network) for network in ("ici", "dcn")}
+    times = {
+        "compute": cost.flops / chip.flops,
+        "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
+        "ici": wire["ici"] / chip.ici_bandwidth,
+        "dcn": wire["dcn"] / chip.dcn_bandwidth,
+        "cycles": cost.cycles / chip.clock,
+    }
+    bound = max(times, key=lambda name: times[name])
+    known = model_flops is not None and times[bound] > 0
+    mfu = model_flops / chip.flops / times[bound] if known else None  # type: ignore[operator]
+    return Roofline(**times, bound=bound, mfu_bound=mfu)
+
+
+# ---- collectives ----
+
+
+def _lines(cost: Cost, lowered: Lowered, exchange: str | None) -> list[CollectiveLine]:
+    """One line for each kind × axis × module × purpose, those that send most first."""
+    parameters = Parameters(lowered)
+    grouped: dict[tuple[str, ...], list[tuple[Collective, Traffic]]] = {}
+    for key, traffic in cost.collectives.items():
+        purpose, names = parameters.behind(key)
+        module = key.module if "." in key.module or not names else " or ".join(names[:2])
+        why = _unplanned(key, traffic, purpose, names, parameters, exchange)
+        group = (key.kind, key.axis, module, purpose, key.network, why)
+        grouped.setdefault(group, []).append((key, traffic))
+    lines = []
+    for (kind, axis, module, purpose, network, why), members in grouped.items():
+        total = Traffic()
+        for _, traffic in members:
+            total = total.plus(traffic, 1)
+        shape = max(members, key=lambda member: member[1].bytes / member[1].count)[0].shape
+        line = CollectiveLine(
+            kind, axis, total.count, total.bytes, total.wire_bytes, module, purpose, network, shape, why
+        )
+        lines.append(line)
+    return sorted(lines, key=lambda line: -line.wire_bytes)
+
+
+def _unplanned(
+    key: Collective,
+    traffic: Traffic,
+    purpose: str,
+    names: list[str],
+    parameters: Parameters,
+    exchange: str | None,
+) -> str:
+    """Why a collective should not be there, empty if nothing is known against it."""
+    if traffic.bytes < _NOTABLE_BYTES or key.network == "dcn":
+        return ""
+    if purpose == "stack":
+        return f"{names[0]} is gathered whole, all layers at once"
+    if purpose == "gradients" and key.kind == "all-reduce":
+        return f"the gradient of {names[0]} is all-reduced over an axis that shards it: a reduce-scatter moves half"
+    if purpose:
+        return ""
+    axes = set(key.axis.removeprefix("within ").split("×"))
+    if key.kind == "all-to-all" and exchange is not None and key.axis != exchange:
+        return f"an all-to-all over {key.axis}; tokens are exchanged over {exchange}"
+    gathers = key.kind in ("all-gather", "all-reduce") and axes & parameters.batch_axes
+    if gathers and key.axis != exchange and parameters.holds_batch(key):
+        return f"activations of the whole batch over {key.axis}, which splits it: the layout was lost there"
+    return ""
