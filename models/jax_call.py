@@ -13,7 +13,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,8 @@ from jax._src.lib import xla_client
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 
-_target: ContextVar[str | None] = ContextVar("target", default=None)
+# not a ContextVar: backwards are built on threads of autograd's own
+_target: list[str] = []
 
 _DTYPES = {
     torch.float32: "float32",
@@ -46,17 +46,17 @@ _DTYPES = {
 
 def target() -> str:
     """What the graph is being built for: ``tpu`` or ``cpu``."""
-    return _target.get() or str(xr.device_type()).lower()
+    return _target[-1] if _target else str(xr.device_type()).lower()
 
 
 @contextlib.contextmanager
 def lowering_for(platform: str) -> Iterator[None]:
     """Inside, kernels are chosen and lowered for ``platform``, whatever devices this process has."""
-    token = _target.set(platform)
+    _target.append(platform)
     try:
         yield
     finally:
-        _target.reset(token)
+        _target.pop()
 
 
 Spec = tuple[str | tuple[str, ...] | None, ...]

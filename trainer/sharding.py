@@ -31,7 +31,7 @@ _texts: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What stands for a tensor placed on an :class:`AbstractMesh`; a step that writes to that leaves ``tensor`` alone."""
+    """What stands for a tensor placed on an :class:`AbstractMesh`; a step that writes to that one leaves this alone."""
 
     name: str
     tensor: torch.Tensor
