@@ -88,11 +88,11 @@ class Attention:
     Args:
         layout: how the kernel's inputs lie on the mesh. A kernel can't be split by the partitioner: under a mesh it
             must be told, or every device would do all of it. The portable operations need no telling.
-        interpret: the kernel everywhere, run by Pallas's interpreter where there is no TPU: for tests.
+        interpret: for tests: the kernel everywhere, run by Pallas's interpreter in blocks of so many tokens.
     """
 
     layout: splash.Layout = ONE_DEVICE
-    interpret: bool = False
+    interpret: int = 0
 
     def __call__(
         self,

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models.jax_call import Manual, Spec, jax_call  # sets jax up: it must come before jax itself
+# sets jax up: it must come before jax itself
+from models.jax_call import Manual, Spec, jax_call, lowering_for, target
 
 # isort: split
 import jax
@@ -73,12 +74,15 @@ class Layout:
 
 
 class Options(NamedTuple):
-    """What the kernel does with scores, the same for every head."""
+    """What the kernel does with scores, the same for every head.
+
+    ``interpret`` is 0 for the TPU's kernel; else the tokens of a block at which Pallas's interpreter runs it.
+    """
 
     scale: float
     softcap: float | None
     window: int | None
-    interpret: bool
+    interpret: int = 0
 
 
 def attend(
@@ -106,7 +110,7 @@ def attend(
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
     text = json.dumps(asdict(layout))  # an op takes no objects
-    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text)
+    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text, target())
     if segments_BS is None:
         return out_BHSE
     # To the kernel padding is a segment, so that none of its sums is empty. No comparison: scan knows no bool.
@@ -124,19 +128,21 @@ def _splash(
     scale: float,
     softcap: float | None,
     window: int | None,
-    interpret: bool,
+    interpret: int,
     layout: str,
+    platform: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
     extra, letters = _present(segments, sinks)
     manual = _layout(layout).manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
     static = {"options": Options(scale, softcap, window, interpret), "extra": letters}
-    out, logsumexp = jax_call(_forward, query, key, value, *extra, manual=manual, **static)
+    with lowering_for(platform):
+        out, logsumexp = jax_call(_forward, query, key, value, *extra, manual=manual, **static)
     return out, logsumexp
 
 
 @_splash.register_fake
-def _(query, key, value, segments, sinks, scale, softcap, window, interpret, layout):
+def _(query, key, value, segments, sinks, scale, softcap, window, interpret, layout, platform):
     rows = query.shape[:-1]
     return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
 
@@ -154,20 +160,25 @@ def _splash_backward(
     scale: float,
     softcap: float | None,
     window: int | None,
-    interpret: bool,
+    interpret: int,
     layout: str,
+    platform: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, and of each sequence's share of the sinks, ``[B, H]``."""
     extra, letters = _present(segments, sinks)
     manual = _layout(layout).manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
     static = {"options": Options(scale, softcap, window, interpret), "extra": letters}
     tensors = (grad_out, out, logsumexp, query, key, value, *extra)
-    grad_query, grad_key, grad_value, grad_sinks = jax_call(_backward, *tensors, manual=manual, **static)
+    # the autograd engine calls from a thread of its own, which the caller's target does not reach
+    with lowering_for(platform):
+        grad_query, grad_key, grad_value, grad_sinks = jax_call(_backward, *tensors, manual=manual, **static)
     return grad_query, grad_key, grad_value, grad_sinks
 
 
 @_splash_backward.register_fake
-def _(grad_out, out, logsumexp, query, key, value, segments, sinks, scale, softcap, window, interpret, layout):
+def _(
+    grad_out, out, logsumexp, query, key, value, segments, sinks, scale, softcap, window, interpret, layout, platform
+):
     # new_empty, not empty_like: the gradients are dense whatever the inputs' strides
     return *(t.new_empty(t.shape) for t in (query, key, value)), logsumexp.new_empty(logsumexp.shape[:2])
 
@@ -208,7 +219,7 @@ def _forward(
     query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, options: Options, extra: str
 ) -> tuple[jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
-    sizes = _sizes(length, query_BHSD.dtype)
+    sizes = _sizes(length, query_BHSD.dtype, options.interpret)
     segments, sinks = _optional(optional, extra, sizes)
     run = functools.partial(
         kernel._splash_attention_forward,
@@ -220,7 +231,7 @@ def _forward(
         save_residuals=True,
         mask_function=_mask(options.window),
         attn_logits_soft_cap=options.softcap,
-        interpret=options.interpret,
+        interpret=options.interpret > 0,
     )
     query, key, value = (_lengthen(x, sizes) for x in (_scaled(query_BHSD, options.scale), key, value))
     axes = (0, 0, 0, None if segments is None else 0, None)
@@ -241,7 +252,7 @@ def _backward(
     extra: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
-    sizes = _sizes(length, query_BHSD.dtype)
+    sizes = _sizes(length, query_BHSD.dtype, options.interpret)
     segments, sinks = _optional(optional, extra, sizes)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
@@ -276,7 +287,7 @@ def _backward_of_one(
         "mask_value": kernel.DEFAULT_MASK_VALUE,
         "attn_logits_soft_cap": options.softcap,
         "mask_function": _mask(options.window),
-        "interpret": options.interpret,
+        "interpret": options.interpret > 0,
         **{f"{name}_layout": kernel.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
     }
     _, grad_key, grad_value = kernel._splash_attention_bwd_dkv(
@@ -301,9 +312,9 @@ class _Sizes(NamedTuple):
     compute: int
 
 
-def _sizes(length: int, dtype: Any) -> _Sizes:
+def _sizes(length: int, dtype: Any, most: int) -> _Sizes:
     """As few blocks as hold ``length``, each as small as they may be: little padding, and few blocks."""
-    count = -(-length // (BLOCK_BYTES // dtype.itemsize))
+    count = -(-length // (most or BLOCK_BYTES // dtype.itemsize))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
     return _Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
