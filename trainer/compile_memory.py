@@ -183,7 +183,7 @@ def _refused(block: str) -> Buffer:
         match = re.search(pattern, block)
         return match[1] if match else ""
 
-    name = field(r"XLA label: (\S+)")
+    name = field(r"XLA label: (.+?)(?: =|\n|$)")
     module = module_of(field(r'op_name="([^"]*)"'))
     return Buffer(_bytes(block.split()[0]), _bare(field(r"Shape: (\S+)")), module or name, name)
 

@@ -179,7 +179,7 @@ def make_report(
         slices=where.slices,
         devices=where.devices,
         mesh=dict(lowered.mesh),
-        chip_hbm_bytes=memory.limit or where.chip.hbm_bytes,
+        chip_hbm_bytes=_hbm(memory.limit, where.chip),
         **_sizes(memory),
         flops=cost.flops,
         model_flops=model_flops_chip,
@@ -194,6 +194,11 @@ def make_report(
         roofline=_roofline(cost, lines, where.chip, model_flops_chip),
         error=result.get("error", ""),
     )
+
+
+def _hbm(said: int, chip: Chip) -> int:
+    """What the compiler said a program can use; its messages round, so the table's number where they agree."""
+    return chip.hbm_bytes if abs(said - chip.hbm_bytes) < 2**24 or not said else said
 
 
 def _sizes(memory: Memory) -> dict[str, int]:

@@ -54,7 +54,7 @@ def _annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
-        main = next(op for op in module.body.operations if "main" in str(op.attributes["sym_name"]))
+        main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
         string, index = ir.StringAttr.get, ir.IntegerType.get_signless(32)
         parameters = []
         for sharding, output in request["arguments"]:
