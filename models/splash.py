@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 # sets jax up: it must come before jax itself
-from models.jax_call import Manual, Spec, jax_call, lowering_for, target
+from models.jax_call import Manual, Spec, jax_call
 
 # isort: split
 import jax
@@ -110,7 +110,7 @@ def attend(
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
     text = json.dumps(asdict(layout))  # an op takes no objects
-    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text, target())
+    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text)
     if segments_BS is None:
         return out_BHSE
     # To the kernel padding is a segment, so that none of its sums is empty. No comparison: scan knows no bool.
@@ -130,19 +130,17 @@ def _splash(
     window: int | None,
     interpret: int,
     layout: str,
-    platform: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
     extra, letters = _present(segments, sinks)
     manual = _layout(layout).manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
     static = {"options": Options(scale, softcap, window, interpret), "extra": letters}
-    with lowering_for(platform):
-        out, logsumexp = jax_call(_forward, query, key, value, *extra, manual=manual, **static)
+    out, logsumexp = jax_call(_forward, query, key, value, *extra, manual=manual, **static)
     return out, logsumexp
 
 
 @_splash.register_fake
-def _(query, key, value, segments, sinks, scale, softcap, window, interpret, layout, platform):
+def _(query, key, value, segments, sinks, scale, softcap, window, interpret, layout):
     rows = query.shape[:-1]
     return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
 
@@ -162,23 +160,18 @@ def _splash_backward(
     window: int | None,
     interpret: int,
     layout: str,
-    platform: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, and of each sequence's share of the sinks, ``[B, H]``."""
     extra, letters = _present(segments, sinks)
     manual = _layout(layout).manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
     static = {"options": Options(scale, softcap, window, interpret), "extra": letters}
     tensors = (grad_out, out, logsumexp, query, key, value, *extra)
-    # the autograd engine calls from a thread of its own, which the caller's target does not reach
-    with lowering_for(platform):
-        grad_query, grad_key, grad_value, grad_sinks = jax_call(_backward, *tensors, manual=manual, **static)
+    grad_query, grad_key, grad_value, grad_sinks = jax_call(_backward, *tensors, manual=manual, **static)
     return grad_query, grad_key, grad_value, grad_sinks
 
 
 @_splash_backward.register_fake
-def _(
-    grad_out, out, logsumexp, query, key, value, segments, sinks, scale, softcap, window, interpret, layout, platform
-):
+def _(grad_out, out, logsumexp, query, key, value, *_):
     # new_empty, not empty_like: the gradients are dense whatever the inputs' strides
     return *(t.new_empty(t.shape) for t in (query, key, value)), logsumexp.new_empty(logsumexp.shape[:2])
 
