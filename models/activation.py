@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.jax_call import jax
@@ -41,15 +42,15 @@ class Activation:
     width: int
 
     def __call__(self, x: Any) -> Any:
-        """On a JAX array; in float32, whatever the dtype of ``x``, which is also that of the result."""
-        values = [x.astype(jnp.float32)]
+        """On a JAX array; the result has its dtype. (Asked for in float32, a TPU would keep all of x in float32.)"""
+        values = [x]
 
         def known(argument: Any) -> Any:
             return values[argument.number] if isinstance(argument, _Value) else argument
 
         for name, args, kwargs in self.steps:
             values.append(_OPERATIONS[name](*map(known, args), **{k: known(v) for k, v in kwargs}))
-        return values[-1].astype(x.dtype)
+        return values[-1]
 
 
 def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activation:
@@ -62,8 +63,8 @@ def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activ
         example = torch.zeros(2, width)
         graph = make_fx(lambda x: function(x))(example).graph
         result = function(example)
-    numbers: dict[torch.fx.Node, _Value] = {}
-    steps = []
+    numbers: dict[torch.fx.Node, Any] = {}
+    steps: list[Any] = []
     for node in graph.nodes:
         if node.op == "placeholder":
             numbers[node] = _Value(0)
@@ -74,7 +75,7 @@ def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activ
             name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
             if node.op != "call_function" or name not in _OPERATIONS:
                 raise ValueError(f"an activation with {name!r}: known are {', '.join(sorted(_OPERATIONS))}")
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
             steps.append((name, _plain(args), tuple((k, v) for k, v in kwargs.items())))
             numbers[node] = _Value(len(steps))
     return Activation(tuple(steps), result.shape[-1])
@@ -99,7 +100,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "split": _split,
     "slice": _slice,
-    "_to_copy": lambda x, **_: x,  # all is float32 here
+    "_to_copy": lambda x, **_: x,  # what a fusion rounds between its steps is the compiler's choice
     "add": lambda x, y, alpha=1: x + alpha * y,
     "sub": lambda x, y, alpha=1: x - alpha * y,
     "mul": operator.mul,

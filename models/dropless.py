@@ -82,7 +82,7 @@ class Dropless:
         sizes = dict(self.axes)
         local = _Local(
             activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
-            contract_last=not experts.is_transposed,
+            out_first=not experts.is_transposed,
             axes=tuple(sizes),
             expert_axes=self.expert_axes,
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
@@ -142,14 +142,14 @@ class _Local:
     """What a device must know besides its arrays.
 
     Args:
-        contract_last: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
+        out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
         axes: of the mesh, all of them.
         expert_shards: devices along the expert axes.
         specs: the axes of each dimension of each parameter.
     """
 
     activation: activation.Activation
-    contract_last: bool
+    out_first: bool
     axes: Axes
     expert_axes: Axes
     expert_shards: int
@@ -158,19 +158,32 @@ class _Local:
     reduce_dtype: str | None
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
-        """A parameter of the experts held here, from the shards of it that others hold."""
+        """A parameter of the experts held here, from the shards that others hold; perhaps turned (see `turned`)."""
         for dim, axes in self._gathered(spec):
             shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
-        return shard
+        return shard.swapaxes(1, 2) if self.turned(spec) else shard
 
     def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
         """The sum of the devices' gradients of a whole parameter, laid out as the parameter is."""
         gradient = gradient.astype(self.reduce_dtype or dtype)
+        gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
         for dim, axes in reversed(self._gathered(spec)):
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return (lax.psum(gradient, rest) if rest else gradient).astype(dtype)
+
+    def turned(self, spec: tuple[Axes, ...]) -> bool:
+        """Whether a whole weight has its last two dimensions swapped.
+
+        It has where the last alone is gathered: a TPU lays the result out with the other one as minor, and a kernel
+        that wants it otherwise would begin with a transposed copy.
+        """
+        return [dim for dim, _ in self._gathered(spec)] == [2]
+
+    def contract_last(self, number: int) -> bool:
+        """Whether weight ``number``, as `whole` gives it, is [E, out, in]; else it is [E, in, out]."""
+        return self.out_first != self.turned(self.specs[number])
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
         axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
@@ -315,7 +328,7 @@ def _by_chunk(
 
 def _block_rows(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: _Local) -> tuple[int, int]:
     """Rows of a block, and of a tile of it."""
-    E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last else 2]
+    E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last(0) else 2]
     rows = index_Tk.size
     most = max(local.buffer_bytes // (F * x_TH.dtype.itemsize), 1)
     tile = grouped.tile_rows(min(rows, most), E)
@@ -367,7 +380,8 @@ class _Rows:
     def of_choices(self, value_R: Array) -> Array:
         """The value of each (choice, token) [k, T, ...]; zeros where no expert held here was chosen."""
         mine_kT = self.row_kT < self.end_E[-1]
-        value_kT = jnp.take(value_R, self.row_kT, axis=0, mode="clip")
+        # apart from what follows: fused with a sum over k, a TPU reads the rows several times slower
+        value_kT = lax.optimization_barrier(_at(value_R, self.row_kT))
         return jnp.where(mine_kT.reshape(mine_kT.shape + (1,) * (value_R.ndim - 1)), value_kT, 0)
 
     def combine(self, y_RH: Array, weight_Tk: Array) -> Array:
@@ -394,18 +408,21 @@ class _Block:
         return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
 
     def gather(self, x_TH: Array) -> Array:
-        return jnp.take(x_TH, self.take(self.rows.token_R), axis=0, mode="clip")
+        return _at(x_TH, self.take(self.rows.token_R))
 
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
         return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.tile, contract_last=contract_last)
 
-    def project(self, x_B: Array, w_E: Array, bias_E: Array | None, local: _Local) -> Array:
-        y_B = self.multiply(x_B, w_E, contract_last=local.contract_last)
-        return y_B if bias_E is None else y_B + jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
+    def project(self, x_B: Array, w_E: Array, bias_E: Array | None, *, contract_last: bool) -> Array:
+        y_B = self.multiply(x_B, w_E, contract_last=contract_last)
+        return y_B if bias_E is None else y_B + self.bias(bias_E)
 
-    def add_outer(self, sums_E: Array, out_B: Array, in_B: Array, local: _Local) -> Array:
-        """Add the rows' part of a weight's gradient, as the weight is stored."""
-        pair = (out_B, in_B) if local.contract_last else (in_B, out_B)
+    def bias(self, bias_E: Array) -> Array:
+        return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
+
+    def add_outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        """Add the rows' part of a weight's gradient, as the weight is multiplied by."""
+        pair = (out_B, in_B) if contract_last else (in_B, out_B)
         return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
 
     def add_rows(self, sums_E: Array, grad_B: Array) -> Array:
@@ -418,10 +435,12 @@ class _Block:
 def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: _Local) -> Array:
     """What the experts held here make of their rows, [R, H]; arbitrary in rows that don't matter."""
     (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
+    first_last, second_last = local.contract_last(0), local.contract_last(1)
 
     def body(block: _Block, y_RH: Array) -> Array:
-        h_BF = block.project(block.gather(x_TH).astype(first.dtype), first, bias, local)
-        return block.put(y_RH, block.project(local.activation(h_BF), second, second_bias, local))
+        h_BF = block.project(block.gather(x_TH).astype(first.dtype), first, bias, contract_last=first_last)
+        y_BH = block.project(local.activation(h_BF), second, second_bias, contract_last=second_last)
+        return block.put(y_RH, y_BH)
 
     return rows.fold(body, jnp.zeros((len(rows.token_R), x_TH.shape[1]), first.dtype))
 
@@ -437,29 +456,48 @@ def _experts_backward(
 ) -> tuple[Array, Array, list[Array]]:
     """The gradients of the rows' tokens [R, H] and routing weights [R], and ``sums`` with the parameters' added."""
     (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
-    weight_N = weight_Tk.T.reshape(-1).astype(jnp.float32)
+    first_last, second_last = local.contract_last(0), local.contract_last(1)
+    weight_N = weight_Tk.T.reshape(-1)
 
     def body(block: _Block, carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
         grad_rows, grad_row_weights, sums = carry
-        weight_B1 = jnp.take(weight_N, block.take(rows.choice_R), mode="clip")[:, None]
+        weight_B1 = _at(weight_N, block.take(rows.choice_R))[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-        a_BI, back = jax.vjp(local.activation, block.project(x_BH, first, bias, local))
+        h_BF = block.project(x_BH, first, bias, contract_last=first_last)
+        a_BI = local.activation(h_BF)
         # the gradient of the activation's result, but for the routing weight
-        grad_BI = block.multiply(grad_BH, second, contract_last=not local.contract_last)
-        grad_weight_B = (grad_BI.astype(jnp.float32) * a_BI.astype(jnp.float32)).sum(1)
+        grad_BI = block.multiply(grad_BH, second, contract_last=not second_last)
+        grad_weight_B = _row_products(grad_BI, a_BI)
         if second_bias is not None:
-            bias_BH = jnp.take(second_bias, block.expert_B, axis=0, mode="clip")
-            grad_weight_B += (grad_BH.astype(jnp.float32) * bias_BH.astype(jnp.float32)).sum(1)
-        (grad_BF,) = back((grad_BI.astype(jnp.float32) * weight_B1).astype(grad_BI.dtype))
-        grad_BH = (grad_BH.astype(jnp.float32) * weight_B1).astype(grad_BH.dtype)
-        new = [block.add_outer(sums[0], grad_BF, x_BH, local), block.add_outer(sums[1], grad_BH, a_BI, local)]
-        new += [block.add_rows(s, g) for s, g in zip(sums[2:], (grad_BF, grad_BH), strict=False)]
-        grad_rows = block.put(grad_rows, block.multiply(grad_BF, first, contract_last=not local.contract_last))
+            grad_weight_B += _row_products(grad_BH, block.bias(second_bias))
+        # behind a barrier, the activation is computed again: the compiler would keep what it has in common with the
+        # one above, several float32 arrays of the first projection's width
+        _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
+        (grad_BF,) = back(_scale(grad_BI, weight_B1))
+        grad_BH = _scale(grad_BH, weight_B1)
+        new = [
+            block.add_outer(sums[0], grad_BF, x_BH, contract_last=first_last),
+            block.add_outer(sums[1], grad_BH, a_BI, contract_last=second_last),
+            *(block.add_rows(s, g) for s, g in zip(sums[2:], (grad_BF, grad_BH), strict=False)),
+        ]
+        grad_rows = block.put(grad_rows, block.multiply(grad_BF, first, contract_last=not first_last))
         return grad_rows, block.put(grad_row_weights, grad_weight_B), new
 
     R = len(rows.token_R)
-    zeros = jnp.zeros((R, x_TH.shape[1]), first.dtype), jnp.zeros(R, jnp.float32), sums
-    return rows.fold(body, zeros)
+    return rows.fold(body, (jnp.zeros((R, x_TH.shape[1]), first.dtype), jnp.zeros(R, jnp.float32), sums))
+
+
+def _at(x: Array, index: Array) -> Array:
+    """Entries of dimension 0; every index is in bounds."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _row_products(a_BI: Array, b_BI: Array) -> Array:
+    return (a_BI.astype(jnp.float32) * b_BI.astype(jnp.float32)).sum(1)
+
+
+def _scale(x_BI: Array, weight_B1: Array) -> Array:
+    return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)
 
 
 register("dropless", Dropless())

@@ -78,7 +78,7 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) 
 
 
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
-    """How many visits there are, and: number of a visit -> its group, its first row, which of its rows are the group's."""
+    """How many visits there are, and: visit's number -> its group, first row, which of its rows are the group's."""
     end_G = jnp.cumsum(sizes_G)
     start_G = end_G - sizes_G
     first_G = start_G // tile
