@@ -30,6 +30,7 @@ from trainer.lowering import Lowered
 
 _FORMAT = 1  # part of the key: raise it when what the child leaves changes
 _LAST_LINES = 12
+_CHILD = ("-m", "trainer.tpu_child")
 _NAMES = {"result.json", "optimised.hlo.gz", "buffers.txt.gz"}
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -216,7 +217,7 @@ def _run(work: Path, timeout: float) -> int | None:
     }
     with (work / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "trainer.tpu_child", str(work)],
+            [sys.executable, *_CHILD, str(work)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,0 +1,175 @@
+"""Real compiles by libtpu, in seconds, on a machine without a TPU; and every way in which one can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.test_hlo_report import captured_step
+from trainer import tpu_compile
+from trainer.chips import CHIPS, find_topology, topologies
+from trainer.errors import UserError
+from trainer.lowering import Argument, Lowered
+from trainer.tpu_compile import compile_for
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def on_one_chip(rows: int, columns: int) -> Lowered:
+    """``x + 1`` donated, and the largest element of ``x xᵀ`` (a temporary of rows × rows floats), for one chip."""
+
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        product = jax.lax.optimization_barrier(jnp.dot(x, x.T, preferred_element_type=jnp.float32))
+        return x + 1, jnp.max(product, axis=0) + jnp.sum(product * product, axis=0)
+
+    x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
+    hlo = jax.jit(function).trace(x).lower(lowering_platforms=("tpu",)).compiler_ir("hlo")
+    argument = Argument("x", "weights", (rows, columns), "bfloat16", "{replicated}", 0)
+    return Lowered(hlo.as_serialized_hlo_module_proto(), (argument,), ("{replicated}",) * 2, {"data": 1}, 1)
+
+
+@needs_libtpu
+def test_a_small_step_compiles_with_its_layout_and_its_donation_and_the_second_time_it_is_there(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = captured_step()
+    report = compile_for(step, "v5e:2x4", cache_dir=cache, timeout=300)
+    assert report.fits
+    assert (report.devices, report.topology, report.mesh) == (8, "v5e:2x4", {"fsdp": 2, "expert": 4})
+    # every weight and moment is in place, an eighth of it on each chip
+    state = sum(4 * math.prod(a.shape) // 8 for a in step.arguments if a.kind != "batch")
+    assert report.alias_bytes == report.weights_bytes + report.optimizer_bytes == state
+    assert report.flops == pytest.approx(2.2135e9, rel=1e-2)
+    assert {(x.kind, x.axis) for x in report.collectives} >= {("all-to-all", "expert"), ("all-gather", "fsdp")}
+    assert report.largest_buffers
+    assert report.compile_seconds > 0.5
+
+    def no_child(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(tpu_compile, "_run", no_child)
+    began = time.monotonic()
+    assert compile_for(step, "v5e:2x4", cache_dir=cache) == report
+    assert time.monotonic() - began < 2
+
+
+@needs_libtpu
+def test_two_slices_send_over_dcn_what_leaves_a_slice(cache: Path) -> None:
+    report = compile_for(captured_step(), "v5e:2x2", slices=2, cache_dir=cache, timeout=300)
+    assert (report.devices, report.slices) == (8, 2)
+    assert {x.network for x in report.collectives} == {"ici", "dcn"}
+    assert report.roofline.dcn > 0
+
+
+@needs_libtpu
+def test_a_step_too_large_is_a_report_with_the_buffer_that_was_too_large(cache: Path) -> None:
+    report = compile_for(on_one_chip(80_000, 1024), "v5e:1x1", cache_dir=cache, timeout=300)
+    assert not report.fits
+    assert report.required_bytes > 4 * 80_000**2 > report.chip_hbm_bytes
+    assert report.largest_buffers[0].bytes == pytest.approx(4 * 80_000**2, rel=0.01)
+    assert report.largest_buffers[0].shape == "f32[80000,80000]"
+
+
+@needs_libtpu
+def test_a_flag_reaches_the_compiler_and_an_unknown_one_is_refused_by_name(cache: Path) -> None:
+    with pytest.raises(UserError, match="xla_tpu_nonesuch"):
+        compile_for(on_one_chip(128, 128), "v5e:1x1", flags={"xla_tpu_nonesuch": "true"}, cache_dir=cache)
+    step = captured_step()
+    plain = compile_for(step, "v5e:2x4", cache_dir=cache, timeout=300)
+    off = {"xla_tpu_enable_async_collective_fusion": "false"}
+    assert compile_for(step, "v5e:2x4", flags=off, cache_dir=cache, timeout=300).hbm_bytes != plain.hbm_bytes
+
+
+@needs_libtpu
+def test_what_is_no_hlo_comes_back_as_an_error_with_the_compilers_last_lines(cache: Path) -> None:
+    broken = dataclasses.replace(on_one_chip(128, 128), hlo=b"not a module")
+    with pytest.raises(UserError, match="ended with status") as error:
+        compile_for(broken, "v5e:1x1", cache_dir=cache, timeout=120)
+    assert "Error" in error.value.found.splitlines()[-1]
+
+
+@needs_libtpu
+def test_a_compiler_that_takes_too_long_is_killed(cache: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"no result after 0\.5 s; the compiler was killed"):
+        compile_for(on_one_chip(256, 256), "v5e:1x1", cache_dir=cache, timeout=0.5)
+    assert time.monotonic() - began < 10
+    assert not [path for path in (cache / "compiled").iterdir() if path.name.startswith(".working")]
+
+
+@needs_libtpu
+def test_a_compiler_that_aborts_is_an_error_with_its_last_lines(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    abort = "import os, sys; print('Check failed: !IsManual()', file=sys.stderr, flush=True); os.abort()"
+    monkeypatch.setattr(tpu_compile, "_CHILD", ("-c", abort))
+    with pytest.raises(UserError, match=r"status -6 \(an abort\)") as error:
+        compile_for(on_one_chip(512, 512), "v5e:1x1", cache_dir=cache, timeout=60)
+    assert "Check failed: !IsManual()" in error.value.found
+
+
+def test_without_libtpu_it_says_how_to_get_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[tpu\]'"):
+        compile_for(on_one_chip(128, 128), "v5e:1x1", cache_dir=cache)
+
+
+def test_a_mesh_of_another_size_is_refused(cache: Path) -> None:
+    with pytest.raises(UserError, match="a mesh of 64 devices"):
+        compile_for(captured_step(), "v5p:4x4x4", cache_dir=cache)
+
+
+def test_slices_that_the_mesh_cannot_be_split_over_are_refused(cache: Path) -> None:
+    odd = dataclasses.replace(captured_step(), mesh={"fsdp": 12})
+    with pytest.raises(UserError, match="mesh"):
+        compile_for(odd, "v5e:2x2", slices=3, dcn={"fsdp": 2}, cache_dir=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("v5p:4x4x5", "did you mean 'v5p:4x4x"), ("v5e:16x61", "did you mean 'v5e:16x16'"), ("v9:2x2", "v6e:16x16")],
+)
+def test_an_unknown_topology_lists_the_known_ones(name: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        find_topology(name)
+    assert hint in error.value.instead
+    assert ":2x2" in error.value.instead
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("v5p:4x4x4", (True, True, True)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("v4:4x4x8", (True, True, True)),
+        ("v5e:16x16", (True, True, False)),
+        ("v5e:8x16", (False, True, False)),
+        ("v6e:8x8", (False, False, False)),
+    ],
+)
+def test_slices_have_the_wrap_around_links_that_real_ones_have(name: str, wrap: tuple[bool, ...]) -> None:
+    assert find_topology(name).wrap == wrap
+
+
+def test_every_topology_of_the_table_can_be_found_by_its_name() -> None:
+    for chip in CHIPS.values():
+        for topology in topologies(chip):
+            assert find_topology(topology.name) == topology
+            assert topology.devices <= 6144
