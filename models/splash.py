@@ -4,7 +4,8 @@ The kernel walks blocks of queries against blocks of keys and skips the blocks t
 VMEM alone, so HBM holds nothing of [sequence, sequence]. Grouped queries share their key head: no copies.
 What is used of the kernel is private to jax 0.7.1, where it is pinned: the public function makes its block lists by
 evaluating the mask block by block (25 s for each of three kernels at 131,072 tokens; `_blocks` takes none), and
-differentiating it would run the forward a second time.
+differentiating it would run the forward a second time. The lists are [blocks, blocks] in scalar memory, so the compiler
+refuses sequences of more than some 500 blocks without a window.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -30,8 +31,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-# Bytes of a row of a block of queries by keys (2 an element of bfloat16), and how many keys are multiplied at once.
-BLOCK_BYTES = 2048
+# Tokens of a block of queries and of keys, and how many keys are multiplied at once. On v4, v5e, v5p and v6e twice
+# the block overflows VMEM, and so does this one in float32 (v5p) or with heads wider than 128 (v4): there it is half.
+BLOCK = 1024
 COMPUTE = 512
 # The lanes of a TPU's vector registers: every block is a multiple.
 LANES = 128
@@ -212,7 +214,7 @@ def _forward(
     query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, options: Options, extra: str
 ) -> tuple[jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
-    sizes = _sizes(length, query_BHSD.dtype, options.interpret)
+    sizes = _sizes(query_BHSD, options)
     segments, sinks = _optional(optional, extra, sizes)
     run = functools.partial(
         kernel._splash_attention_forward,
@@ -245,7 +247,7 @@ def _backward(
     extra: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     length = query_BHSD.shape[2]
-    sizes = _sizes(length, query_BHSD.dtype, options.interpret)
+    sizes = _sizes(query_BHSD, options)
     segments, sinks = _optional(optional, extra, sizes)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
@@ -305,9 +307,11 @@ class _Sizes(NamedTuple):
     compute: int
 
 
-def _sizes(length: int, dtype: Any, most: int) -> _Sizes:
-    """As few blocks as hold ``length``, each as small as they may be: little padding, and few blocks."""
-    count = -(-length // (most or BLOCK_BYTES // dtype.itemsize))
+def _sizes(query_BHSD: jax.Array, options: Options) -> _Sizes:
+    """As few blocks as hold the sequence, each as small as they may be: little padding, and few blocks."""
+    length, width = query_BHSD.shape[2:]
+    whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
+    count = -(-length // (options.interpret or (BLOCK if whole else BLOCK // 2)))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
     return _Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
@@ -325,7 +329,7 @@ def _blocks(sizes: _Sizes, window: int | None, rows: str) -> MaskInfo:
     first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
     first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
     met = last - jnp.arange(reach, -1, -1, dtype=jnp.int32)
-    fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int32)
+    fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int16)
     run = (met >= first).astype(jnp.int8)
     if rows == "keys":
         fetched, run = fetched.T, run.T
