@@ -292,8 +292,8 @@ def _backward(
         grad, x, index, weight = (local.gather_tokens(t) for t in tokens)
         rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local))
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local)
-        grad_x = rows.combine(grad_rows, jnp.ones_like(weight)).astype(x.dtype)
-        grad_weight = rows.of_choices(grad_row_weights).T.astype(weight.dtype)
+        grad_x = rows.combine(grad_rows).astype(x.dtype)
+        grad_weight = rows.of_choices(grad_row_weights).astype(weight.dtype)
         return sums, (local.scatter_tokens(grad_x), local.scatter_tokens(grad_weight))
 
     sums, (grad_x, grad_weight) = _by_chunk(chunk, zeros, (grad_TH, x_TH, index_Tk, weight_Tk), held, local)
@@ -378,16 +378,17 @@ class _Rows:
         return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * self.block), carry), carry)
 
     def of_choices(self, value_R: Array) -> Array:
-        """The value of each (choice, token) [k, T, ...]; zeros where no expert held here was chosen."""
-        mine_kT = self.row_kT < self.end_E[-1]
-        # apart from what follows: fused with a sum over k, a TPU reads the rows several times slower
-        value_kT = lax.optimization_barrier(_at(value_R, self.row_kT))
-        return jnp.where(mine_kT.reshape(mine_kT.shape + (1,) * (value_R.ndim - 1)), value_kT, 0)
+        """The value of each pair [T, k]; 0 where the expert is not held here."""
+        return jnp.where(self.row_kT < self.end_E[-1], _at(value_R, self.row_kT), 0).T
 
-    def combine(self, y_RH: Array, weight_Tk: Array) -> Array:
-        """Each token's weighted sum of its rows, [T, H] float32."""
-        weight_kT1 = weight_Tk.T[..., None].astype(jnp.float32)
-        return (self.of_choices(y_RH).astype(jnp.float32) * weight_kT1).sum(0)
+    def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
+        """Each token's sum of its rows, weighted if so asked, [T, H] float32."""
+        total = jnp.zeros((), jnp.float32)
+        # choice by choice: a reduction over k takes a TPU several times longer
+        for choice, row_T in enumerate(self.row_kT):
+            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], _at(y_RH, row_T), 0).astype(jnp.float32)
+            total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
+        return total
 
 
 class _Block:
