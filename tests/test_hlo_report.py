@@ -103,9 +103,9 @@ def test_loops_run_as_often_as_their_counters_say(small: Module) -> None:
     }
 
 
-def trips(module: Module, default: int = 99) -> dict[str, int]:
+def trips(module: Module) -> dict[str, int | None]:
     return {
-        loop.name: trip_count(module, computation, loop, default)
+        loop.name: trip_count(module, computation, loop)
         for computation in module.computations.values()
         for loop in computation.instructions
         if loop.opcode == "while"
@@ -155,9 +155,10 @@ def test_a_64_bit_counter_compared_in_halves_gives_its_trip_count() -> None:
     assert trips(module) == {"loop": 32}
 
 
-def test_an_annotated_trip_count_wins_and_an_unreadable_one_is_the_layers() -> None:
+def test_an_annotated_trip_count_wins_and_one_that_depends_on_data_is_said_to() -> None:
     unreadable = "  ROOT %below = pred[] compare(%l, %h), direction=LT"
-    assert trips(loop(unreadable), default=7) == {"loop": 7}
+    assert trips(loop(unreadable)) == {"loop": None}
+    assert count(loop(unreadable), {"data": 1}, layers=7).loops == {"loop": 7}
     annotated = ', backend_config={"known_trip_count":{"n":"5"}}'
     assert trips(loop(unreadable, annotated)) == {"loop": 5}
 

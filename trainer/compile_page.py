@@ -77,6 +77,13 @@ def _facts(report: CompileReport) -> list[tuple[str, str]]:
     if report.kernels:
         names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
         facts.append(("not in FLOPs and cycles", f"kernels that tell no FLOPs: {names}"))
+    for name, trips in report.loops.items():
+        facts.append(
+            (
+                "depends on data",
+                f"a loop taken to run {trips} times: {name}" if trips != 1 else f"a loop taken to run once: {name}",
+            )
+        )
     return facts
 
 

@@ -92,7 +92,8 @@ class CompileReport:
         compiler_temp_bytes: `temp` as the compiler's statistics give it, which can exceed the heap.
         host_temp_bytes: offloaded.
         compile_seconds: CPU seconds of the compiling process.
-        kernels: custom kernels that tell no FLOPs: name → runs a step.
+        kernels: custom kernels that tell no FLOPs: whose → runs a step; they are not in `flops`.
+        loops: loops whose length depends on data: whose → how often they were taken to run.
     """
 
     fits: bool
@@ -123,6 +124,7 @@ class CompileReport:
     compile_seconds: float
     wall_seconds: float
     kernels: dict[str, float]
+    loops: dict[str, int]
     collectives: tuple[CollectiveLine, ...]
     largest_buffers: tuple[Buffer, ...]
     roofline: Roofline
@@ -189,6 +191,7 @@ def make_report(
         compile_seconds=result["cpu_seconds"],
         wall_seconds=result["wall_seconds"],
         kernels=cost.kernels,
+        loops=cost.loops,
         collectives=tuple(lines),
         largest_buffers=_largest(lowered, memory, module, buffers),
         roofline=_roofline(cost, lines, where.chip, model_flops_chip),

@@ -22,7 +22,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainer.hlo_collectives import Collective, Traffic, collective
+from trainer.hlo_collectives import Collective, Traffic, collective, module_of
 from trainer.hlo_text import Computation, Instruction, Leaf, Module
 
 _FREE = {
@@ -51,7 +51,8 @@ class Cost:
     hbm_bytes: float = 0.0
     host_bytes: float = 0.0
     cycles: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)  # custom kernels without a cost estimate: name → runs
+    kernels: dict[str, float] = field(default_factory=dict)  # custom kernels without a cost estimate: whose → runs
+    loops: dict[str, int] = field(default_factory=dict)  # whose length depends on data: whose → trips assumed
     collectives: dict[Collective, Traffic] = field(default_factory=dict)
 
     def add(self, other: Cost, times: float = 1) -> None:
@@ -61,6 +62,7 @@ class Cost:
         self.cycles += times * other.cycles
         for name, runs in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0) + times * runs
+        self.loops.update(other.loops)
         for key, traffic in other.collectives.items():
             self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
 
@@ -70,7 +72,8 @@ def count(module: Module, mesh: dict[str, int], layers: int) -> Cost:
 
     Args:
         mesh: axis → size; collectives are attributed to axes.
-        layers: trip count of a loop whose own can't be read off its condition.
+        layers: trip count of an outermost loop whose own can't be read off its condition. Inner ones are taken to run
+            once: their length depends on data, as that of a bounded exchange repeated until every token is served.
     """
     return _Counter(module, mesh, layers).computation(module.entry)
 
@@ -97,7 +100,11 @@ class _Counter:
             cost.cycles += int(cycles)
         if opcode == "while":
             body = self._named(instruction.attribute(r"body=%?([^\s,]+)"))
-            cost.add(self.computation(body), trip_count(self.module, computation, instruction, self.layers))
+            trips = trip_count(self.module, computation, instruction)
+            if trips is None:
+                trips = self.layers if computation is self.module.entry else 1
+                cost.loops[instruction.op_name or instruction.name] = trips
+            cost.add(self.computation(body), trips)
         elif opcode == "conditional":
             cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
         elif opcode in ("call", "async-start"):
@@ -137,7 +144,7 @@ class _Counter:
             if estimate and int(estimate):
                 cost.flops += int(estimate)
             else:
-                name = re.sub(r"[.\d]+$", "", instruction.name)
+                name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
     def _fused(self, cost: Cost, fused: Computation, *, scatters: bool) -> None:
@@ -284,11 +291,11 @@ def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilatio
 # ---- loops ----
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction, default: int) -> int:
-    """How often a while loop of ``computation`` runs.
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a while loop of ``computation`` runs, None if that depends on data.
 
     What the compiler annotated, if it did; else the counter's start, step and limit, read off the condition's
-    comparison with a constant (a 64-bit counter is compared in two halves: the one that isn't 0); else ``default``.
+    comparison with a constant (a 64-bit counter is compared in two halves: the one that isn't 0).
     """
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
@@ -306,7 +313,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction, defa
         start = _initial(computation, loop, index)
         step = _step(body, index)
         found.append(-(-(bound - (start or 0)) // (step or 1)))
-    return max(found, default=default)
+    return max(found, default=None)
 
 
 def _unfused(module: Module, fusion: Instruction) -> Instruction:
