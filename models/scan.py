@@ -26,7 +26,7 @@ from torch_xla.experimental.pytreeify import pytreeify
 # Semi-private, pinned: the parts of torch_xla's `scan` before and after its autograd function.
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
-from models import partial_gradients, side_outputs
+from models import partial_gradients, scopes, side_outputs
 
 Prepare = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -142,9 +142,10 @@ class _Runner:
         )
         if key not in self.graphs:
             xs = parameters if self.owner.count else {k: w.unsqueeze(0) for k, w in parameters.items()}
-            self.graphs[key] = value_and_grad_partitioned(
-                body, init, xs, partition_fn=self.owner.partition, is_fn_pure=False
-            )
+            with scopes.tracing():
+                self.graphs[key] = value_and_grad_partitioned(
+                    body, init, xs, partition_fn=scopes.scoped(self.owner.partition), is_fn_pure=False
+                )
         count = self.owner.count
         (output, _, _), side = _Layers.apply(*self.graphs[key], count is not None, init, parameters)
         side_outputs.replay([tree_map(lambda t, i=i: t[i], side) for i in range(count)] if count else [side])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models import attention, dropless, experts, jax_call, partial_gradients, scan, splash
+from models import attention, dropless, experts, jax_call, partial_gradients, scan, scopes, splash
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
@@ -98,6 +98,7 @@ def assemble(
             why="only equal layers, in a list named `layers`, run as one",
             instead='Compute(scan=False, remat="none"), which leaves the model as it is',
         ) from error
+    scopes.annotate(model)
     for pattern, layout in recipe.activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):

@@ -21,7 +21,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla.experimental.scan import _scan_impl_pytree
 from transformers import PreTrainedModel
 
-from models import partial_gradients, side_outputs
+from models import partial_gradients, scopes, side_outputs
 from trainer import sharding
 from trainer.errors import UserError
 from trainer.optimizer import AdamW, clip_factor, global_norm
@@ -214,7 +214,7 @@ class TrainStep:
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         good = finite & (bad_step == 0)
         factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else torch.ones_like(norm)
-        with torch.no_grad():
+        with torch.no_grad(), scopes.scope("optimizer"):
             for name, parameter in self.parameters.items():
                 gradient = gradients[name].to(torch.float32) * factor
                 updated, moments = self.optimizer.update(
@@ -280,7 +280,11 @@ class TrainStep:
             leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True)
             # a parameter has no gradient of its own where all of it is partial
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=len(leaves) > len(self.parameters))
+            # on this thread: a scope is a thread's own
+            with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
+                found = torch.autograd.grad(
+                    loss, list(leaves.values()), allow_unused=len(leaves) > len(self.parameters)
+                )
         gradients = {k: self._constrain_gradient(k, g) for k, g in zip(leaves, found, strict=True) if g is not None}
         return loss.detach(), gradients, recorded
 
