@@ -311,6 +311,29 @@ def test_a_report_of_a_step_that_fits_adds_up(report: CompileReport) -> None:
     assert report.roofline.mfu_bound == pytest.approx(1e9 / 459e12 / report.roofline.seconds)
 
 
+def test_modules_share_the_step_among_them(report: CompileReport) -> None:
+    assert sum(x.cycles for x in report.modules) == report.estimated_cycles
+    assert sum(x.flops for x in report.modules) == report.flops
+    assert sum(x.hbm_bytes for x in report.modules) == report.hbm_bytes
+    experts = next(x for x in report.modules if x.module == "model.layers.*.mlp.experts")
+    assert experts.flops > report.flops / 2
+
+
+def test_a_kernels_own_estimate_counts_and_one_without_is_named() -> None:
+    module = parse(
+        """HloModule kernels
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %told = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", metadata={op_name="model.a.gmm/x"}, \
+backend_config={"custom_call_config":{"body":"xyz","cost_estimate":{"flops":"7696","bytes_accessed":"24"}}}
+  ROOT %silent = f32[8]{0} custom-call(%told), custom_call_target="tpu_custom_call", metadata={op_name="model.b/y"}
+}
+"""
+    )
+    found = count(module, {"data": 1}, 1)
+    assert (found.flops, found.kernel_flops, found.kernels) == (7696, 7696, {"model.b": 1})
+
+
 def test_the_json_holds_what_was_promised(report: CompileReport) -> None:
     plain = json.loads(json.dumps(report.as_json()))
     promised = """fits topology devices chip_hbm_bytes peak_bytes argument_bytes alias_bytes temp_bytes code_bytes

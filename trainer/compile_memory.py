@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from trainer.hlo_collectives import module_of
-from trainer.hlo_text import Module, leaves
+from trainer.hlo_text import Computation, Instruction, Module, leaves
 from trainer.lowering import Lowered
 
 LARGEST = 20
@@ -131,22 +131,31 @@ def largest_buffers(lowered: Lowered, module: Module | None, buffers: str) -> tu
     """The largest in HBM of those alive at the peak."""
     if module is None:
         return ()
-    instructions = {i.name: i for i in module.instructions()}
+    homes = {i.name: (computation, i) for computation in module.computations.values() for i in computation.instructions}
     found = []
     for name, index, size in _ALIVE.findall(buffers):
-        instruction = instructions.get(name)
+        home, instruction = homes.get(name, (None, None))
         parts = instruction.leaves if instruction else ()
         number = int(index.split(",")[0]) if index else 0
         leaf = parts[number] if number < len(parts) else None
         if leaf is not None and leaf.space != 0:
             continue
-        owner = ""
-        if instruction is not None and instruction.opcode == "parameter" and instruction.name in module.entry.by_name:
-            owner = lowered.arguments[int(instruction.arguments)].name
-        elif instruction is not None:
-            owner = module_of(instruction.op_name)
+        owner = _owner(lowered, module, home, instruction) if home and instruction else ""
         found.append(Buffer(int(size), str(leaf) if leaf else "", owner or name, name))
     return tuple(sorted(found, key=lambda b: -b.bytes)[:LARGEST])
+
+
+def _owner(lowered: Lowered, module: Module, home: Computation, instruction: Instruction | None) -> str:
+    """The module of an instruction's metadata, or the argument that it is; without, what it was made from."""
+    for _ in range(8):
+        if instruction is None:
+            break
+        if instruction.opcode == "parameter":
+            return lowered.arguments[int(instruction.arguments)].name if home is module.entry else ""
+        if owner := module_of(instruction.op_name):
+            return owner
+        instruction = home.by_name.get(instruction.operands[0]) if instruction.operands else None
+    return ""
 
 
 # ---- out of memory ----

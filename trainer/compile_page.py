@@ -18,9 +18,9 @@ _ROOFS = {
     "hbm": "HBM bytes ÷ HBM bandwidth",
     "ici": "bytes sent ÷ bandwidth of all ICI links",
     "dcn": "bytes sent between slices ÷ DCN bandwidth",
-    "cycles": "compiler's estimated cycles ÷ clock",
+    "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak",
 }
-_ROWS = 40  # collectives shown; the JSON has all
+_ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
 # ---- what both show ----
@@ -87,6 +87,16 @@ def _facts(report: CompileReport) -> list[tuple[str, str]]:
     return facts
 
 
+_MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
+
+
+def _module_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    return [
+        (f"{x.flops:.2e}", size(x.hbm_bytes), f"{x.cycles / max(report.estimated_cycles, 1):.1%}", x.module)
+        for x in report.modules[: _ROWS // 2]
+    ]
+
+
 def _what(line: CollectiveLine) -> str:
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
     return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose
@@ -124,6 +134,7 @@ def print_report(report: CompileReport, console: Console) -> None:
             for x in report.collectives[:_ROWS]
         ],
     )
+    _print_table(console, _MODULE_HEADER, _module_rows(report))
     for line in report.unplanned:
         console.print(Text(f"unplanned: {line.kind} of {size(line.bytes)} a step: {line.unplanned}", style="yellow"))
     _print_table(
@@ -167,6 +178,8 @@ def page(report: CompileReport, title: str = "") -> str:
         "<h2>Roofline (estimate)</h2>",
         _bars([(f"{_ROOFS[n]}", s, f"{s:,.4f} s") for n, s in report.roofline.times.items()]),
         f"<p>At least {report.roofline.seconds:,.3f} s a step, bound by {report.roofline.bound}.</p>",
+        "<h2>Where the time goes (estimate; kernels have no cycles)</h2>",
+        _table(_MODULE_HEADER, _module_rows(report), numbers=3),
         "<h2>Sent by a chip in a step, by mesh axis</h2>",
         _bars([(axis, n, size(n)) for axis, n in _by_axis(report)]),
         "<h2>Collectives</h2>",

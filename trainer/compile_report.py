@@ -50,12 +50,23 @@ class CollectiveLine:
 
 
 @dataclass(frozen=True)
+class ModuleLine:
+    """What one module's operations take of a step; kernels have no cycles."""
+
+    module: str
+    flops: float
+    hbm_bytes: float
+    cycles: float
+
+
+@dataclass(frozen=True)
 class Roofline:
     """Seconds a step would take at least, by each of the chip's peaks; estimates.
 
     Args:
         compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes over the chip's peak of each.
-        cycles: the compiler's estimated cycles over the clock; kernels in custom calls are not in it.
+        cycles: the compiler's estimated cycles over the clock and, since custom kernels have none, the FLOPs that they
+            tell over the peak.
         bound: which of them is the longest.
         mfu_bound: model FLOPs over what the chip could do in that time, None without model FLOPs.
     """
@@ -92,6 +103,8 @@ class CompileReport:
         compiler_temp_bytes: `temp` as the compiler's statistics give it, which can exceed the heap.
         host_temp_bytes: offloaded.
         compile_seconds: CPU seconds of the compiling process.
+        kernel_flops: of flops, what custom kernels told; estimated_cycles knows nothing of kernels.
+        modules: by cycles.
         kernels: custom kernels that tell no FLOPs: whose → runs a step; they are not in `flops`.
         loops: loops whose length depends on data: whose → how often they were taken to run.
     """
@@ -123,6 +136,8 @@ class CompileReport:
     estimated_cycles: float
     compile_seconds: float
     wall_seconds: float
+    kernel_flops: float
+    modules: tuple[ModuleLine, ...]
     kernels: dict[str, float]
     loops: dict[str, int]
     collectives: tuple[CollectiveLine, ...]
@@ -190,6 +205,8 @@ def make_report(
         estimated_cycles=cost.cycles,
         compile_seconds=result["cpu_seconds"],
         wall_seconds=result["wall_seconds"],
+        kernel_flops=cost.kernel_flops,
+        modules=_modules(cost),
         kernels=cost.kernels,
         loops=cost.loops,
         collectives=tuple(lines),
@@ -212,6 +229,11 @@ def _largest(lowered: Lowered, memory: Memory, module: Module | None, buffers: s
     return memory.refused or largest_buffers(lowered, module, buffers)
 
 
+def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
+    lines = [ModuleLine(name, share.flops, share.hbm_bytes, share.cycles) for name, share in cost.modules.items()]
+    return tuple(sorted(lines, key=lambda line: (-line.cycles, -line.hbm_bytes)))
+
+
 def _roofline(cost: Cost, lines: list[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
     wire = {network: sum(x.wire_bytes for x in lines if x.network == network) for network in ("ici", "dcn")}
     times = {
@@ -219,7 +241,7 @@ def _roofline(cost: Cost, lines: list[CollectiveLine], chip: Chip, model_flops: 
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
         "ici": wire["ici"] / chip.ici_bandwidth,
         "dcn": wire["dcn"] / chip.dcn_bandwidth,
-        "cycles": cost.cycles / chip.clock,
+        "cycles": cost.cycles / chip.clock + cost.kernel_flops / chip.flops,
     }
     bound = max(times, key=lambda name: times[name])
     known = model_flops is not None and times[bound] > 0

@@ -43,6 +43,22 @@ _VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
 _NO_CYCLES = 2**62  # what the compiler writes where it has no estimate
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one module's operations take of a step."""
+
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    cycles: float = 0.0
+
+    def plus(self, other: Share, times: float) -> Share:
+        return Share(
+            self.flops + times * other.flops,
+            self.hbm_bytes + times * other.hbm_bytes,
+            self.cycles + times * other.cycles,
+        )
+
+
 @dataclass
 class Cost:
     """Of one computation, once."""
@@ -52,16 +68,21 @@ class Cost:
     host_bytes: float = 0.0
     cycles: float = 0.0
     kernels: dict[str, float] = field(default_factory=dict)  # custom kernels without a cost estimate: whose → runs
+    kernel_flops: float = 0.0  # of flops, what custom kernels said of themselves; they have no cycles
+    modules: dict[str, Share] = field(default_factory=dict)
     loops: dict[str, int] = field(default_factory=dict)  # whose length depends on data: whose → trips assumed
     collectives: dict[Collective, Traffic] = field(default_factory=dict)
 
     def add(self, other: Cost, times: float = 1) -> None:
         self.flops += times * other.flops
+        self.kernel_flops += times * other.kernel_flops
         self.hbm_bytes += times * other.hbm_bytes
         self.host_bytes += times * other.host_bytes
         self.cycles += times * other.cycles
         for name, runs in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0) + times * runs
+        for name, share in other.modules.items():
+            self.modules[name] = self.modules.get(name, Share()).plus(share, times)
         self.loops.update(other.loops)
         for key, traffic in other.collectives.items():
             self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
@@ -95,9 +116,6 @@ class _Counter:
 
     def _instruction(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode
-        cycles = instruction.attribute(r'"estimated_cycles":"?(\d+)')
-        if cycles and int(cycles) < _NO_CYCLES:
-            cost.cycles += int(cycles)
         if opcode == "while":
             body = self._named(instruction.attribute(r"body=%?([^\s,]+)"))
             trips = trip_count(self.module, computation, instruction)
@@ -109,11 +127,25 @@ class _Counter:
             cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
         elif opcode in ("call", "async-start"):
             cost.add(self.computation(self._named(instruction.called)))
-        elif opcode == "fusion":
-            self._fused(cost, self._named(instruction.called), scatters=False)
+        else:
+            self._own(cost, computation, instruction)
+
+    def _own(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        """An operation that runs no other computation on its own; on its module's account."""
+        before = Share(cost.flops, cost.hbm_bytes, cost.cycles)
+        cycles = instruction.attribute(r'"estimated_cycles":"?(\d+)')
+        if cycles and int(cycles) < _NO_CYCLES:
+            cost.cycles += int(cycles)
+        module = module_of(instruction.op_name)
+        if instruction.opcode == "fusion":
+            self._fused(cost, self._named(instruction.called), module, scatters=False)
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
+        share = Share(cost.flops, cost.hbm_bytes, cost.cycles).plus(before, -1)
+        if share != Share():
+            name = module or instruction.opcode
+            cost.modules[name] = cost.modules.get(name, Share()).plus(share, 1)
 
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         self._work(cost, computation, instruction)
@@ -143,11 +175,12 @@ class _Counter:
             estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
             if estimate and int(estimate):
                 cost.flops += int(estimate)
+                cost.kernel_flops += int(estimate)
             else:
                 name = module_of(instruction.op_name) or re.sub(r"[.\d]+$", "", instruction.name)
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
-    def _fused(self, cost: Cost, fused: Computation, *, scatters: bool) -> None:
+    def _fused(self, cost: Cost, fused: Computation, owner: str, *, scatters: bool) -> None:
         """FLOPs and collectives inside a fusion.
 
         An asynchronous collective (it has a chain_id) shows in the fusion that starts it, in all that it overlaps,
@@ -159,11 +192,12 @@ class _Counter:
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
             if instruction.opcode == "fusion" or (instruction.opcode == "call" and instruction.called):
-                self._fused(cost, self._named(instruction.called), scatters=scatters)
+                self._fused(cost, self._named(instruction.called), owner, scatters=scatters)
             elif found := collective(fused, instruction, self.mesh):
                 if "chain_id=" in instruction.attributes and not starts:
                     continue
                 key, traffic = found
+                key = dataclasses.replace(key, module=key.module or owner)
                 if scatters and key.kind == "all-reduce":
                     key = dataclasses.replace(key, kind="reduce-scatter")
                     traffic = Traffic(traffic.count, traffic.bytes, traffic.wire_bytes / 2)

@@ -7,14 +7,12 @@ of everything that went in. The report is made from those files each time, so it
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -53,7 +51,8 @@ def compile_for(
         topology: libtpu's name, ``v5p:4x4x4``.
         slices: how many of them, joined by DCN.
         dcn: the factor of each mesh axis over slices, as the recipe's mesh has them; None: the outermost axes first.
-        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``.
+        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``; those in
+            LIBTPU_INIT_ARGS hold too.
         timeout: seconds of wall time after which the child is killed.
         model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
         exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
@@ -71,6 +70,7 @@ def compile_for(
         "dcn": [factors.get(axis, 1) for axis in lowered.mesh],
         "topology": where.libtpu(),
         "flags": sorted((flags or {}).items()),
+        "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
     folder = _root(cache_dir) / _key(lowered, request)
     if not (folder / "result.json").exists():
@@ -258,14 +258,3 @@ def _failure(
         if ended is None
         else "see the last lines above" + ("; flags that this chip does not know are refused by name" if flags else ""),
     )
-
-
-def peak_children_seconds() -> float:
-    """CPU seconds of all children that ended, of user and system."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def describe(lowered: Lowered) -> dict[str, Any]:
-    """The step's arguments as plain data, for a page or a file."""
-    return {"mesh": lowered.mesh, "arguments": [dataclasses.asdict(a) for a in lowered.arguments]}
