@@ -288,6 +288,8 @@ def test_a_sharding_tells_which_axis_splits_which_dimension(sharding: str, axes:
         ("jit(step)/jvp()/while/body/closed_call/model.layers.*.mlp.experts/ebsd", "model.layers.*.mlp.experts"),
         ("xla__scan/call.1024/model.layers.*.self_attn/aten__mm", "model.layers.*.self_attn"),
         ("xla__scan/call.6602/aot_backward.195/aten__mm", "aten__mm (backward)"),
+        ("xla__scan/call.7/model.layers.*.mlp.experts.12/aten__mm.3/aten__mm", "model.layers.*.mlp.experts"),
+        ("xla__scan/while.1137", "xla__scan"),
         ("aten__topk", "aten__topk"),
         ("", ""),
     ],

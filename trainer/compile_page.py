@@ -217,7 +217,7 @@ def _stack(report: CompileReport) -> str:
             legend.append(f'<span><i class="k{number}"></i>{label}</span>')
         left += width
     limit = 100 * report.chip_hbm_bytes / whole
-    mark = f'<rect class="limit" x="calc({limit:.3f}% - 2px)" y="0" width="2" height="44"/>'
+    mark = f'<rect class="limit" x="{min(limit, 99.8):.3f}%" y="0" width="2" height="44"/>'
     frame = '<rect class="frame" x="0" y="6" width="100%" height="32"/>'
     svg = f'<svg role="img" aria-label="HBM" width="100%" height="44">{frame}{"".join(rects)}{mark}</svg>'
     note = f"<span>│ {escape(size(report.chip_hbm_bytes))} that a program can use</span>"

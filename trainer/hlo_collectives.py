@@ -28,7 +28,9 @@ KINDS = (
 )
 _SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")
 _WRAPPED = re.compile(r"^[a-z]+\((.*)\)$")  # jvp(…), transpose(…)
-_NOT_MODULES = re.compile(r"\.\d+$")  # call.1024: names that the lowering numbered
+_NUMBER = re.compile(
+    r"\.\d+$"
+)  # call.1024, model.layers.*.mlp.12: numbered by the lowering  # call.1024: names that the lowering numbered
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def _gathered(instruction: Instruction, operands: int) -> list[object]:
 def module_of(op_name: str) -> str:
     """The module that an ``op_name`` holds, ``model.layers.*.mlp.experts``; else the operation; else an empty text.
 
-    An op_name is a path of scopes: modules where the lowering named them, and the framework's own operations.
+    An op_name is a path of scopes: modules where the lowering named them (recognised by their dots), and the
+    framework's own operations. Both may carry a number at the end, which is left out.
     """
     parts = []
     for part in op_name.split("/"):
@@ -122,11 +125,11 @@ def module_of(op_name: str) -> str:
             part = match[1]
         if part:
             parts.append(part)
-    modules = [part for part in parts if _SCOPE.match(part) and not _NOT_MODULES.search(part)]
+    modules = [_NUMBER.sub("", part) for part in parts if _SCOPE.match(_NUMBER.sub("", part))]
     if modules:
         return modules[-1]
     backward = any("backward" in part for part in parts)
-    last = next((part for part in reversed(parts) if not re.search(r"\.\d+$", part)), "")
+    last = next((part for part in reversed(parts) if not _NUMBER.search(part)), "")
     return f"{last} (backward)" if last and backward and "backward" not in last else last
 
 

@@ -51,8 +51,8 @@ def compile_for(
         topology: libtpu's name, ``v5p:4x4x4``.
         slices: how many of them, joined by DCN.
         dcn: the factor of each mesh axis over slices, as the recipe's mesh has them; None: the outermost axes first.
-        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``; those in
-            LIBTPU_INIT_ARGS hold too.
+        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``;
+            those in LIBTPU_INIT_ARGS hold too.
         timeout: seconds of wall time after which the child is killed.
         model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
         exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
