@@ -443,7 +443,7 @@ def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: _Loca
         y_BH = block.project(local.activation(h_BF), second, second_bias, contract_last=second_last)
         return block.put(y_RH, y_BH)
 
-    return rows.fold(body, jnp.zeros((len(rows.token_R), x_TH.shape[1]), first.dtype))
+    return rows.fold(body, grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E))
 
 
 def _experts_backward(
@@ -485,7 +485,8 @@ def _experts_backward(
         return grad_rows, block.put(grad_row_weights, grad_weight_B), new
 
     R = len(rows.token_R)
-    return rows.fold(body, (jnp.zeros((R, x_TH.shape[1]), first.dtype), jnp.zeros(R, jnp.float32), sums))
+    grad_rows = grouped.unwritten((R, x_TH.shape[1]), first.dtype, rows.end_E)
+    return rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32), sums))
 
 
 def _at(x: Array, index: Array) -> Array:

@@ -77,6 +77,23 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) 
     return lax.fori_loop(0, count, body, into_GKN)
 
 
+def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
+    """An array of arbitrary entries, for one who writes those that are read: a TPU is spared from writing zeros.
+
+    Args:
+        after: any small array of the loop that this one is for: made outside it, it would be copied at each turn.
+    """
+    if target() != "tpu":
+        return jnp.zeros(shape, dtype)
+    from jax.experimental import pallas as pl
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    make = pl.pallas_call(
+        lambda *refs: None, jax.ShapeDtypeStruct(shape, dtype), in_specs=[anywhere], out_specs=anywhere
+    )
+    return make(after)
+
+
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
     """How many visits there are, and: visit's number -> its group, first row, which of its rows are the group's."""
     end_G = jnp.cumsum(sizes_G)
