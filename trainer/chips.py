@@ -51,8 +51,8 @@ class Chip:
         return self.links * self.link_bandwidth
 
 
-# FLOPs, HBM bandwidth, ICI: https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (ICI of the last three: 400, 1,200
-# and 800 GB/s a chip, both ways together); v4's links: https://arxiv.org/abs/2304.01433.
+# FLOPs, HBM bandwidth, ICI: https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (ICI of the last three: 400,
+# 1,200 and 800 GB/s a chip, both ways together); v4's links: https://arxiv.org/abs/2304.01433.
 # DCN: the same pages, 50 Gbps a chip of v5p, 6.4 and 25.6 Tbps a pod of 256 v5e and v6e; v4's:
 # https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
 # 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
