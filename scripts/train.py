@@ -10,6 +10,11 @@ from trainer.errors import INTERRUPTED, did_you_mean, exit_code
 
 
 def main() -> int:
+    others = [word for word in sys.argv[1:] if word not in ("--compile_only", "--compile-only")]
+    if len(others) < len(sys.argv[1:]):  # before anything opens a device
+        from trainer.compile_job import main as compile_only
+
+        return compile_only(others, "Compile the step for a TPU, and train nothing.")
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -19,7 +24,12 @@ def main() -> int:
     from trainer.arguments import TrainingArguments
 
     parser = transformers.HfArgumentParser(TrainingArguments, description=__doc__)  # type: ignore[arg-type]
-    args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    parser.add_argument(
+        "--compile_only",
+        action="store_true",
+        help="Compile the step for --topology and train nothing: the same as scripts/compile.py, whose --help tells more.",
+    )
+    args, _, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         parser.error(f"no option {unknown[0]}; {did_you_mean(unknown[0], known)}--help lists them")

@@ -12,7 +12,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from trainer.errors import UserError, did_you_mean
 
 
-def _option(default: Any, help: str, **extra: Any) -> Any:
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A field of an arguments dataclass, as `HfArgumentParser` reads it."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -23,56 +24,56 @@ class TrainingArguments:
     recipe: str = field(
         metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."}
     )
-    model: str | None = _option(
+    model: str | None = option(
         None,
         "Hub id or local checkpoint folder (its weights are the start), or a folder or file with a config.json alone "
         "(random init). Default: the recipe's own small model.",
     )
-    dataset: str | None = _option(
+    dataset: str | None = option(
         None,
         "Text, JSON-lines or Parquet file or folder, or a hub id. Default: the source of Python's standard library.",
     )
-    text_column: str = _option("text", "Column of the dataset that holds the text.")
-    tokenizer: str | None = _option(
+    text_column: str = option("text", "Column of the dataset that holds the text.")
+    tokenizer: str | None = option(
         None,
         "Hub id or folder of a tokenizer. Default: the one with --model's weights, else a BPE trained on the dataset.",
     )
-    sequence_length: int = _option(256, "Tokens a row.")
-    isolate_documents: bool = _option(
+    sequence_length: int = option(256, "Tokens a row.")
+    isolate_documents: bool = option(
         False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
     )
-    mesh: str | None = _option(None, "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`.")
-    output_dir: str | None = _option(
+    mesh: str | None = option(None, "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`.")
+    output_dir: str | None = option(
         None, "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken."
     )
-    overwrite_output_dir: bool = _option(False, "Write into an output directory that is not empty.")
-    per_device_train_batch_size: int = _option(
+    overwrite_output_dir: bool = option(False, "Write into an output directory that is not empty.")
+    per_device_train_batch_size: int = option(
         1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes the same."
     )
-    gradient_accumulation_steps: int = _option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
-    max_steps: int = _option(300, "Optimizer steps.")
-    learning_rate: float | None = _option(
+    gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
+    max_steps: int = option(300, "Optimizer steps.")
+    learning_rate: float | None = option(
         None, "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights."
     )
-    lr_scheduler_type: str = _option(
+    lr_scheduler_type: str = option(
         "linear", "One of transformers' schedulers: linear, cosine, constant_with_warmup, …"
     )
-    warmup_steps: int = _option(20, "Steps over which the learning rate rises from 0.")
-    weight_decay: float = _option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
-    adam_beta1: float = _option(0.9, "AdamW's decay of the first moment.")
-    adam_beta2: float = _option(0.999, "AdamW's decay of the second moment.")
-    adam_epsilon: float = _option(1e-8, "AdamW's epsilon.")
-    max_grad_norm: float = _option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
-    bf16: bool | None = _option(
+    warmup_steps: int = option(20, "Steps over which the learning rate rises from 0.")
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
+    adam_beta1: float = option(0.9, "AdamW's decay of the first moment.")
+    adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
+    bf16: bool | None = option(
         None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
     )
-    weight_dtype: str = _option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
-    optimizer_dtype: str = _option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
-    logging_steps: int = _option(10, "Steps between two log lines; the device is read at these steps alone.")
-    logging_first_step: bool = _option(False, "Log step 1 too.")
-    eval_strategy: str = _option("no", "`no`: held-out loss before and after; `steps`: also every --eval_steps steps.")
-    eval_steps: int = _option(100, "Steps between two evaluations with --eval_strategy steps.")
-    seed: int = _option(42, "Of the random init and of the order of the data.")
+    weight_dtype: str = option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
+    optimizer_dtype: str = option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
+    logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
+    logging_first_step: bool = option(False, "Log step 1 too.")
+    eval_strategy: str = option("no", "`no`: held-out loss before and after; `steps`: also every --eval_steps steps.")
+    eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
+    seed: int = option(42, "Of the random init and of the order of the data.")
 
     # What transformers' DefaultFlowCallback also asks for; no options of ours.
     logging_strategy = IntervalStrategy.STEPS

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch_xla.distributed.spmd as xs
 from torch import nn
-from torch.distributed.tensor import Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models import attention, dropless, experts, jax_call, partial_gradients, scan, scopes, splash
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
-from trainer.model import meta_model
+from trainer.model import experts_modules, meta_model
 from trainer.optimizer import AdamW, decay_names
 from trainer.plan import ParameterPlan, ShardingPlan, partition_spec
 from trainer.recipe import Layout, Recipe, matches
@@ -111,7 +110,7 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
     dtype = DTYPES[recipe.compute.dtype or ("bfloat16" if jax_call.target() == "tpu" else "float32")]
     axes = tuple(plain_plan.mesh)
     partials = _partials(model, recipe, plain_plan) if recipe.compute.reduce_gradients == "step" else {}
-    experts_modules = _experts_modules(model)
+    experts_inside = experts_modules(model)
 
     def prepare(name: str, parameter: torch.Tensor) -> torch.Tensor:
         if name in partials:
@@ -119,11 +118,11 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
         # cast first: what is gathered across devices is then the smaller dtype
         entry = plain_plan[name.replace(".*.", ".0.")]
         placed = sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_modules:
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
             return placed  # it gathers them itself
         # Then whole along the axes that split the tokens, and said so: a gather of the weight, and for its gradient a
         # reduction. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        split = _token_axes(name, entry, recipe, experts_modules)
+        split = _token_axes(name, entry, recipe, experts_inside)
         whole = {axis: placement for axis, placement in entry.layout.items() if axis not in split}
         return sharding.constrain(placed, mesh, partition_spec(whole, len(entry.shape), axes))
 
@@ -138,13 +137,13 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
 
 def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) -> dict[str, PartialGradient]:
     """The gradient by batch shard, laid out over the batch axes, of every parameter that several batch shards meet."""
-    experts_modules = _experts_modules(model)
+    experts_inside = experts_modules(model)
     found = {}
     for name, _ in model.named_parameters():
         entry = plain_plan[name.replace(".*.", ".0.")]
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_modules:
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
             continue  # one operation, which leaves its gradients reduced
-        axes = _token_axes(name, entry, recipe, experts_modules)
+        axes = _token_axes(name, entry, recipe, experts_inside)
         shards = math.prod(plain_plan.mesh[axis] for axis in axes)
         if shards > 1:
             kept = {axis: placement for axis, placement in entry.layout.items() if axis not in axes}
@@ -154,24 +153,15 @@ def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) 
     return found
 
 
-def _token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_modules: Sequence[str]) -> tuple[str, ...]:
+def _token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_inside: Sequence[str]) -> tuple[str, ...]:
     """The axes that split the tokens where they meet the parameter."""
     # tokens have crossed the axes that split the experts: these split no expert's tokens any more
-    crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_modules
-    return tuple(axis for axis in recipe.batch if not (crosses and axis in _expert_axes(entry)))
-
-
-def _experts_modules(model: PreTrainedModel) -> list[str]:
-    # transformers' `use_experts_implementation` marks every experts module with this attribute
-    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
-
-
-def _expert_axes(entry: ParameterPlan) -> tuple[str, ...]:
-    return tuple(axis for axis, placement in entry.layout.items() if placement == Shard(0))
+    crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_inside
+    return tuple(axis for axis in recipe.batch if not (crosses and axis in entry.axes_of(0)))
 
 
 def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mesh: xs.Mesh) -> None:
-    names = _experts_modules(model)
+    names = experts_modules(model)
     if not names:
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(experts={recipe.compute.experts!r})",
@@ -183,7 +173,7 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
     if kind == "dense":
         model.set_experts_implementation(kind)
         return
-    expert_axes = _expert_axes(plan[f"{names[0]}.down_proj"])
+    expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)
     function: Callable[..., torch.Tensor]
     if kind == "capacity":
         function = experts.Capacity(

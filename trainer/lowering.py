@@ -19,6 +19,7 @@ from models.scan import DecoderLayers
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build
+from trainer.mesh import init_runtime
 from trainer.model import meta_model
 from trainer.plan import PartitionSpec, ShardingPlan
 from trainer.recipe import Recipe
@@ -75,6 +76,7 @@ def lower(
     Raises:
         UserError: the recipe's compute policy does not fit the model.
     """
+    init_runtime()
     # autograd asks the device for its context, which only a first computation makes
     torch.ones(1, device=torch_xla.device()).cpu()
     mesh = sharding.AbstractMesh(plan.mesh)

@@ -92,6 +92,41 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         ) from error
 
 
+def experts_modules(model: PreTrainedModel) -> list[str]:
+    """The dotted names of the modules that hold experts."""
+    # transformers' `use_experts_implementation` marks every experts module with this attribute
+    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, length: int) -> float | None:
+    """FLOPs that a step on ``rows`` × ``length`` tokens needs: what MFU counts, so nothing that is computed twice.
+
+    6 for each weight and token that meet in a matrix product (the lookup of embeddings is none; of the experts, those
+    that a token goes to), and 6 × the width of query and value for each pair of tokens that attend. None where the
+    config does not say how many experts a token goes to.
+    """
+    text = config.get_text_config()
+    inside = experts_modules(model)
+    share = 1.0
+    if inside:
+        chosen = getattr(text, "num_experts_per_tok", None)
+        experts = next(iter(model.get_submodule(inside[0]).parameters())).shape[0]
+        if chosen is None:
+            return None
+        share = chosen / experts
+    looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
+    looked_up -= {id(p) for p in model.get_output_embeddings().parameters()}
+    weights = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and id(parameter) not in looked_up:
+            weights += parameter.numel() * (share if name.rpartition(".")[0] in inside else 1.0)
+    heads = text.num_attention_heads
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    window = min(getattr(text, "sliding_window", None) or length, length)
+    pairs = length * window - window * (window - 1) / 2  # of a row: each token and those it sees
+    return 6 * weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
+
+
 def _in_short(error: Exception) -> str:
     """The type and first paragraph of a library's message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).partition(chr(10) * 2)[0].split())}"

@@ -38,6 +38,10 @@ class ParameterPlan:
     local_shape: tuple[int, ...]
     bytes_per_device: int
 
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split a dimension, in mesh order."""
+        return tuple(axis for axis, placement in self.layout.items() if placement == Shard(dim))
+
 
 @dataclass(frozen=True)
 class ShardingPlan:
