@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+
+import numpy as np
 import pytest
 import torch
 import torch_xla
@@ -10,7 +14,9 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from models import grouped
 from models.dropless import Dropless
+from models.jax_call import jax
 
 T, H, I, E, K = 128, 16, 32, 8, 2
 
@@ -86,9 +92,9 @@ def test_one_device_gives_the_eager_models_numbers_for_any_routing(family, kind)
     check(Dropless(), family, kind)
 
 
-def test_blocks_of_rows_and_chunks_of_tokens_change_no_number():
-    for size in (64 * 2 * I * 4, 4 * 6 * H):  # two blocks of 64 rows in two chunks, with tokens left over; many chunks
-        check(Dropless(buffer_bytes=size), "gpt_oss", "skewed")
+@pytest.mark.parametrize("rows", [160, 48], ids=["two chunks of two blocks", "chunks that tokens don't fill"])
+def test_blocks_of_rows_and_chunks_of_tokens_change_no_number(rows):
+    check(Dropless(buffer_bytes=rows * H * 4), "gpt_oss", "skewed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,8 +103,60 @@ def test_weights_gathered_over_fsdp(kind):
     check(kernel, "mixtral", kind, mesh)
 
 
+def test_weights_of_experts_that_are_spread_can_be_gathered_too():
+    kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT | BIASES)
+    check(kernel, "gpt_oss", "skewed", mesh)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_exchanged_over_the_expert_axis(family, kind):
     kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT | BIASES, ("expert",))
     check(kernel, family, kind, mesh)
+
+
+def test_devices_in_another_order_give_the_same_numbers():
+    order = (3, 1, 4, 0, 5, 7, 2, 6)
+    kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT, ("expert",), order)
+    check(kernel, "mixtral", "skewed", mesh)
+
+
+def test_tokens_are_split_over_an_axis_that_splits_no_batch_and_small_chunks_cross_the_expert_axis():
+    specs = {"gate_up_proj": ("expert", "tensor", None), "down_proj": ("expert", None, "tensor")}
+    kernel, mesh = bound({"tensor": 2, "expert": 4}, ("expert",), specs, ("expert",), buffer_bytes=48 * H * 4)
+    check(kernel, "mixtral", "skewed", mesh)
+
+
+def _grouped_products(tile):
+    """256 rows of 4 groups, one empty and one that ends within a tile, with 56 rows beyond the last group."""
+    random = np.random.default_rng(0)
+    x, y, w, into = (
+        jax.numpy.asarray(random.standard_normal(shape), "float32")
+        for shape in ((256, 128), (256, 256), (4, 256, 128), (4, 256, 128))
+    )
+    sizes = jax.numpy.asarray([70, 0, 100, 30])
+    yield grouped.multiply(x, w, sizes, tile, contract_last=True)[:200]
+    yield grouped.multiply(y, w, sizes, tile, contract_last=False)[:200]
+    yield grouped.outer(y, x, sizes, tile, into)
+
+
+def test_the_tpus_kernels_give_the_portable_loops_numbers(monkeypatch):
+    portable = list(_grouped_products(64))
+    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    for name in ("gmm", "tgmm"):
+        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    monkeypatch.setattr(grouped, "target", lambda: "tpu")
+    for ours, theirs in zip(_grouped_products(128), portable, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_what_it_cannot_do_is_refused_with_the_reason():
+    experts, (index, weights) = make_experts("mixtral"), routing("balanced")
+    x = torch.zeros(T, H)
+    with pytest.raises(ValueError, match="on cpu"):
+        Dropless()(experts, x, index, weights)
+    with pytest.raises(ValueError, match="127 tokens over 8 devices"):
+        Dropless((("fsdp", 8),), ("fsdp",))(experts, x[1:], index[1:], weights[1:])
+    experts.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="norm after an expert"):
+        Dropless()(experts, x, index, weights)
