@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from trainer.chips import find_topology
-from trainer.compile_memory import parse_out_of_memory
+from trainer.compile_memory import is_out_of_hbm, parse_out_of_memory
 from trainer.compile_page import page, print_report, write_page
 from trainer.compile_report import CompileReport, _lines, make_report
 from trainer.hlo_collectives import axes_of_group, module_of, replica_groups
@@ -408,6 +408,12 @@ Output size 28.00G; shares 27.00G with arguments.
     assert (found.used, found.limit) == (36 * GIB, 30.75 * GIB)
     assert found.arguments == pytest.approx(28.09 * GIB)
     assert (found.outputs, found.shared) == (28 * GIB, 27 * GIB)
+
+
+def test_running_out_of_vmem_is_not_running_out_of_hbm() -> None:
+    assert is_out_of_hbm((CAPTURED / "out_of_memory.txt").read_text())
+    vmem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %custom-call.1"
+    assert not is_out_of_hbm(vmem)
 
 
 def test_one_buffer_larger_than_the_chip_is_read_too() -> None:

@@ -161,6 +161,11 @@ def _owner(lowered: Lowered, module: Module, home: Computation, instruction: Ins
 # ---- out of memory ----
 
 
+def is_out_of_hbm(error: str) -> bool:
+    """Did the step not fit, rather than fail? A kernel that asks for too much VMEM is RESOURCE_EXHAUSTED too."""
+    return "RESOURCE_EXHAUSTED" in error and re.search(r"memory space hbm|space=hbm", error) is not None
+
+
 def parse_out_of_memory(message: str) -> OutOfMemory:
     """Read libtpu's RESOURCE_EXHAUSTED, in either form: a table of allocations, or the one allocation that failed.
 

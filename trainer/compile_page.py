@@ -99,7 +99,12 @@ def _module_rows(report: CompileReport) -> list[tuple[str, ...]]:
 
 def _what(line: CollectiveLine) -> str:
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
-    return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose
+    return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose or "(not told)"
+
+
+def _flag(line: CollectiveLine) -> str:
+    shape = line.shape if len(line.shape) < 60 else f"{line.shape[:60]} …"
+    return f"{line.kind} of {shape} over {line.axis}, {size(line.bytes)} a step: {line.unplanned}"
 
 
 def _by_axis(report: CompileReport) -> list[tuple[str, float]]:
@@ -136,7 +141,7 @@ def print_report(report: CompileReport, console: Console) -> None:
     )
     _print_table(console, _MODULE_HEADER, _module_rows(report))
     for line in report.unplanned:
-        console.print(Text(f"unplanned: {line.kind} of {size(line.bytes)} a step: {line.unplanned}", style="yellow"))
+        console.print(Text(f"unplanned: {_flag(line)}", style="yellow"))
     _print_table(
         console,
         ("largest buffers", "of HBM", "shape", "whose"),
@@ -167,7 +172,7 @@ def page(report: CompileReport, title: str = "") -> str:
         title: what was compiled, ``mixtral_ep, Mixtral-8x7B, 4 × 4096 tokens a chip``.
     """
     name = escape(title or "Compile report")
-    unplanned = [f"{x.kind}, {size(x.bytes)} a step, for {_what(x)}: {x.unplanned}" for x in report.unplanned]
+    unplanned = [_flag(line) for line in report.unplanned]
     body = [
         f"<h1>{name}</h1>",
         f'<p class="verdict {"good" if report.fits else "bad"}">{escape(verdict(report))}</p>',

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.chips import Topology, find_topology
+from trainer.compile_memory import is_out_of_hbm
 from trainer.compile_report import CompileReport, make_report
 from trainer.errors import UserError
 from trainer.lowering import Lowered
@@ -30,7 +31,6 @@ _FORMAT = 1  # part of the key: raise it when what the child leaves changes
 _LAST_LINES = 12
 _CHILD = ("-m", "trainer.tpu_child")
 _NAMES = {"result.json", "optimised.hlo.gz", "buffers.txt.gz"}
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def compile_for(
@@ -182,7 +182,7 @@ def _compile(lowered: Lowered, request: dict[str, Any], where: Topology, folder:
         if not (work / "result.json").exists():
             raise _failure(ended, work, where, timeout, request["flags"])
         result = json.loads((work / "result.json").read_text())
-        if "error" in result and OUT_OF_MEMORY not in result["error"]:
+        if "error" in result and not is_out_of_hbm(result["error"]):
             raise _failure(ended, work, where, timeout, request["flags"], result["error"])
         result["wall_seconds"] = time.monotonic() - began
         (work / "result.json").write_text(json.dumps(result))
