@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.memory
 import jax.numpy as jnp
 import pytest
 
@@ -75,6 +76,32 @@ def test_two_slices_send_over_dcn_what_leaves_a_slice(cache: Path) -> None:
     assert (report.devices, report.slices) == (8, 2)
     assert {x.network for x in report.collectives} == {"ici", "dcn"}
     assert report.roofline.dcn > 0
+
+
+@needs_libtpu
+def test_what_is_offloaded_is_counted_on_the_host_and_not_in_hbm(cache: Path) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        def forward(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            return jnp.tanh(c @ c), jax.device_put(c, jax.memory.Space.Host)
+
+        def backward(c: jax.Array, y: jax.Array) -> tuple[jax.Array, None]:
+            y = jax.device_put(y, jax.memory.Space.Device)
+            return c @ y + y, None
+
+        c, ys = jax.lax.scan(forward, x, None, length=8)
+        return jax.lax.scan(backward, c, ys, reverse=True)[0]
+
+    size = 2 * 4096**2
+    hlo = jax.jit(function).trace(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)).lower(lowering_platforms=("tpu",))
+    argument = Argument("x", "weights", (4096, 4096), "bfloat16", "{replicated}", 0)
+    module = hlo.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    lowered = Lowered(module, (argument,), ("{replicated}",), {"data": 1}, 8)
+    report = compile_for(lowered, "v5e:1x1", cache_dir=cache, timeout=300)
+    assert report.host_temp_bytes == 8 * size
+    assert report.host_traffic_bytes == 2 * 8 * size  # there and back
+    assert report.peak_bytes <= report.required_bytes < 4 * size
+    assert all(buffer.bytes <= size for buffer in report.largest_buffers)
+    assert report.flops == 2 * 8 * 2 * 4096**3
 
 
 @needs_libtpu

@@ -88,8 +88,11 @@ def memory_of(result: dict, buffers: str, lowered: Lowered) -> Memory:
         outputs, alias = result["output"], result["alias"]
         compiler_temp = result["temp"]
         temp = heap or compiler_temp
+        required = arguments + temp + max(outputs - alias, 0)
         peak, code = result["peak"], result["generated_code"]
-        required = max(peak, arguments + temp + max(outputs - alias, 0))
+        if result["host_temp"]:  # the statistic counts what is on the host too
+            peak = required
+        required = max(peak, required)
         host_temp, host_arguments = result["host_temp"], result["host_argument"]
         limit, refused = 0, ()
     return Memory(

@@ -152,16 +152,20 @@ class _Counter:
         if found := collective(computation, instruction, self.mesh):
             cost.collectives[found[0]] = cost.collectives.get(found[0], Traffic()).plus(found[1], 1)
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
             return
         operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
         outputs = list(instruction.leaves)
-        if opcode.endswith("-start"):  # its output repeats the operands, and holds the context
-            outputs = outputs[:1] if opcode == "copy-start" else outputs[len(operands) : 2 * len(operands)]
-        elif opcode in ("dynamic-slice", "slice", "gather"):
-            operands = [*outputs, *operands[1:]]
-        elif opcode == "dynamic-update-slice":
-            operands, outputs = operands[1:], operands[1:2]
+        if opcode == "copy-start":  # destination, source, context
+            outputs = outputs[:1]
+        elif opcode.endswith("-start"):  # operands, results, context
+            outputs = outputs[len(operands) :]
+        base = opcode.removesuffix("-start")
+        if base in ("dynamic-slice", "slice", "gather"):  # as much as comes out is read, from where the whole is
+            operands[0] = dataclasses.replace(outputs[0], space=operands[0].space)
+        elif base == "dynamic-update-slice":
+            outputs = [dataclasses.replace(operands[1], space=operands[0].space)]
+            operands = operands[1:]
         _move(cost, [*operands, *outputs])
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:

@@ -101,10 +101,21 @@ def _dumped(folder: Path, ending: str) -> str:
 
 
 def _buffers(assignment: str) -> str:
-    """Of the buffer assignment: the allocations, and the buffers that are alive at the peak, with their sizes."""
-    allocations = re.findall(r"^allocation \d+: .*$", assignment, re.MULTILINE)
+    """Of the buffer assignment: the allocations, and the buffers in HBM that are alive at the peak, with sizes."""
+    allocations, in_hbm, current = [], set(), False
+    for line in assignment.splitlines():
+        if line.startswith("allocation "):
+            allocations.append(line)
+            current = "color " not in line  # the others are in VMEM, on the host, …
+        elif current and (value := re.match(r" value: <\d+ (\S+) @", line)):
+            in_hbm.add(value[1].removesuffix("{}"))
     peak = re.search(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n)*)", assignment, re.MULTILINE)
-    return "\n".join([*allocations, "peak:", *(peak[1].splitlines() if peak else ())])
+    alive = [line for line in (peak[1].splitlines() if peak else ()) if _buffer(line) in in_hbm]
+    return "\n".join([*allocations, "peak:", *alive])
+
+
+def _buffer(line: str) -> str:
+    return line.split(":")[0].strip().removesuffix("{}")
 
 
 def _write(path: Path, text: str) -> None:
