@@ -310,8 +310,9 @@ def _by_chunk(
     """
     (T, H), k, itemsize = tensors[-3].shape, tensors[-1].shape[1], tensors[-3].dtype.itemsize
     rows = max(local.buffer_bytes // (H * itemsize), 1)
-    count = -(-T * local.expert_shards * k // rows)
-    count = min(count, T)
+    count = min(-(-T * local.expert_shards * k // rows), T)
+    # chunks that the tokens fill, if there are such: others are padded, and of sizes that suit no tile
+    count = next((c for c in range(count, 2 * count) if T % c == 0), count)
     if count == 1:
         return function(carry, tensors)
     size = -(-T // count)

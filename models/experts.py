@@ -75,12 +75,16 @@ class Capacity:
         x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))
         x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
         group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
-        x_EGCH = self.constrain(x_EGCH, (self.expert_axes, group_axes, (), ()))
-        y_EGCH = _mlp(experts, x_EGCH.reshape(E, G * C, H)).reshape(E, G, C, H)
-        y_EGCH = self.constrain(y_EGCH, (self.expert_axes, group_axes, (), ()))
+        layout_EGCH = (self.expert_axes, group_axes, (), ())
+        x_EGCH = self.constrain(x_EGCH, layout_EGCH)
+        # scaled before the second projection: the router's gradient then needs no second one of that
+        scale_GM1 = _Move.apply(weight_GN.unsqueeze(-1), owner_GM, slot_GN)
+        scale_EGC1 = self.constrain(scale_GM1.reshape(G, E, C, 1).transpose(0, 1), layout_EGCH)
+        y_EGCH = _mlp(experts, x_EGCH.reshape(E, G * C, H), scale_EGC1.reshape(E, G * C, 1)).reshape(E, G, C, H)
+        y_EGCH = self.constrain(y_EGCH, layout_EGCH)
         y_GMH = self.constrain(y_EGCH.transpose(0, 1).reshape(G, M, H), (self.batch_axes, (), ()))
 
-        y_GNH = _Combine.apply(y_GMH, slot_GN, owner_GM) * weight_GN.unsqueeze(-1)
+        y_GNH = _Move.apply(y_GMH, slot_GN, owner_GM)
         y_GsH = self.constrain(y_GNH.reshape(G, k, s, H).sum(1), (self.batch_axes, (), ()))
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
@@ -99,10 +103,13 @@ def register(name: str, function: Callable[..., torch.Tensor]) -> None:
     ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
-def _mlp(experts: Any, x_ENH: torch.Tensor) -> torch.Tensor:
+def _mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:
     """The experts' own two projections on ``x`` [E, N, H] -> [E, N, H], in whichever storage the family uses.
 
     Attributes read are those that transformers' ``use_experts_implementation`` sets on every experts module.
+
+    Args:
+        scale_EN1: what each row of the result is multiplied by.
     """
 
     def project(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -114,8 +121,12 @@ def _mlp(experts: Any, x_ENH: torch.Tensor) -> torch.Tensor:
         hidden = experts._apply_gate(project(x_ENH, "gate_up_proj"))
     else:
         hidden = experts.act_fn(project(x_ENH, "up_proj"))
+    linear = not (experts.has_bias or experts.has_post_expert_norm)
+    if scale_EN1 is not None and linear:
+        hidden = (hidden * scale_EN1).to(hidden.dtype)
     y = project(hidden, "down_proj")
-    return experts.post_expert_norm(y) if experts.has_post_expert_norm else y
+    y = experts.post_expert_norm(y) if experts.has_post_expert_norm else y
+    return y if scale_EN1 is None or linear else (y * scale_EN1).to(y.dtype)
 
 
 def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
@@ -125,12 +136,27 @@ def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
     return torch.where(position_GN < C, index_GN * C + position_GN, torch.full_like(index_GN, E * C))
 
 
+@torch.library.custom_op("shardwright::owners", mutates_args=())
 def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
     """The inverse of :func:`_slots`: which (token, choice) in 0..N-1 sits in a slot; N where it is empty."""
     G, N = slot_GN.shape
+    if slot_GN.device.type == "xla":
+        return jax_call(_invert, slot_GN, M=M)[0].to(slot_GN.dtype)
     order = torch.arange(N, device=slot_GN.device).unsqueeze(0).expand(G, N)
     empty = torch.full((G, M + 1), N, dtype=slot_GN.dtype, device=slot_GN.device)
-    return empty.scatter(1, slot_GN, order)[:, :M]
+    return empty.scatter(1, slot_GN, order)[:, :M].contiguous()
+
+
+@_owners.register_fake
+def _(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
+    return slot_GN.new_empty((len(slot_GN), M))
+
+
+def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
+    # a batched scatter (torch's is not: the partitioner would gather the slots of every group)
+    N = slot_GN.shape[1]
+    empty, order = jax.numpy.full(M, N, slot_GN.dtype), jax.numpy.arange(N, dtype=slot_GN.dtype)
+    return jax.vmap(lambda slot_N: empty.at[slot_N].set(order, mode="drop"))(slot_GN)
 
 
 @torch.library.custom_op("shardwright::rows", mutates_args=())
@@ -174,18 +200,18 @@ class _Dispatch(torch.autograd.Function):
         return _rows(grad_GMH, slot_GN).reshape(G, ctx.k, -1, H).sum(1), None, None
 
 
-class _Combine(torch.autograd.Function):
-    """slots [G, M, H] -> (choice, token) [G, N, H], zeros for a dropped one; a slot's gradient comes from its owner."""
+class _Move(torch.autograd.Function):
+    """Rows from slots to (choice, token)s or back, zeros where there is none; a row's gradient comes the same way."""
 
     @staticmethod
-    def forward(ctx, y_GMH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(owner_GM)
-        return _rows(y_GMH, slot_GN)
+    def forward(ctx, x_GRH: torch.Tensor, index_GQ: torch.Tensor, inverse_GR: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse_GR)
+        return _rows(x_GRH, index_GQ)
 
     @staticmethod
-    def backward(ctx, grad_GNH: torch.Tensor):  # type: ignore[override]
-        (owner_GM,) = ctx.saved_tensors
-        return _rows(grad_GNH, owner_GM), None, None
+    def backward(ctx, grad_GQH: torch.Tensor):  # type: ignore[override]
+        (inverse_GR,) = ctx.saved_tensors
+        return _rows(grad_GQH, inverse_GR), None, None
 
 
 register("dense", dense)

@@ -61,7 +61,7 @@ def annotate(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Around AOTAutograd's tracing of a layer: nodes remember their modules, and not those that the layer is called in."""
+    """Around AOTAutograd's tracing of a layer: nodes remember their modules, not those that the layer is called in."""
     with traceback.preserve_node_meta():
         traceback.current_meta.pop(_FORWARD, None)
         yield

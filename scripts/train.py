@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--compile_only",
         action="store_true",
-        help="Compile the step for --topology and train nothing: the same as scripts/compile.py, whose --help tells more.",
+        help="Compile the step for --topology, train nothing: the same as scripts/compile.py, whose --help says more.",
     )
     args, _, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:

@@ -1,0 +1,43 @@
+"""`torch.topk` whose gradient is a sum of one-hots.
+
+torch's own is a scatter over tokens, for which the partitioner gathers the indices of the whole batch on every device.
+A router chooses among few experts, so that the one-hots are small, and fused away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, k: int, sort: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        values, index = torch.topk(x, k, dim=-1, sorted=sort)
+        ctx.save_for_backward(index)
+        ctx.mark_non_differentiable(index)
+        ctx.choices = x.shape[-1]
+        return values, index
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor, _: Any):  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        chosen = index.unsqueeze(-1) == torch.arange(ctx.choices, device=index.device)
+        return (chosen.to(grad.dtype) * grad.unsqueeze(-1)).sum(-2), None, None
+
+
+class LocalTopK(TorchFunctionMode):
+    """While it is active, the largest of the last dimension are found by :class:`_TopK`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, torch.Tensor.topk):
+            return _top_k(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _top_k(func: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if dim not in (-1, input.dim() - 1) or not largest or not input.requires_grad:
+        return func(input, k, dim, largest, sorted)
+    return torch.return_types.topk(_TopK.apply(input, k, sorted))
