@@ -119,20 +119,22 @@ def lower(
 
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     """What ``spec`` means on ``mesh``, in HLO's own notation."""
-    groups = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
-    sharded = [axis for group in groups for axis in group if mesh[axis] > 1]
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    groups = [() if named is None else (named,) if isinstance(named, str) else named for named in spec]
+    sharded = [axis for group in groups for axis in group if axis in axes]
     if not sharded:
         return "{replicated}"
-    rest = [axis for axis in mesh if axis not in sharded]
+    rest = [axis for axis in axes if axis not in sharded]
     tiles = [math.prod(mesh[axis] for axis in group) for group in groups]
     copies = math.prod(mesh[axis] for axis in rest)
     if copies > 1:
         tiles.append(copies)
-    transposed = ",".join(str(list(mesh).index(axis)) for axis in [*sharded, *rest])
-    return (
-        f"{{devices=[{','.join(map(str, tiles))}]<=[{','.join(map(str, mesh.values()))}]T({transposed})"
-        f"{' last_tile_dim_replicate' if copies > 1 else ''}}}"
-    )
+    order = f"[{math.prod(mesh[axis] for axis in axes)}]"
+    # Only where it says something: of a result's sharding that ends in `<=[8]T(0)` MLIR makes {replicated}, silently.
+    if [*sharded, *rest] != axes:
+        transposed = ",".join(str(axes.index(axis)) for axis in [*sharded, *rest])
+        order = f"[{','.join(str(mesh[axis]) for axis in axes)}]T({transposed})"
+    return f"{{devices=[{','.join(map(str, tiles))}]<={order}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
 
 
 def _kind(name: str, parameters: Collection[str], batch: Collection[str]) -> str:
