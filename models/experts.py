@@ -68,9 +68,9 @@ class Capacity:
         # choice-major: every token's first choice is seated before any token's second
         index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
         weight_GN = weight_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
-        slot_GN = _slots(index_GN, E, C)
+        slot_GN = self.constrain(_slots(index_GN, E, C), (self.batch_axes, ()))
         record("dropped_fraction", (slot_GN == M).to(torch.float32).mean())
-        owner_GM = _owners(slot_GN, M)
+        owner_GM = self.constrain(_owners(slot_GN, M), (self.batch_axes, ()))
 
         x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))
         x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
@@ -84,7 +84,7 @@ class Capacity:
         y_EGCH = self.constrain(y_EGCH, layout_EGCH)
         y_GMH = self.constrain(y_EGCH.transpose(0, 1).reshape(G, M, H), (self.batch_axes, (), ()))
 
-        y_GNH = _Move.apply(y_GMH, slot_GN, owner_GM)
+        y_GNH = self.constrain(_Move.apply(y_GMH, slot_GN, owner_GM), (self.batch_axes, (), ()))
         y_GsH = self.constrain(y_GNH.reshape(G, k, s, H).sum(1), (self.batch_axes, (), ()))
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
