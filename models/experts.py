@@ -11,12 +11,14 @@ pairs of a group, E experts, C capacity (slots of one expert in one group), M = 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from models import partial_gradients
@@ -75,17 +77,14 @@ class Capacity:
         x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))
         x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
         group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
-        layout_EGCH = (self.expert_axes, group_axes, (), ())
-        x_EGCH = self.constrain(x_EGCH, layout_EGCH)
+        x_EGCH = self.constrain(x_EGCH, (self.expert_axes, group_axes, (), ()))
         # scaled before the second projection: the router's gradient then needs no second one of that
-        scale_GM1 = _Move.apply(weight_GN.unsqueeze(-1), owner_GM, slot_GN)
-        scale_EGC1 = self.constrain(scale_GM1.reshape(G, E, C, 1).transpose(0, 1), layout_EGCH)
-        y_EGCH = _mlp(experts, x_EGCH.reshape(E, G * C, H), scale_EGC1.reshape(E, G * C, 1)).reshape(E, G, C, H)
-        y_EGCH = self.constrain(y_EGCH, layout_EGCH)
+        scale_EGC = _Scale.apply(weight_GN, slot_GN, owner_GM).reshape(G, E, C).transpose(0, 1)
+        scale_EGC = self.constrain(scale_EGC, (self.expert_axes, group_axes, ()))
+        y_EGCH = _mlp(experts, x_EGCH.reshape(E, G * C, H), scale_EGC.reshape(E, G * C, 1)).reshape(E, G, C, H)
+        y_EGCH = self.constrain(y_EGCH, (self.expert_axes, group_axes, (), ()))
         y_GMH = self.constrain(y_EGCH.transpose(0, 1).reshape(G, M, H), (self.batch_axes, (), ()))
-
-        y_GNH = self.constrain(_Move.apply(y_GMH, slot_GN, owner_GM), (self.batch_axes, (), ()))
-        y_GsH = self.constrain(y_GNH.reshape(G, k, s, H).sum(1), (self.batch_axes, (), ()))
+        y_GsH = self.constrain(_Combine.apply(y_GMH, slot_GN, owner_GM, k), (self.batch_axes, (), ()))
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
 
@@ -124,7 +123,7 @@ def _mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = Non
     linear = not (experts.has_bias or experts.has_post_expert_norm)
     if scale_EN1 is not None and linear:
         hidden = (hidden * scale_EN1).to(hidden.dtype)
-    y = project(hidden, "down_proj")
+    y = project(_GradientApart.apply(hidden), "down_proj")
     y = experts.post_expert_norm(y) if experts.has_post_expert_norm else y
     return y if scale_EN1 is None or linear else (y * scale_EN1).to(y.dtype)
 
@@ -160,58 +159,111 @@ def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
 
 
 @torch.library.custom_op("shardwright::rows", mutates_args=())
-def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor) -> torch.Tensor:
-    """``x[g, index[g, q]]`` for each group, with index R meaning a row of zeros.
+def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
+    """``x[g, index[g, q]]`` for each group; where ``checked``, index R means a row of zeros.
 
     On XLA a batched gather, which the partitioner keeps within a group: `torch.gather` would build an index as large
     as its output, and advanced indexing forgets that groups are apart.
     """
     if x_GRH.device.type == "xla":
-        return jax_call(_take_rows, x_GRH, index_GQ)[0]
+        return jax_call(_take_rows, x_GRH, index_GQ, checked=checked)[0]
     padded = torch.nn.functional.pad(x_GRH, (0, 0, 0, 1))
     return torch.gather(padded, 1, index_GQ.unsqueeze(-1).expand(-1, -1, x_GRH.shape[-1]))
 
 
 @_rows.register_fake
-def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor) -> torch.Tensor:
+def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
     return x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1]))
 
 
-def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array) -> jax.Array:
+def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Array:
     # rows out of bounds are zeroed as they are written: a row of zeros appended to x would be a copy of x
-    return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, mode="fill", fill_value=0)
+    how: Any = {"mode": "fill", "fill_value": 0} if checked else {"mode": "promise_in_bounds"}
+    return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
+
+
+@torch.library.custom_op("shardwright::apart", mutates_args=())
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    copy = [torch.ops.aten.view_copy(x, x.shape)]
+    if x.device.type == "xla":
+        xm.optimization_barrier_(copy)
+    return copy[0]
+
+
+@_apart.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _GradientApart(torch.autograd.Function):
+    """The identity, whose gradient is computed before anything is made of it.
+
+    A TPU runs a matrix product fused with the activation's gradient in nearly twice the product's own time.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[override]
+        return _apart(grad)
+
+
+def _scatter_rows(x_GsH: torch.Tensor, owner_GM: torch.Tensor, pairs: int) -> torch.Tensor:
+    """tokens [G, s, H] -> slots [G, M, H]. An empty slot holds the first token: what it is scaled by is zero."""
+    token_GM = torch.where(owner_GM < pairs, owner_GM, torch.zeros_like(owner_GM)) % x_GsH.shape[1]
+    return _rows(x_GsH, token_GM, False)
+
+
+def _gather_sums(y_GMH: torch.Tensor, slot_GN: torch.Tensor, k: int) -> torch.Tensor:
+    """slots [G, M, H] -> for each token the sum of its k slots [G, s, H]; one that was dropped adds zeros."""
+    choices = _rows(y_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
+    return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
 
 
 class _Dispatch(torch.autograd.Function):
-    """tokens [G, s, H] -> slots [G, M, H]; the gradient of a token is gathered from its k slots."""
+    """tokens [G, s, H] -> slots [G, M, H]; a token's gradient is the sum over its slots."""
 
     @staticmethod
     def forward(ctx, x_GsH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(slot_GN)
-        s, N = x_GsH.shape[1], slot_GN.shape[1]
-        ctx.k = N // s
-        token_GM = torch.where(owner_GM < N, owner_GM % s, torch.full_like(owner_GM, s))
-        return _rows(x_GsH, token_GM)
+        ctx.k = slot_GN.shape[1] // x_GsH.shape[1]
+        return _scatter_rows(x_GsH, owner_GM, slot_GN.shape[1])
 
     @staticmethod
     def backward(ctx, grad_GMH: torch.Tensor):  # type: ignore[override]
         (slot_GN,) = ctx.saved_tensors
-        G, _, H = grad_GMH.shape
-        return _rows(grad_GMH, slot_GN).reshape(G, ctx.k, -1, H).sum(1), None, None
+        return _gather_sums(grad_GMH, slot_GN, ctx.k), None, None
 
 
-class _Move(torch.autograd.Function):
-    """Rows from slots to (choice, token)s or back, zeros where there is none; a row's gradient comes the same way."""
-
-    @staticmethod
-    def forward(ctx, x_GRH: torch.Tensor, index_GQ: torch.Tensor, inverse_GR: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse_GR)
-        return _rows(x_GRH, index_GQ)
+class _Combine(torch.autograd.Function):
+    """slots [G, M, H] -> the sum over each token's slots [G, s, H]; a slot's gradient is that of its token."""
 
     @staticmethod
-    def backward(ctx, grad_GQH: torch.Tensor):  # type: ignore[override]
-        (inverse_GR,) = ctx.saved_tensors
-        return _rows(grad_GQH, inverse_GR), None, None
+    def forward(ctx, y_GMH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(owner_GM)
+        ctx.pairs = slot_GN.shape[1]
+        return _gather_sums(y_GMH, slot_GN, k)
+
+    @staticmethod
+    def backward(ctx, grad_GsH: torch.Tensor):  # type: ignore[override]
+        (owner_GM,) = ctx.saved_tensors
+        return _scatter_rows(grad_GsH, owner_GM, ctx.pairs), None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    """(token, choice) weights [G, N] -> those of slots [G, M], zero where a slot is empty."""
+
+    @staticmethod
+    def forward(ctx, weight_GN: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slot_GN)
+        return _rows(weight_GN.unsqueeze(-1), owner_GM, True).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad_GM: torch.Tensor):  # type: ignore[override]
+        (slot_GN,) = ctx.saved_tensors
+        return _rows(grad_GM.unsqueeze(-1), slot_GN, True).squeeze(-1), None, None
 
 
 register("dense", dense)
