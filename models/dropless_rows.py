@@ -42,7 +42,8 @@ class Local:
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
         """A parameter of the experts held here, from the shards that others hold; perhaps turned (see `turned`)."""
         for dim, axes in self._gathered(spec):
-            shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
+            for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu makes an all-reduce of it
+                shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
         return shard.swapaxes(1, 2) if self.turned(spec) else shard
 
     def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
@@ -50,7 +51,8 @@ class Local:
         gradient = gradient.astype(self.reduce_dtype or dtype)
         gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
         for dim, axes in reversed(self._gathered(spec)):
-            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+            for axis in axes:
+                gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return (lax.psum(gradient, rest) if rest else gradient).astype(dtype)

@@ -21,12 +21,13 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
+from torch_xla.experimental import stablehlo_custom_call
 from torch_xla.experimental.pytreeify import pytreeify
 
 # Semi-private, pinned: the parts of torch_xla's `scan` before and after its autograd function.
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
-from models import partial_gradients, scopes, side_outputs
+from models import jax_call, partial_gradients, scopes, side_outputs
 from models.top_k import LocalTopK
 
 Prepare = Callable[[str, torch.Tensor], torch.Tensor]
@@ -220,9 +221,32 @@ def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+    """Recompute everything from the layer's input, which waits in the host's memory: on a TPU, which can do so."""
+    forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    if jax_call.target() != "tpu":
+        return forward, backward
+    hidden = next(node for node in forward.graph.nodes if node.op == "placeholder")  # the carry's first tensor
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    kept, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
+    with forward.graph.inserting_before(output):
+        parked = forward.graph.call_function(stablehlo_custom_call.place_to_host._opoverload, (hidden,))
+    output.args = ((*kept, *(parked if node is hidden else node for node in saved)),)
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        if node.name == hidden.name:
+            with backward.graph.inserting_after(placeholders[-1]):
+                back = backward.graph.call_function(stablehlo_custom_call.place_to_device._opoverload, (node,))
+            node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+    for graph in (forward, backward):
+        graph.recompile()
+    return forward, backward
+
+
 REMAT: dict[str, Callable[..., Any]] = {
     "none": default_partition,
     "full": _recompute_everything,
+    "offload": _offload,
     "save_matmuls": _partition_with(_save_matmuls),
 }
 

@@ -12,25 +12,25 @@ from torch.distributed.tensor import Shard
 from trainer.recipe import Compute, Mesh, Recipe
 
 recipe = Recipe(
-    mesh=Mesh(fsdp=-1),
-    batch=("fsdp",),
+    mesh=Mesh(fsdp=-1, inner=4),  # two axes: a gather runs ring by ring, as a TPU's torus likes it
+    batch=("fsdp", "inner"),
     parameters={
-        "model.embed_tokens.weight": {"fsdp": Shard(0)},
-        "model.layers.*.self_attn.[qkv]_proj.weight": {"fsdp": Shard(0)},
-        "model.layers.*.self_attn.o_proj.weight": {"fsdp": Shard(1)},
+        "model.embed_tokens.weight": {"fsdp": Shard(0), "inner": Shard(0)},
+        "model.layers.*.self_attn.[qkv]_proj.weight": {"fsdp": Shard(0), "inner": Shard(0)},
+        "model.layers.*.self_attn.o_proj.weight": {"fsdp": Shard(1), "inner": Shard(1)},
         "model.layers.*.mlp.gate.weight": {},  # the router: small, and every token needs all of it
-        "model.layers.*.mlp.experts.*_proj": {"fsdp": Shard(2)},
+        "model.layers.*.mlp.experts.*_proj": {"fsdp": Shard(2), "inner": Shard(2)},
         "model.layers.*.*layernorm.weight": {},
         "model.norm.weight": {},
-        "lm_head.weight": {"fsdp": Shard(0)},
+        "lm_head.weight": {"fsdp": Shard(0), "inner": Shard(0)},
     },
     optional={
-        "model.layers.*.self_attn.[qkv]_proj.bias": {"fsdp": Shard(0)},
+        "model.layers.*.self_attn.[qkv]_proj.bias": {"fsdp": Shard(0), "inner": Shard(0)},
         "model.layers.*.self_attn.o_proj.bias": {},
         "model.layers.*.self_attn.[qk]_norm.weight": {},  # Qwen3-MoE
     },
-    activations={"model.layers.*": {"fsdp": Shard(0)}},
-    compute=Compute(experts="capacity", capacity_factor=2.0, router_loss=True, remat="full", scan=True),
+    activations={"model.layers.*": {"fsdp": Shard(0), "inner": Shard(0)}},
+    compute=Compute(experts="dropless", router_loss=True, remat="full", scan=True),
     model={
         "model_type": "mixtral",
         "hidden_size": 128,

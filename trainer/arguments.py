@@ -43,6 +43,9 @@ class TrainingArguments:
         False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
     )
     mesh: str | None = option(None, "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`.")
+    compute: str | None = option(
+        None, "Another compute policy than the recipe's, e.g. `remat=offload,capacity_factor=1.25`."
+    )
     output_dir: str | None = option(
         None, "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken."
     )

@@ -237,7 +237,8 @@ def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
 def _roofline(cost: Cost, lines: list[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
     wire = {network: sum(x.wire_bytes for x in lines if x.network == network) for network in ("ici", "dcn")}
     times = {
-        "compute": cost.flops / chip.flops,
+        # kernels may keep their FLOPs to themselves, but the model's have to be done
+        "compute": max(cost.flops, model_flops or 0) / chip.flops,
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
         "ici": wire["ici"] / chip.ici_bandwidth,
         "dcn": wire["dcn"] / chip.dcn_bandwidth,

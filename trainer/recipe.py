@@ -7,7 +7,7 @@ import importlib.resources
 import math
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _CHOICES = {
     "dtype": (None, "float32", "bfloat16"),
     "experts": (None, "dense", "capacity", "dropless"),
     "attention": ("portable", "eager", "sdpa"),
-    "remat": ("none", "full", "save_matmuls"),
+    "remat": ("none", "full", "save_matmuls", "offload"),
     "reduce_gradients": ("step", "micro_batch"),
 }
 
@@ -133,7 +133,8 @@ class Compute:
         capacity_factor: slots per expert over a perfectly balanced load; only ``capacity`` reads it.
         router_loss: train with the model's own load-balancing loss (its ``router_aux_loss_coef``) too.
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
-        remat: what backward recomputes: nothing, every layer, or all but matrix products.
+        remat: what backward recomputes: nothing, every layer, or all but matrix products; ``offload`` is ``full`` with
+            the layers' inputs in the host's memory meanwhile (on a TPU; elsewhere it is ``full``).
         scan: run equal decoder layers as one scanned layer, stored stacked.
         reduce_gradients: sum gradients over devices once a ``step``, or once a ``micro_batch``: more communication, for
             models whose gradients do not fit on a device undivided by the batch axes. The same with one micro-batch.
@@ -256,6 +257,29 @@ class Recipe:
                 instead=",".join(f"{axis}={size}" for axis, size in self.mesh.axes.items()),
             )
         return replace(self, mesh=Mesh(dcn=self.mesh.dcn, **{axis: sizes[axis] for axis in self.mesh.axes}))
+
+    def with_compute(self, text: str) -> Recipe:
+        """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.
+
+        Raises:
+            UserError: not ``name=value,...``, or a name or value that `Compute` has not.
+        """
+        names = [f.name for f in fields(Compute)]
+        changes = {}
+        for part in text.split(","):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if not equals or name not in names:
+                raise UserError(
+                    asked=f"compute {text!r}",
+                    found=f"{part.strip()!r}",
+                    why="each part is one of the compute policy's names and a value",
+                    instead=did_you_mean(name, names) + "one of " + ", ".join(f"{n}=…" for n in names),
+                )
+            try:
+                changes[name] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                changes[name] = value  # a word: remat=full
+        return replace(self, compute=replace(self.compute, **changes))
 
     def as_dict(self) -> dict[str, Any]:
         """The effective recipe as JSON-able values, in the recipe's own terms."""

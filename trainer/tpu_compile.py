@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from models.jax_call import xla_client
 from trainer.chips import Topology, find_topology
 from trainer.compile_memory import is_out_of_hbm
 from trainer.compile_report import CompileReport, make_report
@@ -147,7 +148,10 @@ def libtpu_version() -> str:
 def _key(lowered: Lowered, request: dict[str, Any]) -> str:
     versions = [_FORMAT, libtpu_version(), importlib.metadata.version("jaxlib")]
     digest = hashlib.sha256(json.dumps([versions, request]).encode())
-    digest.update(lowered.hlo)
+    # without the metadata, which tells files and lines of ours: those change when the step does not
+    options = xla_client._xla.HloPrintOptions.short_parsable()
+    options.print_large_constants = True
+    digest.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
     return digest.hexdigest()[:32]
 
 
