@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from models import jax_call
 from tests.parity import relative
@@ -28,6 +31,7 @@ from trainer.model import load_config, meta_model
 from trainer.plan import ShardingPlan, make_plan
 from trainer.recipe import Recipe, load_recipe
 from trainer.step import TrainStep
+from trainer.tpu_compile import compile_for
 
 LENGTH = 16
 
@@ -202,3 +206,77 @@ def test_a_scanned_step_is_as_large_at_32_layers_as_at_4_but_for_the_router_loss
 
 def instructions(lowered: Lowered) -> int:
     return jax_call.xla_client.XlaComputation(lowered.hlo).as_hlo_text().count(" = ")
+
+
+class _InPlace(torch.autograd.Function):
+    """Marks its input itself, and in the backward the gradient itself, as torch_xla's MarkShardingFunction once did."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        ctx.key = key
+        torch_xla._XLAC._xla_mark_sharding(tensor, sharding._shardings[key])
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        torch_xla._XLAC._xla_mark_sharding(gradient, sharding._shardings[ctx.key])
+        return gradient, None
+
+
+def in_place_where_it_can_be(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """What AOTAutograd traces (a layer with remat, or scanned) has no XLA tensor to mark: that stays out of place."""
+    traced = isinstance(tensor, FakeTensor | FunctionalTensor)
+    return _OUT_OF_PLACE(tensor, key) if traced else _InPlace.apply(tensor, key)
+
+
+_OUT_OF_PLACE = sharding._constrain
+_SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+def gradient_memory(scan: bool, remat: str, accumulation: int, cache: Path | None = None) -> tuple[int, int]:
+    """Bytes of temporaries a chip (v5e:2x4, Mixtral, 4 layers, 2048 tokens a chip), out of place and in place."""
+    recipe = load_recipe("mixtral_fsdp")
+    recipe = replace(
+        recipe,
+        model={**(recipe.model or {}), **_SIZES, "head_dim": 128, "num_hidden_layers": 4},
+        compute=replace(recipe.compute, scan=scan, remat=remat),
+    )
+    args = TrainingArguments(
+        recipe=recipe.name,
+        sequence_length=1024,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+    )
+    config, found = load_config(None, recipe), []
+    plan = make_plan(recipe, meta_model(config), 8)
+    try:
+        for constrain in (_OUT_OF_PLACE, in_place_where_it_can_be):
+            sharding._constrain = constrain  # type: ignore[assignment]
+            lowered = lower(recipe, args, config, plan)
+            found.append(compile_for(lowered, "v5e:2x4", cache_dir=cache, timeout=600).temp_bytes)
+    finally:
+        sharding._constrain = _OUT_OF_PLACE
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",
+)
+def test_marking_out_of_place_takes_no_more_memory_than_in_place(tmp_path: Path) -> None:
+    ours, in_place = gradient_memory(scan=False, remat="none", accumulation=1, cache=tmp_path)
+    assert 0 < ours <= in_place
+
+
+def main() -> None:
+    print("MB of temporaries a chip, by how activations and gradients are marked")
+    print(f"{'layers':10} {'remat':14} {'micro-batches':14} {'out of place':>14} {'in place':>14}")
+    for scan, remat, accumulation in ((False, "none", 1), (False, "none", 2), (False, "full", 1), (True, "full", 1)):
+        ours, theirs = gradient_memory(scan, remat, accumulation)
+        kind = "scanned" if scan else "unscanned"
+        print(f"{kind:10} {remat:14} {accumulation:<14} {ours / 1e6:14,.1f} {theirs / 1e6:14,.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
