@@ -85,7 +85,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
     def chunk(_: None, tokens: tuple[Array, ...]) -> tuple[None, Array]:
         x, index, weight = (local.gather_tokens(t) for t in tokens)
-        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local))
+        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local), local)
         y = _experts(x, rows, parameters, local)
         return None, local.scatter_tokens(rows.combine(y, weight).astype(x.dtype))
 
@@ -100,7 +100,7 @@ def backward(
 
     def chunk(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
         grad, x, index, weight = (local.gather_tokens(t) for t in tokens)
-        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local))
+        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local), local)
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         grad_weight = rows.of_choices(grad_row_weights).astype(weight.dtype)
@@ -158,6 +158,7 @@ class _Rows:
         end_E: where each expert's rows end; the last one's end is the number of rows that matter.
         block: rows that are multiplied at once.
         tile: see `models.grouped`.
+        all_held: every expert is held here, so that every row matters: the compiler knows how many blocks there are.
     """
 
     token_R: Array
@@ -166,9 +167,10 @@ class _Rows:
     end_E: Array
     block: int
     tile: int
+    all_held: bool
 
     @classmethod
-    def sort(cls, index_Tk: Array, held: Array, sizes: tuple[int, int]) -> _Rows:
+    def sort(cls, index_Tk: Array, held: Array, sizes: tuple[int, int], local: Local) -> _Rows:
         (T, k), E, (block, tile) = index_Tk.shape, len(held), sizes
         N = T * k
         # choice-major: with k as the minor dimension a TPU would pad it to a whole tile
@@ -179,13 +181,13 @@ class _Rows:
         _, row_N = lax.sort((choice_N, number_N), num_keys=1)
         end_E = jnp.cumsum((expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32))
         choice_R = jnp.pad(choice_N, (0, -N % block))
-        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, block, tile)
+        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, block, tile, not local.expert_axes)
 
     def fold(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
         """``carry = body(block, carry)`` for each block that has rows of experts held here."""
         if len(self.token_R) == self.block:
             return body(_Block(self, jnp.int32(0)), carry)
-        count = -(-self.end_E[-1] // self.block)
+        count = len(self.token_R) // self.block if self.all_held else -(-self.end_E[-1] // self.block)
         return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * self.block), carry), carry)
 
     def of_choices(self, value_R: Array) -> Array:

@@ -28,7 +28,6 @@ from torch_xla.experimental.pytreeify import pytreeify
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
 from models import jax_call, partial_gradients, scopes, side_outputs
-from models.top_k import LocalTopK
 
 Prepare = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -127,10 +126,9 @@ class _Runner:
             filled = [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(filled, spec)
             prepared = {k: self.owner.prepare(f"{self.prefix}.{k}", w) for k, w in weights.items()}
-            with LocalTopK():
-                output, side = side_outputs.collect(
-                    lambda: partial_gradients.functional_call(self.layer, prepared, (hidden, *args), kwargs)
-                )
+            output, side = side_outputs.collect(
+                lambda: partial_gradients.functional_call(self.layer, prepared, (hidden, *args), kwargs)
+            )
             output = output[0] if isinstance(output, tuple) else output
             # every output of a scanned function must require grad: `zero` does, and changes nothing
             side = tree_map(lambda t: t if t.requires_grad else t + zero, side)
@@ -151,7 +149,7 @@ class _Runner:
                 )
         count = self.owner.count
         (output, _, _), side = _Layers.apply(*self.graphs[key], count is not None, init, parameters)
-        side_outputs.replay([tree_map(lambda t, i=i: t[i], side) for i in range(count)] if count else [side])
+        side_outputs.replay(side, count)
         return output
 
 

@@ -8,7 +8,8 @@ layer can't do: it is traced once for all layers. :func:`collect` turns both int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers.utils.output_capturing import _active_collector
 
 _metrics: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("side_metrics", default=None)
 
+_joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
+
 # channel -> name -> what was appended while one layer ran
 SideOutputs = dict[str, dict[str, list[torch.Tensor]]]
 
@@ -27,7 +30,7 @@ def record(name: str, value: torch.Tensor) -> None:
     """Report a scalar metric of this layer, if anyone listens (see :func:`collect_metrics`)."""
     channel = _metrics.get()
     if channel is not None:
-        channel.setdefault(name, []).append(value.detach())
+        channel.setdefault(name, []).append(value.detach().flatten())
 
 
 def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
@@ -38,6 +41,17 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.T
         return run(), metrics
     finally:
         _metrics.reset(token)
+
+
+@contextlib.contextmanager
+def joined(*names: str) -> Iterator[None]:
+    """Inside, stacked layers say these as one tensor, [layers * tokens, …], not one each: a graph of one size at any
+    depth, for a reader that takes them all alike (the load-balancing loss)."""
+    token = _joined.set(names)
+    try:
+        yield
+    finally:
+        _joined.reset(token)
 
 
 def wanted() -> tuple[str, ...]:
@@ -56,11 +70,23 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
     return result, {"captured": captured, "metrics": metrics}
 
 
-def replay(layers: Sequence[SideOutputs]) -> None:
-    """Append what the layers said to the active collectors, in layer order."""
+def replay(side: SideOutputs, count: int | None) -> None:
+    """Append what the layers said to the active collectors, in layer order.
+
+    Args:
+        count: layers whose tensors are stacked along dimension 0; None: one layer's, as they are.
+    """
     captured, metrics = _active_collector.get(), _metrics.get()
-    for side in layers:
-        for target, source in ((captured, side["captured"]), (metrics, side["metrics"])):
-            for name, values in source.items():
-                if target is not None:
-                    target.setdefault(name, []).extend(values)
+    for name, values in side["captured"].items():
+        for value in values:
+            if captured is None:
+                continue
+            if count is None:
+                captured.setdefault(name, []).append(value)
+            elif name in _joined.get():
+                captured.setdefault(name, []).append(value.flatten(0, 1))
+            else:
+                captured.setdefault(name, []).extend(value.unbind())
+    for name, values in side["metrics"].items():
+        if metrics is not None:
+            metrics.setdefault(name, []).extend(value.flatten() for value in values)

@@ -40,7 +40,6 @@ def _layouts(topology: str, batch: int, devices: int) -> dict[str, str]:
     return {
         f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",
         f"mixtral_fsdp, {topology}": f"--recipe mixtral_fsdp {where}",
-        f"mixtral_ep_tp, {topology}": f"--recipe mixtral_ep_tp {where}",
         f"one axis for all (naive), {topology}": f"--recipe mixtral_fsdp --mesh fsdp={devices},inner=1 {where}",
     }
 
@@ -52,7 +51,10 @@ TABLES: dict[str, dict[str, str]] = {
         "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 --compute experts=dropless",
         "capacity 1.25, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY}",
     },
-    "layouts_v5p": _layouts("v5p:4x4x4", 4, 64),
+    "layouts_v5p": _layouts("v5p:4x4x4", 4, 64)
+    | {
+        "mixtral_ep_tp, v5p:4x4x4": f"--recipe mixtral_ep_tp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
+    },
     "layouts_v5e": _layouts("v5e:16x16", 1, 256),
     "layouts_v6e": _layouts("v6e:16x16", 2, 256),
     "remat": {

@@ -22,6 +22,7 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from transformers import PreTrainedModel
 
 from models import partial_gradients, scopes, side_outputs
+from models.local_ops import LocalOps
 from trainer import sharding
 from trainer.errors import UserError
 from trainer.optimizer import AdamW, clip_factor, global_norm
@@ -111,14 +112,14 @@ class Loss:
         inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens, "use_cache": False}
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
-        if self.router_loss and training:
-            # the auxiliary loss without a mask counts with `histc`, which XLA has not; the mask changes no number
-            present = batch.get("segment_ids", torch.ones_like(batch["input_ids"]))
-            inputs["attention_mask"] = present.clamp(max=1)
-        output, recorded = side_outputs.collect_metrics(
-            lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
-        )
-        return output.loss, {name: torch.stack(values).mean() for name, values in recorded.items()}
+        packed = "segment_ids" in batch
+        if self.router_loss and training and packed:  # it leaves padding out, by a mask of one layer's tokens
+            inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
+        with LocalOps(), side_outputs.joined(*([] if packed else ["router_logits"])):
+            output, recorded = side_outputs.collect_metrics(
+                lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
+            )
+        return output.loss, {name: torch.cat(values).mean() for name, values in recorded.items()}
 
 
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""`torch.topk` whose gradient is a sum of one-hots.
+"""Operations that torch_xla lowers to scatters over tokens, as sums of one-hots instead.
 
-torch's own is a scatter over tokens, for which the partitioner gathers the indices of the whole batch on every device.
-A router chooses among few experts, so that the one-hots are small, and fused away.
+For a scatter the partitioner gathers the indices of the whole batch on every device. A router chooses among few
+experts, so the one-hots are small, and fused away.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class _TopK(torch.autograd.Function):
         return (chosen.to(grad.dtype) * grad.unsqueeze(-1)).sum(-2), None, None
 
 
-class LocalTopK(TorchFunctionMode):
-    """While it is active, the largest of the last dimension are found by :class:`_TopK`."""
+class LocalOps(TorchFunctionMode):
+    """While it is active: the gradient of `torch.topk` over the last dimension, and `torch.histc` of whole numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):
             return _top_k(func, *args, **(kwargs or {}))
+        if func in (torch.histc, torch.Tensor.histc):
+            return _histogram(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -41,3 +43,10 @@ def _top_k(func: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool 
     if dim not in (-1, input.dim() - 1) or not largest or not input.requires_grad:
         return func(input, k, dim, largest, sorted)
     return torch.return_types.topk(_TopK.apply(input, k, sorted))
+
+
+def _histogram(func: Any, input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    # transformers counts each expert's tokens so; XLA has no `histc`
+    if (min, max) != (0, bins) or input.is_floating_point():
+        return func(input, bins=bins, min=min, max=max)
+    return (input.flatten().unsqueeze(-1) == torch.arange(bins, device=input.device)).to(torch.float32).sum(0)
