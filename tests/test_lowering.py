@@ -193,15 +193,13 @@ def test_the_whole_state_is_donated_and_nothing_else(accumulation: int) -> None:
     assert all(lowered.outputs[argument.output] == argument.sharding for argument in donated)  # type: ignore[index]
 
 
-# Of Mixtral's, 105 are its router loss, which transformers computes layer by layer, and 3 the dropped fraction's.
-@pytest.mark.parametrize(("name", "a_layer"), [("llama_fsdp", 0), ("mixtral_ep", 0)])
-def test_a_scanned_step_is_as_large_at_32_layers_as_at_4_but_for_the_router_loss(name: str, a_layer: int) -> None:
+@pytest.mark.parametrize("name", ["llama_fsdp", "mixtral_ep"])
+def test_a_scanned_step_is_as_large_at_32_layers_as_at_4(name: str) -> None:
     shallow, deep = (lowered_for(load_recipe(name), 64, layers=layers)[0] for layers in (4, 32))
     assert (shallow.layers, deep.layers) == (4, 32)
     assert [(a.name, a.sharding) for a in shallow.arguments] == [(a.name, a.sharding) for a in deep.arguments]
-    assert 1000 < instructions(shallow) <= instructions(deep) <= instructions(shallow) + 28 * a_layer
-    if not a_layer:
-        assert len(deep.hlo) == pytest.approx(len(shallow.hlo), rel=0.01)
+    assert 1000 < instructions(shallow) == instructions(deep)
+    assert len(deep.hlo) == pytest.approx(len(shallow.hlo), rel=0.01)
 
 
 def instructions(lowered: Lowered) -> int:
