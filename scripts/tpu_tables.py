@@ -76,6 +76,18 @@ TABLES: dict[str, dict[str, str]] = {
         f"--sequence_length 4096 {_64} {_BATCH} 2"
         for layers in (4, 32, 80)
     },
+    "flags": {
+        f"{topology}, {options or 'as it is'}": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=4 "
+        f"--sequence_length 4096 --topology {topology} {_BATCH} {batch}"
+        + (f" --compiler_options '{options}'" if options else "")
+        for topology, batch in (("v5p:2x2x4", 4), ("v5e:4x4", 1), ("v6e:4x4", 2))
+        for options in (
+            "",
+            "xla_tpu_scoped_vmem_limit_kib=65536",
+            "xla_tpu_enable_latency_hiding_scheduler=false",
+            "xla_enable_async_all_gather=true xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+        )
+    },
     "attention": {
         f"{length:,} tokens": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=1,hidden_size=4096,"
         "intermediate_size=4096,num_attention_heads=32,vocab_size=256,max_position_embeddings=131072 "
