@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ from datasets import Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from trainer.cache import cache_root
 from trainer.documents import digest, find_source, has_text, split_documents
 from trainer.errors import UserError
 
@@ -86,7 +86,7 @@ def load_corpus(
         UserError: no such dataset, or an unreadable or empty one, or one of mixed kinds, without a column of text or
             too small to make a row on either side of the split; a tokenizer without an end-of-text token.
     """
-    root = _cache_root(cache_dir)
+    root = cache_root(cache_dir)
     source = find_source(dataset, text_column)
     key = [CACHE_FORMAT, source.fingerprint, heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
@@ -328,22 +328,6 @@ def _batch(columns: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 # ---- cache ----
-
-
-def _cache_root(cache_dir: Path | None) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")).expanduser()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=root).close()
-    except OSError as error:
-        raise UserError(
-            asked=f"the cache folder {root}",
-            found=str(error),
-            why="the trained tokenizer and the packed rows are kept there",
-            instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
-        ) from error
-    return root
 
 
 def _cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:

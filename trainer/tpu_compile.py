@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from models.jax_call import xla_client
+from trainer.cache import cache_root
 from trainer.chips import Topology, find_topology
 from trainer.compile_memory import is_out_of_hbm
 from trainer.compile_report import CompileReport, make_report
@@ -73,7 +74,7 @@ def compile_for(
         "flags": sorted((flags or {}).items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
-    folder = _root(cache_dir) / _key(lowered, request)
+    folder = cache_root(cache_dir) / "compiled" / _key(lowered, request)
     if not (folder / "result.json").exists():
         _compile(lowered, request, where, folder, timeout)
     return _read(folder, lowered, where, model_flops, exchange)
@@ -155,28 +156,12 @@ def _key(lowered: Lowered, request: dict[str, Any]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _root(cache_dir: Path | None) -> Path:
-    """Where compiled results are kept: beside the data cache (trainer.data)."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")).expanduser() / "compiled"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=root).close()
-    except OSError as error:
-        raise UserError(
-            asked=f"the cache folder {root}",
-            found=str(error),
-            why="what the compiler returned is kept there",
-            instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
-        ) from error
-    return root
-
-
 # ---- the child, seen from the parent ----
 
 
 def _compile(lowered: Lowered, request: dict[str, Any], where: Topology, folder: Path, timeout: float) -> None:
     """Run the child and put what it leaves into ``folder``, in one piece."""
+    folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".working-") as name:
         work = Path(name)
         (work / "step.hlo.pb").write_bytes(lowered.hlo)
