@@ -152,7 +152,10 @@ def _key(lowered: Lowered, request: dict[str, Any]) -> str:
     # without the metadata, which tells files and lines of ours: those change when the step does not
     options = xla_client._xla.HloPrintOptions.short_parsable()
     options.print_large_constants = True
-    digest.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
+    try:
+        digest.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
+    except RuntimeError:  # no HLO: the child will say so
+        digest.update(lowered.hlo)
     return digest.hexdigest()[:32]
 
 
