@@ -8,6 +8,7 @@ ran on.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,7 +227,14 @@ def _sizes(memory: Memory) -> dict[str, int]:
 
 
 def _largest(lowered: Lowered, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
-    return memory.refused or largest_buffers(lowered, module, buffers)
+    parameters = Parameters(lowered)
+
+    def named(buffer: Buffer) -> Buffer:
+        """A gradient or a copy that no module made (a sum, a cast) is told by the weight that it looks like."""
+        like = "" if "." in re.sub(r"\.\d+$", "", buffer.module) else parameters.shaped_like(buffer.shape)
+        return dataclasses.replace(buffer, module=f"{like} (by its shape)") if like else buffer
+
+    return tuple(map(named, memory.refused or largest_buffers(lowered, module, buffers)))
 
 
 def _modules(cost: Cost) -> tuple[ModuleLine, ...]:

@@ -81,6 +81,18 @@ class Parameters:
             return purpose, names
         return "", []
 
+    def shaped_like(self, shape: str) -> str:
+        """The weight of which a chip holds a tensor of this shape (HLO's text), all layers or one; empty if none."""
+        match = _DIMS.search(shape)
+        dims = tuple(int(d) for d in match[1].split(",") if d) if match else ()
+        sizes = dict(self.mesh)
+        for weight in self.weights:
+            splits = (math.prod(sizes[axis] for axis in axes) for axes in self._axes(weight))
+            local = tuple(size // split for size, split in zip(weight.shape, splits, strict=True))
+            if dims == local or (self.layers > 1 and dims == local[1:] and weight.shape[0] == self.layers):
+                return weight.name
+        return ""
+
     def holds_batch(self, key: Collective) -> bool:
         """Is some shape at least as large as the global batch's tokens, and not a parameter's?"""
         return any(
