@@ -45,7 +45,7 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.T
 
 @contextlib.contextmanager
 def joined(*names: str) -> Iterator[None]:
-    """Inside, stacked layers say these as one tensor, [layers * tokens, …], not one each: a graph of one size at any
+    """Inside, stacked layers say these as one tensor, [tokens * layers, …], not one each: a graph of one size at any
     depth, for a reader that takes them all alike (the load-balancing loss)."""
     token = _joined.set(names)
     try:
@@ -84,7 +84,8 @@ def replay(side: SideOutputs, count: int | None) -> None:
             if count is None:
                 captured.setdefault(name, []).append(value)
             elif name in _joined.get():
-                captured.setdefault(name, []).append(value.flatten(0, 1))
+                # tokens first: merged behind layers, they would lose their layout
+                captured.setdefault(name, []).append(value.transpose(0, 1).flatten(0, 1))
             else:
                 captured.setdefault(name, []).extend(value.unbind())
     for name, values in side["metrics"].items():
