@@ -232,11 +232,11 @@ _SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads":
 
 
 def gradient_memory(scan: bool, remat: str, accumulation: int, cache: Path | None = None) -> tuple[int, int]:
-    """Bytes of temporaries a chip (v5e:2x4, Mixtral, 4 layers, 2048 tokens a chip), out of place and in place."""
+    """Bytes of temporaries a chip (v5e:2x4, Mixtral, 2 layers, 2048 tokens a chip), out of place and in place."""
     recipe = load_recipe("mixtral_fsdp")
     recipe = replace(
         recipe,
-        model={**(recipe.model or {}), **_SIZES, "head_dim": 128, "num_hidden_layers": 4},
+        model={**(recipe.model or {}), **_SIZES, "head_dim": 128, "num_hidden_layers": 2},
         compute=replace(recipe.compute, scan=scan, remat=remat),
     )
     args = TrainingArguments(
