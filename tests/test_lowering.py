@@ -202,6 +202,12 @@ def test_a_scanned_step_is_as_large_at_32_layers_as_at_4(name: str) -> None:
     assert len(deep.hlo) == pytest.approx(len(shallow.hlo), rel=0.01)
 
 
+def test_a_lowering_leaves_nothing_behind_that_a_sync_would_compute() -> None:
+    lowered_for(load_recipe("mixtral_ep"), 64)
+    torch_xla.sync()  # of all that is lazy in this process: a tensor without data would end it
+    assert torch.ones(2, device=torch_xla.device()).sum().item() == 2
+
+
 def instructions(lowered: Lowered) -> int:
     return jax_call.xla_client.XlaComputation(lowered.hlo).as_hlo_text().count(" = ")
 

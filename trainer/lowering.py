@@ -6,6 +6,7 @@ shapes and layouts and no data, so a model of any size is lowered in seconds, in
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -80,6 +81,23 @@ def lower(
     # autograd asks the device for its context, which only a first computation makes
     torch.ones(1, device=torch_xla.device()).cpu()
     mesh = sharding.AbstractMesh(plan.mesh)
+    try:
+        return _lower(recipe, args, config, plan, mesh, platform)
+    finally:
+        # Tensors without data must not outlive this, for a sync of all that is lazy would try to compute them: kernels
+        # bound to the mesh stay registered and keep it, and reference cycles keep the model.
+        mesh.placed.clear()
+        gc.collect()
+
+
+def _lower(
+    recipe: Recipe,
+    args: TrainingArguments,
+    config: PretrainedConfig,
+    plan: ShardingPlan,
+    mesh: sharding.AbstractMesh,
+    platform: str,
+) -> Lowered:
     names = ["input_ids", "labels", *(("segment_ids", "position_ids") if args.isolate_documents else ())]
     rows = args.per_device_train_batch_size * plan.batch_shards * args.gradient_accumulation_steps
     batch = {name: torch.empty(rows, args.sequence_length, dtype=torch.int64, device="meta") for name in names}
