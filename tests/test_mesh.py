@@ -118,6 +118,6 @@ def test_devices_that_are_not_there_are_one_message_and_exit_code_2():
     code = "import sys\nfrom trainer.errors import exit_code\nfrom trainer.mesh import init_runtime\n"
     result = run(code + "sys.exit(exit_code(init_runtime))", PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: PJRT_DEVICE=TPU")
+    assert "error: PJRT_DEVICE=TPU" in result.stderr  # after a line of libtpu's own, where that is installed
     assert "PJRT_DEVICE=CPU for virtual devices" in result.stderr
     assert "Traceback" not in result.stderr
