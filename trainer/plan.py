@@ -230,13 +230,13 @@ def make_plan(
     model: nn.Module,
     devices: int,
     *,
-    weight_dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
     optimizer_dtype: torch.dtype = torch.float32,
 ) -> ShardingPlan:
     """Resolve ``recipe`` for ``model`` (any module, also on meta) on ``devices`` devices; allocates nothing.
 
     Args:
-        weight_dtype: what weights are stored in, whatever dtype ``model`` has.
+        weight_dtype: what weights are stored in; None: each as ``model`` has it.
         optimizer_dtype: what AdamW's moments are stored in.
 
     Raises:
@@ -256,7 +256,9 @@ def make_plan(
     _check_divisible(recipe, names, layouts, mesh)
     _check_activations(recipe, model)
     plans = tuple(
-        _plan_parameter(name, pattern_of[name], tuple(parameter.shape), weight_dtype, layouts[name], mesh)
+        _plan_parameter(
+            name, pattern_of[name], tuple(parameter.shape), weight_dtype or parameter.dtype, layouts[name], mesh
+        )
         for name, parameter in names.items()
         if name not in aliases
     )
