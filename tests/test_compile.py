@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.libtpu import needs_libtpu
 from trainer.arguments import TrainingArguments
 from trainer.compile_job import DOES_NOT_FIT, CompileArguments
 from trainer.compile_search import Job, largest_batch
 
 ROOT = Path(__file__).parent.parent
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",
-)
 # what issue 3 says the JSON holds
 KEYS = {
     *("fits", "topology", "devices", "chip_hbm_bytes", "peak_bytes", "argument_bytes", "alias_bytes", "temp_bytes"),

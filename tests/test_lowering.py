@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from models import jax_call
+from tests.libtpu import needs_libtpu
 from tests.parity import relative
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
@@ -264,10 +264,7 @@ def gradient_memory(scan: bool, remat: str, accumulation: int, cache: Path | Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",
-)
+@needs_libtpu
 def test_marking_out_of_place_takes_no_more_memory_than_in_place(tmp_path: Path) -> None:
     ours, in_place = gradient_memory(scan=False, remat="none", accumulation=1, cache=tmp_path)
     assert 0 < ours <= in_place

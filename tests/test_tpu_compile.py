@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import math
 import time
 from pathlib import Path
@@ -14,17 +13,13 @@ import jax.memory
 import jax.numpy as jnp
 import pytest
 
+from tests.libtpu import needs_libtpu
 from tests.test_hlo_report import captured_step
 from trainer import tpu_compile
 from trainer.chips import CHIPS, find_topology, topologies
 from trainer.errors import UserError
 from trainer.lowering import Argument, Lowered
 from trainer.tpu_compile import compile_for
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",
-)
 
 
 @pytest.fixture(scope="module")
