@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,11 +22,26 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 from trainer.errors import UserError
 
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
+Slices = tuple[slice, ...]
 
 REPLICATED = "{replicated}"
 # mesh and spec -> XLA's sharding, as an object for the compiler and as text; an op's argument must be plain data
 _shardings: dict[str, object] = {}
 _texts: dict[str, str] = {}
+
+
+class Array(Protocol):
+    """Values that can be read by slices: a tensor on the host, or a file."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, where: Slices, /) -> torch.Tensor:
+        """The part at ``where``, which names every dimension; on the host."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,49 +66,85 @@ class AbstractMesh(xs.Mesh):
         self.mesh_shape, self.axis_names = tuple(axes.values()), tuple(axes)
         self.placed: list[Placeholder] = []
 
-    def place(self, name: str, tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
-        placeholder = create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+    def place(self, name: str, shape: Sequence[int], dtype: torch.dtype, spec: PartitionSpec) -> torch.Tensor:
+        placeholder = create_placeholder_tensor(tuple(shape), dtype)
         self.placed.append(Placeholder(name, placeholder.clone(), spec))  # a detached one would be written to as well
         return placeholder
 
 
-def place(name: str, tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
-    """Move ``tensor`` to the XLA devices and lay it out, in one go: each device receives its shard alone.
+def place(
+    name: str, values: Array, mesh: xs.Mesh, spec: PartitionSpec, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Lay ``values`` out over the XLA devices in one go: each device is sent its shard, and that alone is read.
 
-    On an :class:`AbstractMesh` nothing moves, and ``tensor`` may be on meta. Marking a tensor that is not on XLA yet is
-    the field's commonest mistake ("Input tensor is not an XLA tensor"), so there is no separate marking to call.
+    Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
+    there is no separate marking to call. On an :class:`AbstractMesh` nothing moves, and ``values`` may be on meta.
+
+    Args:
+        values: a tensor on the host, or what can be read by slices like one.
+        dtype: what to store it in; default: its own.
 
     Raises:
-        UserError: the tensor holds no data on the host to move (meta), or its rank is not the spec's.
+        UserError: it holds no data on the host to move (meta), its rank is not the spec's, or it does not divide.
     """
+    shape, dtype = tuple(values.shape), dtype or values.dtype
     if isinstance(mesh, AbstractMesh):
-        return mesh.place(name, tensor, spec)
-    if tensor.device.type != "cpu":
+        return mesh.place(name, shape, dtype, spec)
+    if isinstance(values, torch.Tensor) and values.device.type != "cpu":
         raise UserError(
             asked=f"place {name} as {spec}",
-            found=f"it is on device {tensor.device}",
+            found=f"it is on device {values.device}",
             why="a tensor goes from the host to its shards in one pass; one on another device has no host data to send",
             instead="give the tensor on the CPU (a meta model gets its weights from trainer.weights)",
         )
-    if tensor.dim() != len(spec):
+    if len(shape) != len(spec):
         raise UserError(
             asked=f"place {name} as {spec}",
-            found=f"its shape is {list(tensor.shape)}",
+            found=f"its shape is {list(shape)}",
             why="a partition spec names every dimension of its tensor; another rank is silently left replicated",
-            instead=f"write a spec of {tensor.dim()} entries",
+            instead=f"write a spec of {len(shape)} entries",
         )
-    if tensor.dim() == 1 and spec != (None,):
-        # sending a vector to a mesh that also replicates it ends in "too many indices for tensor" (torch_xla 2.9)
-        return xs.mark_sharding(tensor.to(torch_xla.device()), mesh, spec).global_tensor
-    sharding = xs.ShardingSpec(mesh, spec)
-    sent: Any = xm.send_cpu_data_to_device([tensor.contiguous()], torch_xla.device(), input_sharding=sharding)
-    return sent[0]
+    places = [shard_slices(name, shape, mesh, spec, device) for device in _local_devices()]
+    read = {str(where): where for where in places}  # replicas are read once
+    sent = {key: values[where].to(dtype).contiguous() for key, where in read.items()}
+    return torch_xla._XLAC._global_tensor_from_cpu_shards(
+        [sent[str(where)] for where in places], mesh.get_op_sharding(spec), torch.Size(shape)
+    )
+
+
+def shard_slices(name: str, shape: Sequence[int], mesh: xs.Mesh, spec: PartitionSpec, device: int) -> Slices:
+    """Which part of a tensor of ``shape`` device number ``device`` holds, a slice for each dimension.
+
+    Raises:
+        UserError: a dimension can't be divided by the axes that split it.
+    """
+    sizes = mesh.shape()
+    coordinates = np.unravel_index(int(np.flatnonzero(mesh.device_ids == device)[0]), mesh.mesh_shape)
+    position = dict(zip(sizes, coordinates, strict=True))
+    slices = []
+    for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
+        index, parts = 0, 1
+        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+            index, parts = index * sizes[axis] + int(position[axis]), parts * sizes[axis]
+        if size % parts:
+            raise UserError(
+                asked=f"place {name} as {spec}",
+                found=f"dimension {dim} of shape {list(shape)} is to be split {parts} ways",
+                why="shards are equal",
+                instead="a size that the axes' product divides, or fewer axes on this dimension",
+            )
+        slices.append(slice(index * (size // parts), (index + 1) * (size // parts)))
+    return tuple(slices)
+
+
+def _local_devices() -> list[int]:
+    """The numbers of this process's devices, as a mesh counts them."""
+    return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]
 
 
 def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
     """Zeros of the shape of ``like``, placed."""
-    device = "meta" if isinstance(mesh, AbstractMesh) else "cpu"
-    return place(name, torch.zeros(like.shape, dtype=dtype, device=device), mesh, spec)
+    return place(name, torch.zeros((), dtype=dtype).expand(like.shape), mesh, spec)
 
 
 def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
@@ -106,18 +157,30 @@ def place_batch(batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Se
     return {name: place(name, t, mesh, batch_spec(t.dim(), batch_axes)) for name, t in batch.items()}
 
 
-def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a placed tensor on the host, put together from its shards: no computation is compiled for it."""
+def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
+    """(where it lies in the whole, values on the host) of each shard of this process's devices, replicas left out.
+
+    No computation is compiled for it.
+    """
     xm.wait_device_ops()  # shards are read as they lie, and a step that is still being launched has none yet
-    ((shards, places),) = zip(
+    ((values, places),) = zip(
         torch_xla._XLAC._get_local_shards([tensor]),
         torch_xla._XLAC._get_local_shard_replica_and_indices([tensor]),
         strict=True,
     )
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    return [
+        (whole if where is Ellipsis else tuple(where), shard)
+        for (shard, _), (replica, where) in zip(values, places, strict=True)
+        if replica == 0
+    ]
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a placed tensor on the host, put together from its shards."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for (shard, _), (replica, where) in zip(shards, places, strict=True):
-        if replica == 0:
-            whole[where if where is Ellipsis else tuple(where)] = shard
+    for where, shard in shards(tensor):
+        whole[where] = shard
     return whole
 
 
