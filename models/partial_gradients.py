@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from models.jax_call import Manual, jax, jax_call
+
 Tensors = Mapping[str, torch.Tensor]
 
 SUFFIX = " by batch shard"
@@ -59,6 +61,32 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
 def of(parameters: Tensors) -> dict[str, torch.Tensor]:
     """What the :func:`functional_call` now running was given under the names of ``parameters`` with :data:`SUFFIX`."""
     return {name + SUFFIX: _active.get()[id(p)] for name, p in parameters.items() if id(p) in _active.get()}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How a partial gradient is summed over its batch shards.
+
+    Args:
+        name: whose gradient: each has collectives of its own.
+        dim: where the batch shards are.
+        scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
+        add: mesh axes to sum over whose devices all get the sum.
+        manual: layouts before and after.
+    """
+
+    name: str
+    dim: int
+    scatter: tuple[tuple[str, int], ...]
+    add: tuple[str, ...]
+    manual: Manual
+
+
+def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
+    """The sum of ``partial`` over its batch shards, in collectives that are written out; on XLA devices."""
+    key = repr(how)
+    _sums[key] = how
+    return _total(partial, key, how.dim)
 
 
 def expert_linear(x_ENH: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -95,9 +123,54 @@ def _sum_rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _embedding_grad(g_DtH: torch.Tensor, ids_Dt: torch.Tensor, w_VH: torch.Tensor) -> torch.Tensor:
-    D, (V, H) = len(g_DtH), w_VH.shape
-    index = ids_Dt.flatten(1).unsqueeze(-1).expand(-1, -1, H)
-    return torch.zeros((D, V, H), dtype=g_DtH.dtype, device=g_DtH.device).scatter_add(1, index, g_DtH.flatten(1, -2))
+    return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
+
+
+# An op's argument must be plain data: the text of a sum stands for it.
+_sums: dict[str, Sum] = {}
+
+
+@torch.library.custom_op("shardwright::total", mutates_args=())
+def _total(partial: torch.Tensor, key: str, dim: int) -> torch.Tensor:
+    how = _sums[key]
+    return jax_call(_sum_shards, partial, manual=how.manual, dim=dim, scatter=how.scatter, add=how.add, name=how.name)[
+        0
+    ]
+
+
+@_total.register_fake
+def _(partial: torch.Tensor, key: str, dim: int) -> torch.Tensor:
+    return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
+
+
+def _sum_shards(
+    x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str
+) -> jax.Array:
+    x = x.squeeze(dim)  # the one entry that this device has
+    for axis, scattered in scatter:
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
+    return jax.lax.psum(x, add) if add else x
+
+
+@torch.library.custom_op("shardwright::add_rows", mutates_args=())
+def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+    """Each shard's rows added up by id, in float32: [D, V, H]."""
+    if rows_DtH.device.type == "xla":
+        # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers them all
+        return jax_call(_scatter_add, rows_DtH, ids_Dt, V=V)[0]
+    D, _, H = rows_DtH.shape
+    index = ids_Dt.unsqueeze(-1).expand(-1, -1, H)
+    return torch.zeros((D, V, H), device=rows_DtH.device).scatter_add(1, index, rows_DtH.to(torch.float32))
+
+
+@_add_rows.register_fake
+def _(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+    return rows_DtH.new_empty((len(rows_DtH), V, rows_DtH.shape[-1]), dtype=torch.float32)
+
+
+def _scatter_add(rows_DtH: jax.Array, ids_Dt: jax.Array, V: int) -> jax.Array:
+    empty = jax.numpy.zeros((V, rows_DtH.shape[-1]), jax.numpy.float32)
+    return jax.vmap(lambda rows_tH, ids_t: empty.at[ids_t].add(rows_tH.astype(empty.dtype)))(rows_DtH, ids_Dt)
 
 
 def _expert_rule(weight: str) -> _Rule:

@@ -29,7 +29,8 @@ from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partit
 
 from models import jax_call, partial_gradients, scopes, side_outputs
 
-Prepare = Callable[[str, torch.Tensor], torch.Tensor]
+# (full name, parameter) -> what the layer uses, by full name: the parameter, and perhaps its partial gradient's leaf
+Prepare = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def find_layers(model: nn.Module) -> str:
@@ -83,7 +84,7 @@ class DecoderLayers(nn.ModuleList):
             self.add_module(key, layer)
         self.name, self.count = name, count
         self.runners = [_Runner(self, key, layer) for key, layer in layers.items()]
-        self.configure(lambda _, parameter: parameter, "none")
+        self.configure(lambda name, parameter: {name: parameter}, "none")
 
     def configure(self, prepare: Prepare, remat: str) -> None:
         """Set what happens to a parameter just before use (cast, layout), by full name; and the remat policy."""
@@ -125,7 +126,10 @@ class _Runner:
             values = iter(t.detach().to(dtype) for t, dtype in zip(carry, dtypes, strict=True))
             filled = [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(filled, spec)
-            prepared = {k: self.owner.prepare(f"{self.prefix}.{k}", w) for k, w in weights.items()}
+            prepared: dict[str, torch.Tensor] = {}
+            for k, w in weights.items():  # a leaf that is given comes after, and instead of, the one made here
+                full = self.owner.prepare(f"{self.prefix}.{k}", w)
+                prepared |= {name.removeprefix(f"{self.prefix}."): t for name, t in full.items()}
             output, side = side_outputs.collect(
                 lambda: partial_gradients.functional_call(self.layer, prepared, (hidden, *args), kwargs)
             )

@@ -5,8 +5,7 @@ One way to it, for a run on the mesh's devices and for a lowering without them (
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,17 @@ import torch_xla.distributed.spmd as xs
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models import attention, dropless, experts, jax_call, partial_gradients, scan, scopes, splash
+from models import attention, dropless, experts, jax_call, scan, scopes, splash
+from models.partial_gradients import SUFFIX
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.model import experts_modules, meta_model
 from trainer.optimizer import AdamW, decay_names
-from trainer.plan import ParameterPlan, ShardingPlan, partition_spec
+from trainer.plan import ShardingPlan, partition_spec
 from trainer.recipe import Layout, Recipe, matches
-from trainer.step import Loss, PartialGradient, TrainStep
+from trainer.reduction import partial_gradients_of, token_axes
+from trainer.step import Loss, TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -109,55 +110,37 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
     """The loss of an assembled model: its parameters cast to the compute dtype and laid out just before use."""
     dtype = DTYPES[recipe.compute.dtype or ("bfloat16" if jax_call.target() == "tpu" else "float32")]
     axes = tuple(plain_plan.mesh)
-    partials = _partials(model, recipe, plain_plan) if recipe.compute.reduce_gradients == "step" else {}
+    partials = partial_gradients_of(model, recipe, plain_plan, mesh)
     experts_inside = experts_modules(model)
 
-    def prepare(name: str, parameter: torch.Tensor) -> torch.Tensor:
-        if name in partials:
-            return sharding.constrain(parameter, mesh, partials[name].spec[partials[name].dim :])
+    def prepare(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        if name.endswith(SUFFIX):
+            spec = partials[name.removesuffix(SUFFIX)].spec
+            return {name: sharding.constrain(parameter, mesh, spec[-parameter.dim() :])}
         # cast first: what is gathered across devices is then the smaller dtype
-        entry = plain_plan[name.replace(".*.", ".0.")]
+        entry, partial = plain_plan[name.replace(".*.", ".0.")], partials.get(name)
         placed = sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
-            return placed  # it gathers them itself
+            return {name: placed}  # it gathers them itself
         # Then whole along the axes that split the tokens, and said so: a gather of the weight, and for its gradient a
         # reduction. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        split = _token_axes(name, entry, recipe, experts_inside)
+        split = token_axes(name, entry, recipe, experts_inside)
         whole = {axis: placement for axis, placement in entry.layout.items() if axis not in split}
-        return sharding.constrain(placed, mesh, partition_spec(whole, len(entry.shape), axes))
+        prepared = {name: sharding.constrain(placed, mesh, partition_spec(whole, len(entry.shape), axes))}
+        if partial is not None and partial.scatters:
+            prepared[name + SUFFIX] = partial.layer.leaf(placed)
+        return prepared
 
     inside: frozenset[str] = frozenset()
     for module in model.modules():
         if isinstance(module, scan.DecoderLayers):
             module.configure(prepare, recipe.compute.remat)
             inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
-    inside |= frozenset(name for name, partial in partials.items() if partial.parameter in inside)
-    return Loss(model, prepare, inside, partials, recipe.compute.router_loss)
-
-
-def _partials(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan) -> dict[str, PartialGradient]:
-    """The gradient by batch shard, laid out over the batch axes, of every parameter that several batch shards meet."""
-    experts_inside = experts_modules(model)
-    found = {}
-    for name, _ in model.named_parameters():
-        entry = plain_plan[name.replace(".*.", ".0.")]
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
-            continue  # one operation, which leaves its gradients reduced
-        axes = _token_axes(name, entry, recipe, experts_inside)
-        shards = math.prod(plain_plan.mesh[axis] for axis in axes)
-        if shards > 1:
-            kept = {axis: placement for axis, placement in entry.layout.items() if axis not in axes}
-            stacked = (None,) if ".*." in name else ()
-            spec = (*stacked, axes, *partition_spec(kept, len(entry.shape), tuple(plain_plan.mesh)))
-            found[name + partial_gradients.SUFFIX] = PartialGradient(name, len(stacked), shards, spec)
-    return found
-
-
-def _token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_inside: Sequence[str]) -> tuple[str, ...]:
-    """The axes that split the tokens where they meet the parameter."""
-    # tokens have crossed the axes that split the experts: these split no expert's tokens any more
-    crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_inside
-    return tuple(axis for axis in recipe.batch if not (crosses and axis in entry.axes_of(0)))
+    kept = partials if recipe.compute.reduce_gradients == "step" else {}
+    inside |= frozenset(name + SUFFIX for name in kept if name in inside)
+    return Loss(
+        model, prepare, inside, {name + SUFFIX: partial for name, partial in kept.items()}, recipe.compute.router_loss
+    )
 
 
 def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mesh: xs.Mesh) -> None:
@@ -193,11 +176,11 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
             batch_axes=recipe.batch,
             expert_axes=expert_axes,
             weight_specs=specs,
-            order=_order(mesh),
+            order=sharding.device_order(mesh),
         )
         detail = str(specs)
     # the registry is one for the process, the layouts are this plan's: a name for each
-    name = f"{kind} {detail} over {plan.mesh} {_order(mesh)}, batch {plan.batch}, experts {expert_axes}"
+    name = f"{kind} {detail} over {plan.mesh} {sharding.device_order(mesh)}, batch {plan.batch}, experts {expert_axes}"
     experts.register(name, function)
     model.set_experts_implementation(name)
 
@@ -205,13 +188,7 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
 def _register_attention(plan: ShardingPlan, mesh: xs.Mesh) -> str:
     """The name of our attention on ``mesh``: rows split by the batch axes, heads by the others."""
     heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
-    return attention.register(splash.Layout(tuple(plan.mesh.items()), plan.batch, heads, _order(mesh)))
-
-
-def _order(mesh: xs.Mesh) -> tuple[int, ...] | None:
-    """Device ids in mesh order, for kernels that run shard by shard; None where they count up."""
-    ids = tuple(int(i) for i in mesh.device_ids)
-    return None if ids == tuple(range(len(ids))) else ids
+    return attention.register(splash.Layout(tuple(plan.mesh.items()), plan.batch, heads, sharding.device_order(mesh)))
 
 
 def _constrain_output(layout: Layout, mesh: xs.Mesh, axes: tuple[str, ...]) -> Callable[[nn.Module, Any, Any], Any]:

@@ -137,6 +137,12 @@ def shard_slices(name: str, shape: Sequence[int], mesh: xs.Mesh, spec: Partition
     return tuple(slices)
 
 
+def device_order(mesh: xs.Mesh) -> tuple[int, ...] | None:
+    """Device ids in mesh order, for kernels that run shard by shard; None where they count up."""
+    ids = tuple(int(i) for i in mesh.device_ids)
+    return None if ids == tuple(range(len(ids))) else ids
+
+
 def _local_devices() -> list[int]:
     """The numbers of this process's devices, as a mesh counts them."""
     return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]

@@ -26,6 +26,7 @@ from models.local_ops import LocalOps
 from trainer import sharding
 from trainer.errors import UserError
 from trainer.optimizer import AdamW, clip_factor, global_norm
+from trainer.reduction import PartialGradient
 
 Tensors = dict[str, torch.Tensor]
 Specs = Mapping[str, sharding.PartitionSpec]
@@ -54,32 +55,11 @@ class StepMetrics:
     bad_step: int
 
 
-@dataclass(frozen=True)
-class PartialGradient:
-    """A gradient kept apart by batch shard until the end of a step (see ``models.partial_gradients``).
-
-    Args:
-        parameter: whose gradient it is.
-        dim: the dimension that the batch shards are inserted at: 0, or 1 behind the layers of a stack.
-        shards: how many ways tokens are split where the parameter meets them.
-        spec: partition spec, the inserted dimension included.
-    """
-
-    parameter: str
-    dim: int
-    shards: int
-    spec: sharding.PartitionSpec
-
-    def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        shape = (*parameter.shape[: self.dim], self.shards, *parameter.shape[self.dim :])
-        return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-
-
 class Loss:
     """The model's loss on one micro-batch, its parameters cast and laid out just before use.
 
     Args:
-        prepare: (name, parameter) -> what the forward uses; for parameters that the layer stack leaves alone.
+        prepare: (name, parameter) -> what the forward uses, by name; for parameters that the layer stack leaves alone.
         inside: names of the parameters that the layer stack prepares.
         partials: name -> partial gradient, of the parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
@@ -88,7 +68,7 @@ class Loss:
     def __init__(
         self,
         model: PreTrainedModel,
-        prepare: Callable[[str, torch.Tensor], torch.Tensor],
+        prepare: Callable[[str, torch.Tensor], Tensors],
         inside: frozenset[str],
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
@@ -105,10 +85,9 @@ class Loss:
             parameters: by name; the leaves of partial gradients too, where these are wanted.
         """
         self.model.train(training)
-        prepared = {
-            name: parameter if name in self.inside else self.prepare(name, parameter)
-            for name, parameter in parameters.items()
-        }
+        prepared: Tensors = {}
+        for name, parameter in parameters.items():
+            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
         inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens, "use_cache": False}
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
@@ -270,7 +249,7 @@ class TrainStep:
         gradients = {k: sums[k] for k in current}
         for k, partial in partials.items():
             if k in found:  # here, once a step, gradients cross devices
-                gradients[partial.parameter] = gradients[partial.parameter] + sums[k].sum(partial.dim)
+                gradients[partial.parameter] = gradients[partial.parameter] + partial.total(sums[k])
         gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
         return loss, gradients, {name: values.mean() for name, values in recorded.items()}
 
