@@ -24,6 +24,8 @@ from trainer.model import experts_modules
 from trainer.plan import ParameterPlan, ShardingPlan, partition_spec
 from trainer.recipe import Layout, Recipe
 
+_LONGEST_RING = 16
+
 
 @dataclass(frozen=True)
 class PartialGradient:
@@ -66,14 +68,26 @@ class PartialGradient:
 
     @property
     def sum(self) -> partial_gradients.Sum:
-        """Scattered along each axis that splits the parameter, added along the others."""
-        out = (None,) * self.dim + self._spec(self.layout)
+        """Scattered along each axis that splits the parameter, ring by ring; added along the others."""
+        rings = {axis: _rings(axis, size) for axis, size in self.mesh.shape().items()}
+        before = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in self.spec]
+        scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
+        # what is scattered last is innermost, also where an axis that comes later splits the dimension already
+        out: list[list[str]] = [[] for _ in range(self.dim + self.rank)]
+        kept = [axis for axis in self.mesh.shape() if axis in self.layout and axis not in self.axes]
+        for axis in [*kept, *(axis for axis, _ in scatter)]:
+            out[self.dim + self.layout[axis].dim] += rings[axis]
         return partial_gradients.Sum(
             self.parameter,
             self.dim,
-            scatter=tuple((axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout),
-            add=tuple(axis for axis in self.axes if axis not in self.layout),
-            manual=Manual(tuple(self.mesh.shape().items()), (self.spec,), (out,), sharding.device_order(self.mesh)),
+            scatter=tuple((ring, dim) for axis, dim in scatter for ring in rings[axis]),
+            add=tuple(ring for axis in self.axes if axis not in self.layout for ring in rings[axis]),
+            manual=Manual(
+                tuple(pair for sizes in rings.values() for pair in sizes.items()),
+                (tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),),
+                (tuple(tuple(group) or None for group in out),),
+                sharding.device_order(self.mesh),
+            ),
         )
 
     def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -82,7 +96,8 @@ class PartialGradient:
 
     def total(self, gradient: torch.Tensor) -> torch.Tensor:
         """The sum over batch shards, laid out as the parameter."""
-        return partial_gradients.total(sharding.constrain(gradient, self.mesh, self.spec), self.sum)
+        total = partial_gradients.total(sharding.constrain(gradient, self.mesh, self.spec), self.sum)
+        return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """A tensor [shards, *parameter shape] whose gradient is summed and becomes that of ``parameter``, one layer's.
@@ -93,6 +108,16 @@ class PartialGradient:
 
     def _spec(self, layout: Layout) -> sharding.PartitionSpec:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
+
+
+def _rings(axis: str, size: int) -> dict[str, int]:
+    """``axis`` as several of at most 16 devices each, name -> size, outermost first: libtpu turns a longer one's
+    reduce-scatter into an all-reduce, where it runs over all the chips of a torus."""
+    sizes = []
+    while size > _LONGEST_RING and (ring := max(d for d in range(1, _LONGEST_RING + 1) if size % d == 0)) > 1:
+        sizes.append(ring)
+        size //= ring
+    return {f"{axis}.{i}": ring for i, ring in enumerate([*sizes, size])}
 
 
 class _Leaf(torch.autograd.Function):
