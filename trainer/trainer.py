@@ -20,7 +20,7 @@ from transformers.trainer_callback import CallbackHandler
 from trainer import weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build
-from trainer.data import Corpus, heldout_batches, training_batches, unigram_loss
+from trainer.data import Corpus, TrainingBatches, heldout_batches, unigram_loss
 from trainer.errors import UserError
 from trainer.mesh import build_mesh
 from trainer.model import meta_model
@@ -68,7 +68,8 @@ class Trainer:
         self.plain_plan = make_plan(self.recipe, self.plain_model, devices, **args.state_dtypes)
         self._rows = args.per_device_train_batch_size * self.plain_plan.batch_shards
         self.tokens_per_step = self._rows * args.gradient_accumulation_steps * args.sequence_length
-        self._check_data()
+        self._check_vocabulary()
+        self.batches = TrainingBatches(corpus.train, self._rows * args.gradient_accumulation_steps, seed=args.seed)
         self.mesh = build_mesh(self.recipe.mesh)
 
         # ---- weights and steps ----
@@ -109,7 +110,8 @@ class Trainer:
         _write_json(folder / "recipe.json", self.recipe.as_dict())
         _write_json(folder / "training_args.json", args.as_dict())
         _write_json(folder / "plan.json", self.plain_plan.as_json())
-        unigram = unigram_loss(self.corpus.train, self.corpus.heldout, self.config.get_text_config().vocab_size)
+        with self.console.status("counting tokens for the unigram model …"):
+            unigram = unigram_loss(self.corpus.train, self.corpus.heldout, self.config.get_text_config().vocab_size)
         with self._clean_interrupts():
             before = self._evaluate_and_log()
             self.callbacks.on_train_begin(args, state, self.control)
@@ -140,18 +142,15 @@ class Trainer:
     def _loop(self) -> None:
         args: Any = self.args
         state, control = self.state, self.control
-        rows = self._rows * args.gradient_accumulation_steps
-        batches = training_batches(self.corpus.train, rows, seed=args.seed, start_step=state.global_step)
-        steps_per_epoch = len(self.corpus.train) // rows
         self._clock = time.perf_counter()
         while not (control.should_training_stop or self.interrupted):
             control = self.callbacks.on_step_begin(args, state, control)
             step = state.global_step + 1
             self._last_rate = self.schedule.learning_rate
-            self.train_step(next(batches), step=step, learning_rate=self._last_rate)
+            self.train_step(next(self.batches), step=step, learning_rate=self._last_rate)
             self.schedule.advance()
             state.global_step = step
-            state.epoch = step / steps_per_epoch
+            state.epoch = self.batches.epoch
             state.num_input_tokens_seen += self.tokens_per_step
             control = self.callbacks.on_step_end(args, state, control)
             stopping = control.should_training_stop or self.interrupted
@@ -206,16 +205,7 @@ class Trainer:
 
     # ---- parts ----
 
-    def _check_data(self) -> None:
-        rows, needed = len(self.corpus.train), self._rows * self.args.gradient_accumulation_steps
-        if rows < needed:
-            raise UserError(
-                asked=f"a global batch of {needed} rows of {self.args.sequence_length} tokens",
-                found=f"the training data makes {rows} rows",
-                why="not one step could be taken",
-                instead="more data, a shorter --sequence_length, or a smaller --per_device_train_batch_size or "
-                "--gradient_accumulation_steps",
-            )
+    def _check_vocabulary(self) -> None:
         vocabulary, known = len(self.corpus.tokenizer), self.config.get_text_config().vocab_size
         if vocabulary > known:
             raise UserError(
