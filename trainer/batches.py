@@ -194,11 +194,16 @@ def fingerprint(rows: Dataset) -> str:
     return f"{len(rows)} rows, {content.hexdigest()}"
 
 
-def heldout_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
-    """Every row once and in order; rows that fill up the last batch have labels of -100 alone."""
-    rows = dataset.with_format("numpy")
-    for start in range(0, len(dataset), batch_size):
-        wanted = np.arange(start, start + batch_size)
+def heldout_batches(
+    dataset: Dataset, batch_size: int, process_index: int = 0, process_count: int = 1
+) -> Iterator[Batch]:
+    """Every row once and in order; rows that fill up the last batch have labels of -100 alone.
+
+    Shared between processes as `TrainingBatches` are.
+    """
+    rows, share = dataset.with_format("numpy"), batch_size // process_count
+    for start in range(process_index * share, len(dataset) + process_index * share, batch_size):
+        wanted = np.arange(start, start + share)
         # filled up with the last row, not with zeros: inputs that any model takes
         batch = as_batch(rows[np.minimum(wanted, len(dataset) - 1)])
         batch["labels"][torch.from_numpy(wanted >= len(dataset))] = IGNORE

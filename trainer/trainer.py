@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import DefaultFlowCallback, PretrainedConfig, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trainer import weights
+from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build
 from trainer.data import Corpus, TrainingBatches, heldout_batches, unigram_loss
@@ -69,8 +69,10 @@ class Trainer:
         self._rows = args.per_device_train_batch_size * self.plain_plan.batch_shards
         self.tokens_per_step = self._rows * args.gradient_accumulation_steps * args.sequence_length
         self._check_vocabulary()
-        self.batches = TrainingBatches(corpus.train, self._rows * args.gradient_accumulation_steps, seed=args.seed)
         self.mesh = build_mesh(self.recipe.mesh)
+        self._share = sharding.batch_share(self.mesh, self.recipe.batch)  # of each batch's rows, this process's
+        rows, (index, count) = self._rows * args.gradient_accumulation_steps, self._share
+        self.batches = TrainingBatches(corpus.train, rows, seed=args.seed, process_index=index, process_count=count)
 
         # ---- weights and steps ----
         rate = args.learning_rate or (5e-5 if source else 2e-3)
@@ -128,7 +130,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean cross entropy over the held-out rows; nats a token."""
-        batches = heldout_batches(self.corpus.heldout, self._rows)
+        batches = heldout_batches(self.corpus.heldout, self._rows, *self._share)
         total = math.ceil(len(self.corpus.heldout) / self._rows)
         return self.eval_step(tracked(self.console, "held-out rows", batches, total))
 
