@@ -184,17 +184,17 @@ class StreamOrder:
 
     def _next_window(self) -> Window:
         if self._ahead is None:
-            window = next(self._windows)
-            if (window.epoch, window.number) != (self._epoch, self._number) or self._taken > len(window):
-                raise UserError(
-                    asked=f"to go on in {self._asked} after row {self._number * self._size + self._taken} of an epoch",
-                    found="the stream ends before it",
-                    why="it is not the stream that was read then",
-                    instead="the data as they were, or a run from the start",
-                )
-        else:
-            window, self._taken = self._ahead.result(), 0
-            self._epoch, self._number, self._start = window.epoch, window.number, window.start
+            self._ahead = _Ahead(self._windows)
+        window = self._ahead.result()
+        if self._window is not None:
+            self._epoch, self._number, self._start, self._taken = window.epoch, window.number, window.start, 0
+        elif (window.epoch, window.number) != (self._epoch, self._number) or self._taken > len(window):
+            raise UserError(
+                asked=f"to go on in {self._asked} after row {self._number * self._size + self._taken} of an epoch",
+                found="the stream ends before it",
+                why="it is not the stream that was read then",
+                instead="the data as they were, or a run from the start",
+            )
         self._ahead = _Ahead(self._windows)
         return window
 
