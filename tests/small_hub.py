@@ -13,7 +13,7 @@ API, FILE = "/api/datasets/someone/stories", "train.jsonl"
 
 
 class Hub(ThreadingHTTPServer):
-    """``limit``: bytes of the file after which it refuses (one that is silent is asked for long); GET /limit/N sets it."""
+    """``limit``: bytes of the file after which it refuses; GET /limit/BYTES sets it. A silent hub is asked for long."""
 
     content, limit = b"", 1 << 40
 
