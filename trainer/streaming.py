@@ -7,6 +7,7 @@ leaves together, a window does not mix with what is further away than itself.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,8 @@ from trainer.streams import Stream
 
 # documents tokenised in one go: so many, or so much text
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
+
+_NEXT_WINDOW, _ending, SECONDS_TO_END = "next window", threading.Event(), 10
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ class _Reader:
                 characters += len(text)
             if len(texts) == DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
                 break
+        if _ending.is_set():
+            raise InterruptedError("the program ends")
         self._columns = self._packer.rows(texts)
         return bool(texts)
 
@@ -204,8 +209,8 @@ class _Ahead:
 
     def __init__(self, items: Iterator[Window]) -> None:
         self._items = items
-        # a daemon: a program that ends does not wait for a window
-        self._thread = threading.Thread(target=self._run, name="next window", daemon=True)
+        # a daemon: a program that ends does not wait for a network that is silent
+        self._thread = threading.Thread(target=self._run, name=_NEXT_WINDOW, daemon=True)
         self._thread.start()
 
     def result(self) -> Window:
@@ -220,6 +225,15 @@ class _Ahead:
             self._made = next(self._items)
         except BaseException as error:
             self._made = error
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Python must not end while one is inside the tokenizer: that can abort the process."""
+    _ending.set()
+    for thread in threading.enumerate():
+        if thread.name == _NEXT_WINDOW:
+            thread.join(SECONDS_TO_END)
 
 
 def too_few_rows(batch_size: int, found: str) -> UserError:
