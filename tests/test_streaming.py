@@ -247,7 +247,7 @@ BREAKING = """if True:
     from transformers import PreTrainedTokenizerFast
     datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
-    corpus = load_corpus("someone/stories", tokenizer=tokenizer, sequence_length=32, streaming=True, shuffle_rows=100)
+    corpus = load_corpus(DATASET, tokenizer=tokenizer, sequence_length=32, streaming=True, shuffle_rows=100)
     urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/limit/" + LIMIT)
     batches = TrainingBatches(corpus.train, 16, seed=0)
     if CURSOR:
@@ -265,14 +265,17 @@ BREAKING = """if True:
 def test_a_hub_that_is_lost_stops_the_run_with_the_cause_and_it_goes_on_later_as_if_never_stopped(
     load: Callable[..., Corpus], tmp_path: Path
 ) -> None:
-    load(write_jsonl(tmp_path / "texts.jsonl")).tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer = str(tmp_path / "tokenizer")
+    load(write_jsonl(tmp_path / "texts.jsonl")).tokenizer.save_pretrained(tokenizer)
     # so large that it is read in several parts, though little of it is text
     records = [{"text": f"{i} {text}", "other": "x" * 10_000} for i in range(10) for text in TEXTS]
     with small_hub("".join(json.dumps(record) + "\n" for record in records).encode()) as hub:
 
-        def train(steps: int, cursor: dict[str, Any], limit: int = 1 << 40) -> tuple[list[str], str, dict[str, Any]]:
+        def train(
+            steps: int, cursor: dict[str, Any], dataset: str = "someone/stories", limit: int = 1 << 40
+        ) -> tuple[list[str], str, dict[str, Any]]:
             hub.limit = 1 << 40
-            script = f"TOKENIZER, STEPS, CURSOR, LIMIT = {(str(tmp_path / 'tokenizer'), steps, cursor, str(limit))}\n"
+            script = f"DATASET, TOKENIZER, STEPS, CURSOR, LIMIT = {(dataset, tokenizer, steps, cursor, str(limit))}\n"
             return json.loads(run_python(script + BREAKING, HF_HOME=str(tmp_path / "hub"), **hub.environment))
 
         whole, said, cursor = train(400, {})
@@ -281,6 +284,6 @@ def test_a_hub_that_is_lost_stops_the_run_with_the_cause_and_it_goes_on_later_as
         seen, said, cursor = train(400, {}, limit=15 << 20)
         assert 0 < len(seen) < 400
         assert "the stream broke off" in said
-        rest, said, _ = train(400 - len(seen), cursor)
+        rest, said, _ = train(400 - len(seen), cursor, dataset=f"someone/stories@{COMMIT}")
         assert said == ""
         assert seen + rest == whole
