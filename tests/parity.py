@@ -46,7 +46,7 @@ class Case:
 
     def gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
         """Our loss and gradients, under the model's own names, on the CPU."""
-        split = {k: t.reshape(self.step.accumulation, -1, *t.shape[1:]).transpose(0, 1) for k, t in batch.items()}
+        split = {k: t.reshape(-1, self.step.accumulation, *t.shape[1:]) for k, t in batch.items()}
         loss, found, _ = self.step.loss_and_gradients(sharding.place_batch(split, self.mesh, self.recipe.batch))
         torch_xla.sync()
         return loss.item(), dict(weights.unstacked(self.plan, found))

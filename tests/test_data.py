@@ -17,11 +17,10 @@ from tests.texts import TEXTS, documents_of, load_small, run_python, write_folde
 from trainer.data import (
     END_OF_TEXT,
     Corpus,
+    TrainingBatches,
     _cached,
-    epoch_batches,
     heldout_batches,
     load_corpus,
-    training_batches,
     unigram_loss,
 )
 from trainer.errors import UserError
@@ -63,9 +62,9 @@ def test_two_processes_make_the_same_bytes_whatever_pythons_hash_seed(tmp_path: 
     data = write_folder(tmp_path / "folder")
     script = f"""if True:
         import hashlib
-        from trainer.data import load_corpus, training_batches
+        from trainer.data import load_corpus, TrainingBatches
         corpus = load_corpus({str(data)!r}, tokenizer=None, sequence_length=32, vocab_size=400, isolate_documents=True)
-        batches = training_batches(corpus.train, 4, seed=1)
+        batches = TrainingBatches(corpus.train, 4, seed=1)
         seen = [corpus.tokenizer.backend_tokenizer.to_str(), corpus.train[:], corpus.heldout[:]]
         seen += [next(batches)["input_ids"].tolist() for _ in range(50)]
         print(hashlib.sha256(repr(seen).encode()).hexdigest())"""
@@ -244,40 +243,44 @@ def test_max_train_tokens_draws_rows_by_seed_and_leaves_the_heldout_rows(
 # ---- batches ----
 
 
-def test_an_epoch_gives_every_row_once_but_those_of_the_last_partial_batch(rows: Dataset) -> None:
-    batches = list(epoch_batches(rows, 4, seed=0, epoch=0))
-    assert [batch["input_ids"].shape for batch in batches] == [(4, 4)] * 5
-    seen = torch.cat([batch["input_ids"] for batch in batches])
+def drawn(batches: TrainingBatches, count: int) -> torch.Tensor:
+    return torch.cat([next(batches)["input_ids"] for _ in range(count)])
+
+
+def test_an_epoch_gives_every_row_once_and_what_fills_no_batch_begins_the_next(rows: Dataset) -> None:
+    batches = TrainingBatches(rows, 4, seed=0)
+    seen = drawn(batches, 23)  # four epochs
     assert seen.dtype == torch.int64
-    assert len(set(seen[:, 0].tolist())) == 20
     assert (seen == seen[:, :1] + torch.arange(4)).all(), "rows stay whole"
-    assert seen[:, 0].tolist() != sorted(seen[:, 0].tolist())
+    for epoch in range(4):
+        of_epoch = seen[epoch * 23 : (epoch + 1) * 23, 0].tolist()
+        assert sorted(of_epoch) == list(range(0, 92, 4))
+        assert of_epoch != sorted(of_epoch)
+    assert batches.epoch == 4
+
+
+def test_the_epoch_is_the_part_of_the_rows_that_were_taken(rows: Dataset) -> None:
+    batches = TrainingBatches(rows, 4, seed=0)
+    assert batches.epoch == 0
+    drawn(batches, 8)
+    assert batches.epoch == pytest.approx(32 / 23)
 
 
 def test_order_depends_on_seed_and_epoch_alone(rows: Dataset) -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return torch.cat([b["input_ids"][:, 0] for b in epoch_batches(rows, 4, seed=seed, epoch=epoch)]).tolist()
+    def order(seed: int, batch_size: int) -> list[int]:
+        return drawn(TrainingBatches(rows, batch_size, seed=seed), 69 // batch_size)[:, 0].tolist()
 
-    assert order(0, 0) == order(0, 0)
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-
-
-@pytest.mark.parametrize("skip", [0, 1, 4, 5, 9])
-def test_skip_resumes_an_epoch_exactly(rows: Dataset, skip: int) -> None:
-    whole = list(epoch_batches(rows, 4, seed=3, epoch=2))
-    rest = list(epoch_batches(rows, 4, seed=3, epoch=2, skip=skip))
-    assert len(rest) == max(0, 5 - skip)
-    for a, b in zip(whole[skip:], rest, strict=True):
-        assert_equal(a, b)
+    assert order(0, 1) == order(0, 3) == order(0, 23)
+    assert len({tuple(order(seed, 1)[epoch * 23 : (epoch + 1) * 23]) for seed in range(3) for epoch in range(3)}) == 9
 
 
-@pytest.mark.parametrize("start_step", [0, 1, 5, 7, 13])
-def test_training_resumes_at_any_step_over_epochs(rows: Dataset, start_step: int) -> None:
-    unbroken, resumed = training_batches(rows, 4, seed=3), training_batches(rows, 4, seed=3, start_step=start_step)
-    for _ in range(start_step):
-        next(unbroken)
-    for _ in range(8):
-        assert_equal(next(unbroken), next(resumed))
+def test_processes_share_each_global_batch_in_order(rows: Dataset) -> None:
+    one = TrainingBatches(rows, 8, seed=3)
+    four = [TrainingBatches(rows, 8, seed=3, process_index=i, process_count=4) for i in range(4)]
+    for _ in range(7):
+        together = [next(share) for share in four]
+        assert {tuple(share["labels"].shape) for share in together} == {(2, 4)}
+        assert_equal(next(one), {name: torch.cat([share[name] for share in together]) for name in together[0]})
 
 
 def test_heldout_batches_count_every_row_exactly_once_in_one_shape(rows: Dataset) -> None:
@@ -291,7 +294,7 @@ def test_heldout_batches_count_every_row_exactly_once_in_one_shape(rows: Dataset
 
 
 def test_labels_are_the_inputs(rows: Dataset) -> None:
-    batch = next(training_batches(rows, 4, seed=0))
+    batch = next(TrainingBatches(rows, 4, seed=0))
     assert_equal({"x": batch["labels"]}, {"x": batch["input_ids"]})
 
 
@@ -346,4 +349,9 @@ def test_vocabulary_smaller_than_the_bytes_is_refused(load: Callable[..., Corpus
 
 def test_fewer_rows_than_a_batch_are_refused(rows: Dataset) -> None:
     with pytest.raises(UserError, match="23 rows"):
-        training_batches(rows, 24, seed=0)
+        TrainingBatches(rows, 24, seed=0)
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(rows: Dataset) -> None:
+    with pytest.raises(UserError, match="3 processes"):
+        TrainingBatches(rows, 8, seed=0, process_count=3)

@@ -87,7 +87,7 @@ def run_lowered(both: Both, folder: Path, before: dict[str, torch.Tensor], scala
     known |= {"scalars": np.array(scalars, np.float32)}
     count = both.step.accumulation
     for name, tensor in both.batch.items():  # [rows, ...] -> [rows, micro-batches, ...]
-        known[name] = tensor.reshape(count, -1, *tensor.shape[1:]).transpose(0, 1).numpy()
+        known[name] = tensor.reshape(-1, count, *tensor.shape[1:]).numpy()
     arguments = both.lowered.arguments
     inputs = {str(i): both.constants[i] if i in both.constants else known[a.name] for i, a in enumerate(arguments)}
     donated = {a.output: a for a in arguments if a.output is not None}

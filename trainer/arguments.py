@@ -31,9 +31,15 @@ class TrainingArguments:
     )
     dataset: str | None = option(
         None,
-        "Text, JSON-lines or Parquet file or folder, or a hub id. Default: the source of Python's standard library.",
+        "Text, JSON-lines or Parquet file or folder, or a hub id (id:configuration, id@commit). Default: the source of "
+        "Python's standard library.",
     )
     text_column: str = option("text", "Column of the dataset that holds the text.")
+    streaming: bool = option(
+        False,
+        "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.",
+    )
+    shuffle_rows: int = option(2048, "Rows that --streaming mixes; memory: so many x --sequence_length x 4 bytes.")
     tokenizer: str | None = option(
         None,
         "Hub id or folder of a tokenizer. Default: the one with --model's weights, else a BPE trained on the dataset.",
@@ -86,6 +92,7 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
             self._check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
+        self._check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)
         for name in ("logging_steps", "eval_steps"):
             self._check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed"):

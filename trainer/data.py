@@ -1,19 +1,18 @@
-"""Documents → tokens → packed rows → batches of one fixed shape. Pure CPU.
+"""A dataset → its tokenizer, its rows to train on, stored or streamed, and its held-out rows. Pure CPU.
 
 Everything is deterministic: the tokenizer, the rows, and their order in an epoch. What is slow is cached under a key of
-all that it depends on.
+all that it depends on; of a stream that is its tokenizer alone.
 
-Shape legend: B rows in a batch, S tokens in a row (``sequence_length``).
+Shape legend: S tokens in a row (``sequence_length``).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +20,29 @@ from typing import TypeVar
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import tokenizers
-import torch
 from datasets import Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from trainer.batches import IGNORE, TrainingBatches, as_batch, heldout_batches
 from trainer.cache import cache_root
-from trainer.documents import digest, find_source, has_text, split_documents
+from trainer.documents import digest, find_source, has_text, key_hash, split_documents
 from trainer.errors import UserError
+from trainer.packing import Packer, as_table
+from trainer.streaming import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, RowStream
+from trainer.streams import Stream, find_stream
+
+__all__ = ["Corpus", "TrainingBatches", "heldout_batches", "load_corpus", "unigram_loss"]
 
 T = TypeVar("T")
 
 END_OF_TEXT = "<|endoftext|>"
-IGNORE = -100  # a label that torch's cross entropy, and so every transformers model, leaves out
 CACHE_FORMAT = 1  # part of every cache key: raise it when what is cached changes meaning
-TOKENIZER_CHARACTERS = 64 << 20  # a sample of this size is as good as all of a larger text to learn merges from
-DOCUMENTS_AT_ONCE = 256
+SAMPLE_CHARACTERS = 64 << 20  # a sample of this size is as good as all of a larger text to learn merges from
+SHUFFLE_ROWS = 2048  # 32 MiB at 4096 tokens a row
+HELDOUT_ROWS = 512  # of a stream
+UNIGRAM_ROWS = 1024  # of a stream
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Corpus:
     ``position_ids`` (from 0 in each segment), all of them [S].
     """
 
-    train: Dataset
+    train: Dataset | RowStream
     heldout: Dataset
     tokenizer: PreTrainedTokenizerBase
 
@@ -65,13 +69,16 @@ def load_corpus(
     heldout_fraction: float = 0.05,
     seed: int = 0,
     max_train_tokens: int | None = None,
+    streaming: bool = False,
+    shuffle_rows: int = SHUFFLE_ROWS,
     cache_dir: Path | None = None,
 ) -> Corpus:
     """Tokenised and packed rows of ``dataset``: documents joined by the end-of-text token, cut every S tokens.
 
     Args:
         dataset: a text, JSON-lines or Parquet file, a folder of one of these kinds, or a hub id (``id:config`` where
-            the dataset has several). Default: the source of this Python's standard library.
+            the dataset has several, ``id@commit`` for one that does not change). Default:
+            the source of this Python's standard library.
         tokenizer: default: a byte-level BPE of ``vocab_size`` tokens, trained on the training documents.
         sequence_length: S, tokens a row.
         isolate_documents: rows say which document each token belongs to.
@@ -79,7 +86,10 @@ def load_corpus(
         heldout_fraction: of the documents, where the dataset has no validation or test split. Which ones depends on
             their names (of records: their text) alone, so that runs with other seeds are scored on the same tokens.
         seed: draws the rows that ``max_train_tokens`` leaves.
-        max_train_tokens: train on at most so many tokens.
+        max_train_tokens: train on at most so many tokens; not of a stream.
+        streaming: rows are made as training asks for them and never stored. Held out are then documents whose hash
+            says so among the first 64 M characters, 512 rows at most, wherever they come again.
+        shuffle_rows: rows of a stream that are mixed with one another.
         cache_dir: default: $SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright.
 
     Raises:
@@ -87,6 +97,23 @@ def load_corpus(
             too small to make a row on either side of the split; a tokenizer without an end-of-text token.
     """
     root = cache_root(cache_dir)
+    if streaming and max_train_tokens is not None:
+        raise UserError(
+            asked=f"a stream of at most {max_train_tokens} tokens",
+            found="a stream, of which no rows are known to draw from",
+            why="the rows that are left are drawn from all of them",
+            instead="fewer steps",
+        )
+    if streaming:
+        return _stream_corpus(
+            find_stream(dataset, text_column),
+            root,
+            tokenizer,
+            functools.partial(Packer, sequence_length=sequence_length, isolate_documents=isolate_documents),
+            vocab_size=vocab_size,
+            heldout_fraction=heldout_fraction,
+            shuffle_rows=shuffle_rows,
+        )
     source = find_source(dataset, text_column)
     key = [CACHE_FORMAT, source.fingerprint, heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
@@ -98,9 +125,7 @@ def load_corpus(
             tokenizer = _cached(
                 root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__]),
                 scratch,
-                build=lambda folder: _train_tokenizer(split()["train"], vocab_size).save(
-                    str(folder / "tokenizer.json")
-                ),
+                build=lambda folder: _write_tokenizer(folder, _sample(split()["train"]), vocab_size),
                 load=_load_tokenizer,
             )
         _check_end_of_text(tokenizer)
@@ -142,23 +167,23 @@ def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _train_tokenizer(documents: Dataset, vocab_size: int) -> Tokenizer:
+def _sample(documents: Dataset) -> Iterator[str]:
+    budget = SAMPLE_CHARACTERS
+    for index in np.random.default_rng(0).permutation(len(documents)).tolist():
+        if budget <= 0:
+            return
+        text = documents[index]["text"]
+        budget -= len(text)
+        yield text
+
+
+def _write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
     """A byte-level BPE (Sennrich et al. 2016, as in GPT-2) of at most ``vocab_size`` tokens."""
-
-    def sample() -> Iterator[str]:
-        budget = TOKENIZER_CHARACTERS
-        for index in np.random.default_rng(0).permutation(len(documents)).tolist():
-            if budget <= 0:
-                return
-            text = documents[index]["text"]
-            budget -= len(text)
-            yield text
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        sample(),
+        texts,
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
@@ -166,7 +191,7 @@ def _train_tokenizer(documents: Dataset, vocab_size: int) -> Tokenizer:
             show_progress=False,
         ),
     )
-    return tokenizer
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -185,49 +210,16 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 # ---- rows ----
 
 
-class Packer:
-    """Documents → rows of S tokens; what does not fill a row waits for the next call."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool) -> None:
-        self.tokenizer, self.length, self.isolate = tokenizer, sequence_length, isolate_documents
-        self.rest = np.empty(0, dtype=np.int32)
-
-    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        texts = [text for text in batch["text"] if has_text(text)]
-        # verbose: no warning that a document is longer than the model's context; rows never are
-        tokens = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        end = [self.tokenizer.eos_token_id]
-        flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
-        count = len(flat) // self.length
-        self.rest = flat[count * self.length :]
-        rows_BS = flat[: count * self.length].reshape(count, self.length)
-        columns = {"input_ids": rows_BS}
-        if self.isolate:
-            columns |= self._documents_of(rows_BS)
-        return pa.table(
-            {name: pa.FixedSizeListArray.from_arrays(x.ravel(), self.length) for name, x in columns.items()}
-        )
-
-    def _documents_of(self, rows_BS: np.ndarray) -> dict[str, np.ndarray]:
-        """A document ends with its end-of-text token; one that a row's end cuts goes on as the next row's first."""
-        starts_BS = np.ones_like(rows_BS, dtype=bool)
-        starts_BS[:, 1:] = rows_BS[:, :-1] == self.tokenizer.eos_token_id
-        place_S = np.arange(self.length, dtype=np.int32)
-        begun_BS = np.maximum.accumulate(np.where(starts_BS, place_S, 0), axis=1)
-        return {"segment_ids": starts_BS.cumsum(axis=1, dtype=np.int32), "position_ids": place_S - begun_BS}
-
-
 def _write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable[[], Packer], asked: str) -> None:
     """Write the rows of each split to ``folder``, and last how many they are."""
     counts = {}
     for name, documents in splits.items():
         packer = new_packer()
-        columns = ["input_ids", *(["segment_ids", "position_ids"] if packer.isolate else [])]
         packed = documents.map(
             packer,
             batched=True,
             batch_size=DOCUMENTS_AT_ONCE,
-            features=Features({column: List(Value("int32"), length=packer.length) for column in columns}),
+            features=Features({column: List(Value("int32"), length=packer.length) for column in packer.columns}),
             cache_file_name=str(folder / f"{name}.arrow"),
             new_fingerprint=digest([folder.name, name]),
         )
@@ -250,81 +242,94 @@ def _load_rows(folder: Path) -> dict[str, Dataset]:
     return rows
 
 
-# ---- batches: fixed shapes, int64 ----
+# ---- streams ----
 
 
-def epoch_batches(
-    dataset: Dataset, batch_size: int, *, seed: int, epoch: int, skip: int = 0
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches of one epoch after the first ``skip``, in an order drawn by ``seed`` and ``epoch``.
+def _stream_corpus(
+    stream: Stream,
+    root: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    packer: Callable[[PreTrainedTokenizerBase], Packer],
+    *,
+    vocab_size: int,
+    heldout_fraction: float,
+    shuffle_rows: int,
+) -> Corpus:
+    """Nothing of it is written but a tokenizer that was trained on it."""
+    fraction = 0.0 if stream.heldout else heldout_fraction
+    if tokenizer is None:
+        _check_vocab_size(vocab_size)
+        texts = (text for _, text, held in _first_documents(stream, fraction) if not held)
+        with tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as scratch:
+            tokenizer = _cached(
+                root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"]),
+                Path(scratch),
+                build=lambda folder: _write_tokenizer(folder, texts, vocab_size),
+                load=_load_tokenizer,
+            )
+    _check_end_of_text(tokenizer)
+    new_packer = functools.partial(packer, tokenizer)
+    heldout, left_out = _heldout_of_stream(stream, new_packer(), fraction)
+    rows = [_fingerprint(tokenizer), new_packer().length, new_packer().columns, shuffle_rows, sorted(left_out)]
+    # the last two: a place in a stream counts rows of documents that were packed together
+    made = digest([CACHE_FORMAT, *rows, DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE])
+    train = RowStream(stream, new_packer, left_out, shuffle_rows, f"{stream.identity}, rows {made[:8]}")
+    return Corpus(train, heldout, tokenizer)
 
-    Each is ``input_ids``, ``labels`` and the other columns of the rows, int64 [B, S]; rows that don't fill the last
-    batch are left out. Labels are the inputs (transformers shifts them by one inside the loss); where a target would be
-    the first token of another document they are -100.
-    """
-    order = np.random.default_rng([seed, epoch]).permutation(len(dataset))
-    rows = dataset.with_format("numpy")
-    for start in range(skip * batch_size, len(order) - batch_size + 1, batch_size):
-        yield _batch(rows[order[start : start + batch_size]])
+
+def _first_documents(stream: Stream, heldout_fraction: float) -> Iterator[tuple[int, str, bool]]:
+    """(hash, text, whether the hash is one to hold out) of the documents of the first 64 M characters."""
+    budget = SAMPLE_CHARACTERS
+    for key, text in stream.documents():
+        if text and has_text(text):
+            number = key_hash(key)
+            yield number, text, number < heldout_fraction * 2**63
+            budget -= len(text)
+        if budget <= 0:
+            return
 
 
-def training_batches(
-    dataset: Dataset, batch_size: int, seed: int, start_step: int = 0
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end, epoch after epoch, from the ``start_step``-th on (0 is the first): what a resumed run needs.
-
-    Raises:
-        UserError: the rows don't fill one batch.
-    """
-    if len(dataset) < batch_size:
+def _heldout_of_stream(stream: Stream, packer: Packer, heldout_fraction: float) -> tuple[Dataset, frozenset[int]]:
+    """512 rows at most, and the hashes of their documents, none of which may be trained on."""
+    given = stream.heldout
+    documents = _first_documents(given, 1.0) if given else _first_documents(stream, heldout_fraction)
+    pieces, count, hashes = [packer.rows([])], 0, set()
+    for number, text, held in documents:
+        if held:
+            hashes.add(number)
+            pieces.append(packer.rows([text]))
+            count += len(pieces[-1]["input_ids"])
+        if count >= HELDOUT_ROWS:
+            break
+    if not count:
         raise UserError(
-            asked=f"batches of {batch_size} rows",
-            found=f"{len(dataset)} rows to train on",
-            why="they don't fill one batch",
-            instead="a larger dataset, a shorter --sequence_length or a smaller --per_device_train_batch_size",
+            asked=f"held-out rows of {packer.length} tokens from the stream {stream.asked}",
+            found=f"{len(hashes)} documents to hold out, of {len(packer.rest)} tokens in all",
+            why="they don't fill one row; of a stream, a hash of each document decides",
+            instead="more data, a shorter --sequence_length, or no --streaming: it holds out a share of what there is",
         )
-    epoch, skip = divmod(start_step, len(dataset) // batch_size)
-    batches = (
-        epoch_batches(dataset, batch_size, seed=seed, epoch=e, skip=skip if e == epoch else 0)
-        for e in itertools.count(epoch)
-    )
-    return itertools.chain.from_iterable(batches)
+    rows = {name: np.concatenate([piece[name] for piece in pieces])[:HELDOUT_ROWS] for name in packer.columns}
+    return Dataset(as_table(rows)), frozenset() if given else frozenset(hashes)
 
 
-def heldout_batches(dataset: Dataset, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Every row once and in order, as `epoch_batches` gives them; rows that fill up the last batch are all -100."""
-    rows = dataset.with_format("numpy")
-    for start in range(0, len(dataset), batch_size):
-        wanted = np.arange(start, start + batch_size)
-        # filled up with the last row, not with zeros: inputs that any model takes
-        batch = _batch(rows[np.minimum(wanted, len(dataset) - 1)])
-        batch["labels"][torch.from_numpy(wanted >= len(dataset))] = IGNORE
-        yield batch
+# ---- unigram ----
 
 
-def unigram_loss(train: Dataset, heldout: Dataset, vocab_size: int) -> float:
+def unigram_loss(train: Dataset | RowStream, heldout: Dataset, vocab_size: int) -> float:
     """Cross entropy, in nats a token, of held-out targets under add-one-smoothed counts of the training tokens.
 
-    The targets are those that a model is scored on: all tokens of a row but the first, and with isolated documents no
-    document's first. What a model gains over this it owes to context.
+    Of a stream the first 1024 rows are counted. The targets are those that a model is scored on: all tokens of a row
+    but the first, and with isolated documents no document's first. What a model gains over this it owes to context.
     """
     counts, targets = np.zeros(vocab_size), np.zeros(vocab_size)
-    for batch in train.with_format("numpy").iter(1024):
+    counted = [train.first(UNIGRAM_ROWS)] if isinstance(train, RowStream) else train.with_format("numpy").iter(1024)
+    for batch in counted:
         counts += np.bincount(batch["input_ids"].ravel(), minlength=vocab_size)
     for batch in heldout.with_format("numpy").iter(1024):
-        labels = _batch(batch)["labels"][:, 1:].numpy()
+        labels = as_batch(batch)["labels"][:, 1:].numpy()
         targets += np.bincount(labels[labels != IGNORE], minlength=vocab_size)
     log_probabilities = np.log(counts + 1) - np.log(counts.sum() + vocab_size)
     return float(-(targets * log_probabilities).sum() / targets.sum())
-
-
-def _batch(columns: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    batch = {name: torch.from_numpy(values.astype(np.int64)) for name, values in columns.items()}
-    labels_BS = batch["input_ids"].clone()
-    if "segment_ids" in batch:
-        segments_BS = batch["segment_ids"]
-        labels_BS[:, 1:][segments_BS[:, 1:] != segments_BS[:, :-1]] = IGNORE
-    return {**batch, "labels": labels_BS}
 
 
 # ---- cache ----

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,34 @@ DOCUMENT_BYTES = (4 << 10, 1 << 20)  # least and most that such a document holds
 
 
 @dataclass(frozen=True)
+class Files:
+    """Local files of one kind, by their path under the dataset's folder and sorted by it."""
+
+    asked: str
+    files: Mapping[str, Path]
+    kind: str
+    is_folder: bool = True
+    skip_undecodable: bool = False
+
+    def by_split(self) -> dict[str, list[str]]:
+        """Paths of the files of each split; in a folder, the names of files say their splits as they do on the hub."""
+        paths: dict[str, list[str]] = {}
+        for name, path in self.files.items():
+            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(str(path))
+        return paths
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub: ``id``, ``id:configuration``, ``id@revision`` or ``id@revision:configuration``."""
+
+    asked: str
+    name: str
+    revision: str | None
+    configuration: str | None
+
+
+@dataclass(frozen=True)
 class Source:
     """Documents that are not read yet.
 
@@ -49,21 +77,18 @@ class Source:
     read: Callable[[Path], Mapping[str, Dataset]]
 
 
-def find_source(dataset: str | None, text_column: str) -> Source:
-    """The source that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
+def locate(dataset: str | None) -> Files | HubDataset:
+    """What ``--dataset`` names; None is the standard library. Nothing is read.
 
     Raises:
-        UserError: nothing is there, or nothing to read. ``read`` raises it for what shows in the content alone.
+        UserError: nothing is there, or nothing to read.
     """
     if dataset is None:
-        root = Path(os.__file__).parent
-        return _text_source("the standard library", _files(root, "*.py", STDLIB_LEFT_OUT), skip_undecodable=True)
+        files = _files(Path(os.__file__).parent, "*.py", STDLIB_LEFT_OUT)
+        return Files("the standard library", files, "text", skip_undecodable=True)
     asked, path = f"--dataset {dataset}", Path(dataset).expanduser()
     if path.exists():
-        files, kind = _local_files(path, asked)
-        if kind == "text":
-            return _text_source(asked, files, skip_undecodable=False)
-        return _record_source(asked, files, kind, text_column, one_file=path.is_file())
+        return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
         raise UserError(
             asked=asked,
@@ -71,7 +96,21 @@ def find_source(dataset: str | None, text_column: str) -> Source:
             why="it looks like a path, and nothing lies there",
             instead="the path of a text, JSON-lines or Parquet file or folder, or a hub id: roneneldan/TinyStories",
         )
-    return _hub_source(asked, dataset, text_column)
+    place, _, configuration = dataset.partition(":")
+    name, _, revision = place.partition("@")
+    return HubDataset(asked, name, revision or None, configuration or None)
+
+
+def find_source(dataset: str | None, text_column: str) -> Source:
+    """The source that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
+
+    Raises:
+        UserError: nothing is there, or nothing to read. ``read`` raises it for what shows in the content alone.
+    """
+    where = locate(dataset)
+    if isinstance(where, HubDataset):
+        return _hub_source(where, text_column)
+    return _text_source(where) if where.kind == "text" else _record_source(where, text_column)
 
 
 def split_documents(source: Source, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
@@ -109,12 +148,16 @@ def _hashes(documents: Dataset) -> np.ndarray:
     """Of each document's name (of a record: its text), int64 ≥ 0; -1 where there is no text. [documents]"""
     named = "name" if "name" in documents.column_names else "text"
     values = (
-        # not Python's hash(): it differs from process to process
-        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1 if has_text(text) else -1
+        key_hash(name) if has_text(text) else -1
         for batch in documents.iter(1024)
         for name, text in zip(batch[named], batch["text"], strict=True)
     )
     return np.fromiter(values, dtype=np.int64, count=len(documents))
+
+
+def key_hash(key: str) -> int:
+    """Of a document's name (of a record: its text), 0 to 2**63 - 1; not Python's hash(), which differs each run."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1
 
 
 def has_text(text: str | None) -> bool:
@@ -167,25 +210,34 @@ def _stamps(files: Mapping[str, Path]) -> list[Any]:
     return stamps
 
 
-def _text_source(asked: str, files: Mapping[str, Path], *, skip_undecodable: bool) -> Source:
-    """Each file a document; of one file alone, each group of lines."""
-    fingerprint = digest(_stamps(files))
+def text_documents(where: Files, name: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of each document of the text file ``name``: one, or its groups of lines if it is the only file.
+
+    Raises:
+        UserError: it can't be read, and is not to be skipped.
+    """
+    path = where.files[name]
+    try:
+        if len(where.files) == 1:
+            yield from ((f"{name}:{i}", text) for i, text in enumerate(_line_groups(path)))
+        else:
+            yield name, path.read_text(encoding="utf-8-sig")
+    except (UnicodeDecodeError, OSError) as error:
+        if not where.skip_undecodable:
+            raise UserError(
+                asked=f"{where.asked}: the text of {path}",
+                found=f"{type(error).__name__}: {error}",
+                why="a text file must be readable UTF-8",
+                instead="convert it (iconv -t utf-8), or move it out of the folder",
+            ) from error
+
+
+def _text_source(where: Files) -> Source:
+    fingerprint = digest(_stamps(where.files))
 
     def documents() -> Iterator[dict[str, str]]:
-        for name, path in files.items():
-            try:
-                if len(files) == 1:
-                    yield from ({"text": text, "name": f"{name}:{i}"} for i, text in enumerate(_line_groups(path)))
-                else:
-                    yield {"text": path.read_text(encoding="utf-8-sig"), "name": name}
-            except (UnicodeDecodeError, OSError) as error:
-                if not skip_undecodable:
-                    raise UserError(
-                        asked=f"{asked}: the text of {path}",
-                        found=f"{type(error).__name__}: {error}",
-                        why="a text file must be readable UTF-8",
-                        instead="convert it (iconv -t utf-8), or move it out of the folder",
-                    ) from error
+        for file in where.files:
+            yield from ({"text": text, "name": name} for name, text in text_documents(where, file))
 
     def read(scratch: Path) -> Mapping[str, Dataset]:
         features = Features(text=Value("large_string"), name=Value("string"))
@@ -195,7 +247,7 @@ def _text_source(asked: str, files: Mapping[str, Path], *, skip_undecodable: boo
             raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
         return {"train": made}
 
-    return Source(asked, fingerprint, read)
+    return Source(where.asked, fingerprint, read)
 
 
 def _line_groups(path: Path) -> Iterator[str]:
@@ -209,25 +261,15 @@ def _line_groups(path: Path) -> Iterator[str]:
 # ---- records ----
 
 
-def _record_source(asked: str, files: Mapping[str, Path], kind: str, text_column: str, *, one_file: bool) -> Source:
-    """JSON-lines or Parquet files; in a folder, the names of files say their splits as they do on the hub."""
-    by_split: dict[str, list[str]] = {}
-    for name, path in files.items():
-        by_split.setdefault("train" if one_file else _split_of(name), []).append(str(path))
-
+def _record_source(where: Files, text_column: str) -> Source:
     def read(scratch: Path) -> Mapping[str, Dataset]:
         try:
-            splits = datasets.load_dataset(kind, data_files=by_split, cache_dir=str(scratch))
+            splits = datasets.load_dataset(where.kind, data_files=where.by_split(), cache_dir=str(scratch))
         except Exception as error:  # malformed in one way or another: of many types
-            raise UserError(
-                asked=asked,
-                found=_cause(error),
-                why=f"it can't be read as {kind}",
-                instead="files with one JSON object a line (.jsonl), or Parquet files",
-            ) from error
-        return _texts(splits, text_column, asked)
+            raise unreadable(where, error) from error
+        return _texts(splits, text_column, where.asked)
 
-    return Source(asked, digest([_stamps(files), text_column]), read)
+    return Source(where.asked, digest([_stamps(where.files), text_column]), read)
 
 
 def _split_of(name: str) -> str:
@@ -236,40 +278,64 @@ def _split_of(name: str) -> str:
     return match[1] if match else "train"
 
 
-def _hub_source(asked: str, dataset: str, text_column: str) -> Source:
-    name, _, config = dataset.partition(":")
+def _hub_source(where: HubDataset, text_column: str) -> Source:
     try:
-        loaded = datasets.load_dataset(name, config or None)
+        loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
     except Exception as error:  # offline, not found, gated, one of several configurations: of many types
-        raise UserError(
-            asked=asked,
-            found=_cause(error),
-            why=f"no file or folder is called {dataset}, and the hub gives no dataset {name}",
-            instead="an existing path, or the id of a hub dataset that this machine can reach or has in its cache "
-            "(id:configuration where it has several), such as roneneldan/TinyStories",
-        ) from error
-    splits = _texts(loaded, text_column, asked)
+        raise unreadable(where, error) from error
+    splits = _texts(loaded, text_column, where.asked)
     # `datasets` keeps it equal from process to process for what it loads from its cache
-    return Source(asked, digest([split._fingerprint for split in splits.values()]), lambda scratch: splits)
+    fingerprint = digest([split._fingerprint for split in splits.values()])
+    return Source(where.asked, fingerprint, lambda scratch: splits)
 
 
-def _cause(error: Exception) -> str:
+def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
+    """The error of records that `datasets` can't open."""
+    if isinstance(where, Files):
+        return UserError(
+            asked=where.asked,
+            found=cause(error),
+            why=f"it can't be read as {where.kind}",
+            instead="files with one JSON object a line (.jsonl), or Parquet files",
+        )
+    return UserError(
+        asked=where.asked,
+        found=cause(error),
+        why=f"no file or folder is called that, and the hub gives no dataset {where.name}",
+        instead="an existing path, or the id of a hub dataset that this machine can reach or has in its cache "
+        "(id:configuration where it has several), such as roneneldan/TinyStories",
+    )
+
+
+def cause(error: Exception) -> str:
     """What went wrong: `datasets` wraps it in an error that only says that it failed."""
-    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-    return f"{type(cause or error).__name__}: {cause or error}"
+    inner = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+    return f"{type(inner or error).__name__}: {inner or error}"
 
 
-def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[str, Dataset]:
-    """The text of the split to train on and of the one to hold out, if there is one, as column ``text``."""
-    train = next(iter(splits)) if len(splits) == 1 else "train"
-    if train not in splits:
+def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
+    """The split to train on, and the one to hold out if there is one.
+
+    Raises:
+        UserError: which is to be trained on can't be told.
+    """
+    train = next(iter(names)) if len(names) == 1 else "train"
+    if train not in names:
         raise UserError(
             asked=asked,
-            found=f"the splits {', '.join(splits)}",
+            found=f"the splits {', '.join(names)}",
             why="none of them is called train",
             instead="a dataset with a split called train, or the path of one of its files",
         )
-    columns = splits[train].features
+    return train, [name for name in HELDOUT_SPLITS if name in names and name != train][:1]
+
+
+def check_text_column(columns: Mapping[str, Any], text_column: str, asked: str) -> None:
+    """Refuse ``columns`` (name -> feature) in which ``text_column`` is not one of strings.
+
+    Raises:
+        UserError: lists the columns.
+    """
     if getattr(columns.get(text_column), "dtype", None) not in ("string", "large_string"):
         tokenised = "; what is tokenised already can't be used" if "input_ids" in columns else ""
         raise UserError(
@@ -278,7 +344,12 @@ def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[
             why=f"there is no such column of text{tokenised}",
             instead="--text_column with the name of a column of strings",
         )
-    heldout = [name for name in HELDOUT_SPLITS if name in splits and name != train][:1]
+
+
+def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[str, Dataset]:
+    """The text of the split to train on and of the one to hold out, if there is one, as column ``text``."""
+    train, heldout = pick_splits(splits.keys(), asked)
+    check_text_column(splits[train].features, text_column, asked)
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}
     texts = {name: split.select_columns(text_column) for name, split in picked.items()}
     return {name: split.rename_columns({text_column: "text"}) for name, split in texts.items()}

@@ -17,6 +17,7 @@ from trainer.mesh import init_runtime
 from trainer.model import load_config, meta_model
 from trainer.plan import check_global_batch, make_plan
 from trainer.recipe import Recipe, load_recipe
+from trainer.streaming import RowStream
 from trainer.trainer import Trainer
 
 
@@ -46,11 +47,13 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
             isolate_documents=args.isolate_documents,
             text_column=args.text_column,
             seed=args.seed,
+            streaming=args.streaming,
+            shuffle_rows=args.shuffle_rows,
         )
-    tokens = len(corpus.train) * args.sequence_length
+    train = corpus.train
+    tokens = "a stream" if isinstance(train, RowStream) else f"{len(train) * args.sequence_length:,} tokens"
     console.print(
-        f"data:    {tokens:,} tokens to train on, {len(corpus.heldout) * args.sequence_length:,} held out",
-        highlight=False,
+        f"data:    {tokens} to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
     )
     source = weights.checkpoint_weights(args.model, config) if args.model and _has_weights(args.model) else None
     trainer = Trainer(recipe, args, config, corpus, source=source, console=console)

@@ -353,7 +353,8 @@ def compile_count() -> int:
 
 
 def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """[count*rows, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split."""
-    if tensor.dim() == 0:
-        return tensor
-    return tensor.reshape(count, -1, *tensor.shape[1:]).transpose(0, 1)
+    """[rows*count, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split.
+
+    Neighbours go to different micro-batches, so that a process's share of the global batch is one of each of them.
+    """
+    return tensor.reshape(-1, count, *tensor.shape[1:]) if tensor.dim() else tensor

@@ -17,10 +17,10 @@ from rich.console import Console
 from transformers import DefaultFlowCallback, PretrainedConfig, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trainer import weights
+from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build
-from trainer.data import Corpus, heldout_batches, training_batches, unigram_loss
+from trainer.data import Corpus, TrainingBatches, heldout_batches, unigram_loss
 from trainer.errors import UserError
 from trainer.mesh import build_mesh
 from trainer.model import meta_model
@@ -68,8 +68,11 @@ class Trainer:
         self.plain_plan = make_plan(self.recipe, self.plain_model, devices, **args.state_dtypes)
         self._rows = args.per_device_train_batch_size * self.plain_plan.batch_shards
         self.tokens_per_step = self._rows * args.gradient_accumulation_steps * args.sequence_length
-        self._check_data()
+        self._check_vocabulary()
         self.mesh = build_mesh(self.recipe.mesh)
+        self._share = sharding.batch_share(self.mesh, self.recipe.batch)  # of each batch's rows, this process's
+        rows, (index, count) = self._rows * args.gradient_accumulation_steps, self._share
+        self.batches = TrainingBatches(corpus.train, rows, seed=args.seed, process_index=index, process_count=count)
 
         # ---- weights and steps ----
         rate = args.learning_rate or (5e-5 if source else 2e-3)
@@ -109,7 +112,8 @@ class Trainer:
         _write_json(folder / "recipe.json", self.recipe.as_dict())
         _write_json(folder / "training_args.json", args.as_dict())
         _write_json(folder / "plan.json", self.plain_plan.as_json())
-        unigram = unigram_loss(self.corpus.train, self.corpus.heldout, self.config.get_text_config().vocab_size)
+        with self.console.status("counting tokens for the unigram model …"):
+            unigram = unigram_loss(self.corpus.train, self.corpus.heldout, self.config.get_text_config().vocab_size)
         with self._clean_interrupts():
             before = self._evaluate_and_log()
             self.callbacks.on_train_begin(args, state, self.control)
@@ -126,7 +130,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean cross entropy over the held-out rows; nats a token."""
-        batches = heldout_batches(self.corpus.heldout, self._rows)
+        batches = heldout_batches(self.corpus.heldout, self._rows, *self._share)
         total = math.ceil(len(self.corpus.heldout) / self._rows)
         return self.eval_step(tracked(self.console, "held-out rows", batches, total))
 
@@ -140,18 +144,15 @@ class Trainer:
     def _loop(self) -> None:
         args: Any = self.args
         state, control = self.state, self.control
-        rows = self._rows * args.gradient_accumulation_steps
-        batches = training_batches(self.corpus.train, rows, seed=args.seed, start_step=state.global_step)
-        steps_per_epoch = len(self.corpus.train) // rows
         self._clock = time.perf_counter()
         while not (control.should_training_stop or self.interrupted):
             control = self.callbacks.on_step_begin(args, state, control)
             step = state.global_step + 1
             self._last_rate = self.schedule.learning_rate
-            self.train_step(next(batches), step=step, learning_rate=self._last_rate)
+            self.train_step(next(self.batches), step=step, learning_rate=self._last_rate)
             self.schedule.advance()
             state.global_step = step
-            state.epoch = step / steps_per_epoch
+            state.epoch = self.batches.epoch
             state.num_input_tokens_seen += self.tokens_per_step
             control = self.callbacks.on_step_end(args, state, control)
             stopping = control.should_training_stop or self.interrupted
@@ -206,16 +207,7 @@ class Trainer:
 
     # ---- parts ----
 
-    def _check_data(self) -> None:
-        rows, needed = len(self.corpus.train), self._rows * self.args.gradient_accumulation_steps
-        if rows < needed:
-            raise UserError(
-                asked=f"a global batch of {needed} rows of {self.args.sequence_length} tokens",
-                found=f"the training data makes {rows} rows",
-                why="not one step could be taken",
-                instead="more data, a shorter --sequence_length, or a smaller --per_device_train_batch_size or "
-                "--gradient_accumulation_steps",
-            )
+    def _check_vocabulary(self) -> None:
         vocabulary, known = len(self.corpus.tokenizer), self.config.get_text_config().vocab_size
         if vocabulary > known:
             raise UserError(

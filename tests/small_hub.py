@@ -1,0 +1,80 @@
+"""A hub on this machine that holds one dataset, ``someone/stories``, of one JSON-lines file; it can be cut off."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT, BLOB = "a" * 40, "b" * 40
+API, FILE = "/api/datasets/someone/stories", "train.jsonl"
+
+
+class Hub(ThreadingHTTPServer):
+    """``limit``: bytes of the file after which it refuses; GET /limit/BYTES sets it. A silent hub is asked for long."""
+
+    content, limit = b"", 1 << 40
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process must have set to take this for the hub."""
+        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0"}
+
+
+class _Requests(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == f"/datasets/someone/stories/resolve/{COMMIT}/{FILE}":
+            self._reply_with_part()
+        elif path.startswith("/limit/"):
+            self.server.limit = int(path.removeprefix("/limit/"))
+            self._reply(200, b"{}")
+        elif path.startswith(f"{API}/tree/"):
+            in_root = path.removeprefix(f"{API}/tree/") == COMMIT
+            file = {"type": "file", "oid": BLOB, "size": len(self.server.content), "path": FILE}
+            self._reply(200, json.dumps([file] if in_root else []).encode())
+        elif path in (API, f"{API}/revision/{COMMIT}", f"{API}/revision/main"):
+            info = {"id": "someone/stories", "sha": COMMIT, "private": False, "tags": [], "siblings": []}
+            self._reply(200, json.dumps(info).encode())
+        else:
+            self._reply(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def _reply_with_part(self) -> None:
+        content, asked = self.server.content, self.headers.get("Range", "bytes=0-")
+        first, last = (int(place or len(content) - 1) for place in asked.removeprefix("bytes=").split("-"))
+        if first >= self.server.limit:
+            self._reply(403, b"{}")
+            return
+        place = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
+        self._reply(206, content[first : last + 1], **{"Content-Range": place, "ETag": f'"{BLOB}"'})
+
+    def _reply(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        headers |= {"X-Repo-Commit": COMMIT, "Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def small_hub(content: bytes) -> Iterator[Hub]:
+    with Hub(("127.0.0.1", 0), _Requests) as hub:
+        hub.content = content
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.shutdown()
+            thread.join()
