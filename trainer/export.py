@@ -31,6 +31,7 @@ from trainer.errors import UserError
 from trainer.hub import DTYPES, INDEX, WEIGHTS
 from trainer.lazy import Lazy
 from trainer.report import byte_bar
+from trainer.sharding import Slices
 from trainer.storage import Folder
 from trainer.weights import Source
 
@@ -106,9 +107,36 @@ def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict
     parameters = {name for group in twins.values() for name in group}
     written |= {name: name for name in model.state_dict() if name not in parameters}  # buffers
     ignored = set(model._keys_to_ignore_on_save or ())
-    tensors = {name: Lazy.of(source(known)) for name, known in written.items() if name not in ignored}
+    last = _Last(source)
+    tensors = {name: Lazy.of(_Whole(last, known)) for name, known in written.items() if name not in ignored}
     # it takes tensors, and what torch's functions take for one
     return revert_weight_conversion(model, tensors) if key_format == "original" else tensors  # type: ignore[arg-type, return-value]
+
+
+class _Last:
+    """Keeps the parameter that was read last: the hub's tensors that it is cut into are written one after the other."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name = source, ""
+
+    def read(self, name: str) -> torch.Tensor:
+        if name != self.name:
+            self.name, self.values = "", torch.empty(0)  # let go of the last one first
+            array = self.source(name)
+            self.values = array[tuple(slice(0, size) for size in array.shape)]
+            self.name = name
+        return self.values
+
+
+class _Whole:
+    """A parameter as an array that is read whole, and once."""
+
+    def __init__(self, last: _Last, name: str) -> None:
+        self.last, self.name, array = last, name, last.source(name)
+        self.shape, self.dtype = tuple(array.shape), array.dtype
+
+    def __getitem__(self, where: Slices) -> torch.Tensor:
+        return self.last.read(self.name)[where]
 
 
 def _stored(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -114,13 +114,13 @@ def _write_stacks(
             for entry in batch:
                 name = plan.members(entry.name)[index]
                 rows[entry.name] = sharding.place(name, source(name), mesh, specs[entry.name][1:], entry.dtype)
-            xm.wait_device_ops()  # the last batch has arrived: no more than two are under way
             with torch.no_grad():
                 for name, row in rows.items():
                     updated = stacks[name].index_copy(0, where, row.unsqueeze(0))
                     stacks[name].copy_(sharding.constrain(updated, mesh, specs[name]))
             run_now([stacks[name] for name in rows])
-    xm.wait_device_ops()
+            del rows, row
+            xm.wait_device_ops()  # else torch_xla's copies of what is under way pile up on the host
 
 
 def _batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]:
@@ -158,7 +158,7 @@ def _place_buffers(model: nn.Module, mesh: xs.Mesh, source: Source) -> None:
 class LiveWeights:
     """A source over placed parameters: the weights of a running model, a layer's parameter at a time on the host.
 
-    It keeps what it read last: make one for each use, with the weights at rest.
+    It keeps the layer that it read last: make one for each use, with the weights at rest.
 
     Args:
         model: the assembled model, for its buffers.
@@ -177,29 +177,21 @@ class LiveWeights:
             for index, member in enumerate(plan.members(entry.name))
         }
         self._rows: tuple[object, dict[str, torch.Tensor]] = (None, {})  # of one layer, on the devices
-        self._whole: tuple[str, torch.Tensor] | None = None  # one parameter, on the host
 
     def __call__(self, name: str) -> sharding.Array:
-        """The values of a parameter or persistent buffer; they are fetched when a slice of them is read."""
+        """The values of a parameter or persistent buffer, fetched whole from the devices at each reading."""
         name = self.plan.aliases.get(name, name)
         if name in self._row_of:
             entry, _, _ = self._row_of[name]
-            return _Fetched(entry.shape[1:], entry.dtype, lambda: self._fetch(name))
+            return _Fetched(entry.shape[1:], entry.dtype, lambda: self._row(name))
         tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
-        return _Fetched(tuple(tensor.shape), tensor.dtype, lambda: self._fetch(name))
+        return _Fetched(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
-    def _fetch(self, name: str) -> torch.Tensor:
-        if self._whole is None or self._whole[0] != name:
-            self._whole = None  # let go of the last one first
-            self._whole = (name, sharding.fetch(self._on_devices(name).detach()))
-        return self._whole[1]
-
-    def _on_devices(self, name: str) -> torch.Tensor:
-        if name not in self._row_of:
-            return self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
+    def _row(self, name: str) -> torch.Tensor:
         entry, batch, index = self._row_of[name]
         key = (batch[0].name, index)
         if self._rows[0] != key:
+            self._rows = (None, {})  # let go of the last one first
             self._rows = (key, self._read_rows(batch, index))
         return self._rows[1][entry.name]
 
@@ -219,14 +211,14 @@ class LiveWeights:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """An array that is fetched from the devices when it is read."""
+    """An array on the devices."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fetch: Callable[[], torch.Tensor]
+    tensor: Callable[[], torch.Tensor]
 
     def __getitem__(self, where: sharding.Slices) -> torch.Tensor:
-        return self.fetch()[where]
+        return sharding.fetch(self.tensor().detach())[where]
 
 
 def _specs(plan: ShardingPlan) -> Specs:
