@@ -1,17 +1,14 @@
-"""Weights in from a seed or a checkpoint, and out in the hub's format that transformers itself loads."""
+"""Weights onto the devices, a layer at a time, from any source; and back from there."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.parity import make_batch, make_case, small_config
 from trainer import weights
-from trainer.errors import UserError
+from trainer.export import export
 from trainer.model import meta_model
 from trainer.recipe import load_recipe
 
@@ -21,17 +18,18 @@ def config():
     return small_config(load_recipe("mixtral_ep"))
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("recipe", ["mixtral_ep", "llama_tp"])
-def test_the_exported_folder_holds_every_tensor_of_the_model_exactly_under_hub_names(tmp_path, recipe, scan):
+def whole(values):
+    return values[tuple(slice(0, size) for size in values.shape)]
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "layer by layer"])
+@pytest.mark.parametrize("recipe", ["mixtral_ep", "mixtral_ep_tp", "llama_tp"])
+def test_what_is_placed_comes_back_from_the_devices_under_the_models_own_names(recipe, scan):
     case = make_case(recipe, scan=scan)
-    weights.export(tmp_path, meta_model(case.config), case.plan, case.step.parameters, None)
-    case.reference.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (_tensors(folder) for folder in (tmp_path, tmp_path / "theirs"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    if recipe == "mixtral_ep":
-        assert any("block_sparse_moe.experts.0.w1" in name for name in ours)
+    live = weights.LiveWeights(case.step.loss.model, case.plan, case.mesh, case.step.parameters)
+    for name, parameter in case.reference.named_parameters():
+        assert (live(name).shape, live(name).dtype) == (tuple(parameter.shape), parameter.dtype)
+        assert torch.equal(whole(live(name)), parameter), name
 
 
 def test_the_exported_model_loads_on_plain_cpu_and_has_the_same_held_out_loss(tmp_path):
@@ -40,26 +38,10 @@ def test_the_exported_model_loads_on_plain_cpu_and_has_the_same_held_out_loss(tm
         case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3)
     batch = make_batch(case.config, seed=9)
     ours = case.evaluation([batch])
-    weights.export(tmp_path, meta_model(case.config), case.plan, case.step.parameters, None)
+    live = weights.LiveWeights(case.step.loss.model, case.plan, case.mesh, case.step.parameters)
+    export(tmp_path, meta_model(case.config), live)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded(**batch).loss.item() == pytest.approx(ours, rel=1e-4)
-
-
-def test_tied_embeddings_are_written_once_and_load_tied(tmp_path):
-    case = make_case("llama_fsdp", small_config(load_recipe("llama_fsdp"), tie_word_embeddings=True))
-    weights.export(tmp_path, meta_model(case.config), case.plan, case.step.parameters, None)
-    assert "lm_head.weight" not in _tensors(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded.lm_head.weight, case.reference.lm_head.weight)
-
-
-def test_a_checkpoint_folder_is_the_start_of_training(tmp_path):
-    case = make_case("mixtral_ep")
-    case.reference.save_pretrained(tmp_path)
-    source = weights.checkpoint_weights(str(tmp_path), case.config)
-    for name, parameter in case.reference.named_parameters():
-        assert torch.equal(source(name), parameter), name
 
 
 def test_seeded_init_has_the_models_own_scale_and_depends_on_nothing_but_the_seed(config):
@@ -73,29 +55,3 @@ def test_seeded_init_has_the_models_own_scale_and_depends_on_nothing_but_the_see
     assert not torch.equal(embedding, other("model.embed_tokens.weight"))
     layers = [values[f"model.layers.{i}.mlp.experts.down_proj"] for i in range(2)]
     assert not torch.equal(*layers)
-
-
-def test_weights_of_another_shape_are_refused_by_name(tmp_path, config):
-    make_case("mixtral_ep").reference.save_pretrained(tmp_path)
-    other = small_config(load_recipe("mixtral_ep"), vocab_size=512)
-    with pytest.raises(UserError, match="embed_tokens"):
-        weights.checkpoint_weights(str(tmp_path), other)
-
-
-def test_a_truncated_weight_file_is_refused(tmp_path, config):
-    make_case("mixtral_ep").reference.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(UserError, match="could not be loaded"):
-        weights.checkpoint_weights(str(tmp_path), config)
-
-
-def _tensors(folder):
-    tensors = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        assert json.loads(index.read_text())["weight_map"].keys() == tensors.keys()
-    return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch_xla.runtime as xr
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer import weights
+from trainer import hub
 from trainer.arguments import TrainingArguments
 from trainer.data import load_corpus
 from trainer.errors import UserError
@@ -37,6 +38,7 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
     console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}", highlight=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"model:   {type(model).__name__}, {parameters:,} parameters", highlight=False)
+    source = hub.open_checkpoint(args.model, model) if args.model and _has_weights(args.model) else None
     folder = args.claim_output_dir(recipe.name)
     with console.status("reading and tokenising the data …"):
         corpus = load_corpus(
@@ -55,8 +57,8 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
     console.print(
         f"data:    {tokens} to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
     )
-    source = weights.checkpoint_weights(args.model, config) if args.model and _has_weights(args.model) else None
-    trainer = Trainer(recipe, args, config, corpus, source=source, console=console)
+    with hub.reading(source, console) if source else contextlib.nullcontext():
+        trainer = Trainer(recipe, args, config, corpus, source=source, console=console)
     console.print(f"output:  {folder}", highlight=False)
     trainer.train()
     return trainer

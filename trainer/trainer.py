@@ -22,6 +22,7 @@ from trainer.arguments import TrainingArguments
 from trainer.assembly import build
 from trainer.data import Corpus, TrainingBatches, heldout_batches, unigram_loss
 from trainer.errors import UserError
+from trainer.export import export
 from trainer.mesh import build_mesh
 from trainer.model import meta_model
 from trainer.optimizer import Schedule
@@ -136,8 +137,9 @@ class Trainer:
 
     def save_model(self, folder: Path) -> None:
         """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
+        live = weights.LiveWeights(self.model, self.plan, self.mesh, self.parameters)
         with self.console.status(f"writing {folder} …"):
-            weights.export(folder, meta_model(self.config), self.plan, self.parameters, self.corpus.tokenizer)
+            export(folder, meta_model(self.config), live, self.corpus.tokenizer, console=self.console)
 
     # ---- the loop ----
 
