@@ -15,6 +15,7 @@ from datasets import Dataset
 
 from tests.small_hub import COMMIT, small_hub
 from tests.test_documents import BAD
+from tests.test_train import train
 from tests.texts import (
     TEXTS,
     load_small,
@@ -25,6 +26,7 @@ from tests.texts import (
     write_parquet,
     write_record_folder,
     write_text,
+    written,
 )
 from trainer.data import Corpus, TrainingBatches, unigram_loss
 from trainer.documents import key_hash
@@ -171,6 +173,22 @@ def test_rows_are_mixed_within_a_window_and_parts_between_epochs(load: Callable[
     assert len(first & second) < len(first) / 2, "documents follow others, and rows cut them elsewhere"
 
 
+@pytest.mark.slow
+def test_a_run_trains_on_a_stream_from_its_command_line(tmp_path: Path) -> None:
+    """400 files, read several times over in 30 steps of 8 rows."""
+    for i in range(400):
+        written(tmp_path / "text" / f"{i}.txt", f"{i} and {i} makes {i + i}, {i} times {i} makes {i * i}.".encode())
+    arguments = ["--recipe", "llama_fsdp", "--dataset", tmp_path / "text", "--streaming", "--shuffle_rows", 20]
+    sizes = ["--sequence_length", 64, "--max_steps", 30, "--warmup_steps", 2, "--output_dir", tmp_path / "out"]
+    done = train(*arguments, *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "a stream to train on" in done.stdout
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    before, after = (entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry)
+    assert after < before
+    assert state["epoch"] >= 1
+
+
 # ---- held-out documents ----
 
 
@@ -271,19 +289,19 @@ def test_a_hub_that_is_lost_stops_the_run_with_the_cause_and_it_goes_on_later_as
     records = [{"text": f"{i} {text}", "other": "x" * 10_000} for i in range(10) for text in TEXTS]
     with small_hub("".join(json.dumps(record) + "\n" for record in records).encode()) as hub:
 
-        def train(
+        def steps_of_a_run(
             steps: int, cursor: dict[str, Any], dataset: str = "someone/stories", limit: int = 1 << 40
         ) -> tuple[list[str], str, dict[str, Any]]:
             hub.limit = 1 << 40
             script = f"DATASET, TOKENIZER, STEPS, CURSOR, LIMIT = {(dataset, tokenizer, steps, cursor, str(limit))}\n"
             return json.loads(run_python(script + BREAKING, HF_HOME=str(tmp_path / "hub"), **hub.environment))
 
-        whole, said, cursor = train(400, {})
+        whole, said, cursor = steps_of_a_run(400, {})
         assert (len(whole), said) == (400, "")
         assert cursor["data"].startswith(f"someone/stories@{COMMIT}, text")
-        seen, said, cursor = train(400, {}, limit=15 << 20)
+        seen, said, cursor = steps_of_a_run(400, {}, limit=15 << 20)
         assert 0 < len(seen) < 400
         assert "the stream broke off" in said
-        rest, said, _ = train(400 - len(seen), cursor, dataset=f"someone/stories@{COMMIT}")
+        rest, said, _ = steps_of_a_run(400 - len(seen), cursor, dataset=f"someone/stories@{COMMIT}")
         assert said == ""
         assert seen + rest == whole

@@ -44,7 +44,7 @@ class Order(Protocol):
         ...
 
     def cursor(self) -> dict[str, Any]:
-        """Where the next row lies."""
+        """Where the next row lies; not to be changed."""
         ...
 
 

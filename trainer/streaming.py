@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -185,7 +185,7 @@ class StreamOrder:
 
     def cursor(self) -> dict[str, Any]:
         row = self._number * self._size + self._taken
-        return {"epoch": self._epoch, "row": row, "window": self._number, "start": asdict(self._start)}
+        return {"epoch": self._epoch, "row": row, "window": self._number, "start": vars(self._start)}
 
     def _next_window(self) -> Window:
         if self._ahead is None:
