@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from models import scopes
 from models.jax_call import Manual, jax, jax_call
 
 Tensors = Mapping[str, torch.Tensor]
@@ -133,9 +134,9 @@ _sums: dict[str, Sum] = {}
 @torch.library.custom_op("shardwright::total", mutates_args=())
 def _total(partial: torch.Tensor, key: str, dim: int) -> torch.Tensor:
     how = _sums[key]
-    return jax_call(_sum_shards, partial, manual=how.manual, dim=dim, scatter=how.scatter, add=how.add, name=how.name)[
-        0
-    ]
+    static = {"dim": dim, "scatter": how.scatter, "add": how.add, "name": how.name}
+    with scopes.scope(how.name.rpartition(".")[0]):
+        return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
 
 
 @_total.register_fake
