@@ -106,7 +106,7 @@ def load(recipe: str, rounds: int) -> Table:
     """Bytes/s of opening and placing a checkpoint and of reading its files, alternating; and what the host held."""
     import tempfile
 
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         job = {"side": "load", "folder": folder, **LOAD}
         worker(recipe, {**job, "side": "make checkpoint"})
@@ -116,22 +116,23 @@ def load(recipe: str, rounds: int) -> Table:
                 state = "from the disk" if cold else "from the page cache"
                 result = worker(recipe, {**job, "cold": cold})
                 rows.setdefault(f"plain read, {state}", []).append(_plain_read(folder, cold))
-                rows.setdefault(f"onto 8 devices, {state}", []).append(result["again"])
-                rows.setdefault("the first time, with compiles, " + state, []).append(result["first"])
+                rows.setdefault(f"onto 8 devices, {state}", []).append(tuple(result["again"]))
+                rows.setdefault(f"the first time, with compiles, {state}", []).append(tuple(result["first"]))
         memory = worker(recipe, {**job, "side": "load memory"})
-    medians = {name: size / statistics.median(seconds) for name, seconds in rows.items()}
+    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in rows.items()}
     mib = {name: count / 2**20 for name, count in memory.items()}
     table = Table(
         "",
         "MB/s",
         "ratio",
+        "CPU s",
         title=f"{size / 1e6:,.0f} MB of {recipe}'s family, {LOAD['num_hidden_layers']} layers",
         caption=f"host memory beyond what the devices hold: peak {mib['beyond']:.0f} MiB; largest fused parameter "
         f"{mib['largest']:.0f} MiB of {mib['total']:.0f}",
     )
-    for name, rate in sorted(medians.items(), key=lambda row: row[0].split(", ")[-1]):
-        base = medians["plain read, " + name.split(", ")[-1]]
-        table.add_row(name, f"{rate / 1e6:,.0f}", f"{rate / base:.2f}")
+    for name, (wall, cpu) in sorted(medians.items(), key=lambda row: row[0].split(", ")[-1]):
+        base, _ = medians["plain read, " + name.split(", ")[-1]]
+        table.add_row(name, f"{size / wall / 1e6:,.0f}", f"{base / wall:.2f}", f"{cpu:.2f}")
     return table
 
 
@@ -260,20 +261,21 @@ def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
     return {}
 
 
-def load_rate(job: dict[str, Any]) -> dict[str, float]:
-    """Seconds to open a checkpoint and place it, with its compiles and again without."""
+def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(wall, CPU) seconds to open a checkpoint and place it, with its compiles and again without."""
     import torch_xla.core.xla_model as xm
 
-    place = _placing(job)
+    fresh = _placing(job)
     seconds = []
     for _ in range(2):
+        _, place = fresh()
         if job["cold"]:
             _evict(job["folder"])
-        started = time.perf_counter()
+        started = time.perf_counter(), time.process_time()
         placed = place()
         xm.wait_device_ops()
-        seconds.append(time.perf_counter() - started)
-        del placed
+        seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+        del placed, place
     return {"first": seconds[0], "again": seconds[1]}
 
 
@@ -289,7 +291,7 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
 
     from trainer import weights
 
-    place = _placing(job)
+    plan, place = _placing(job)()
     before = _anonymous(os.getpid())
     with subprocess.Popen(
         [sys.executable, __file__, "worker", "--job", json.dumps({"side": "watch", "process": os.getpid()})],
@@ -302,10 +304,11 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
         watch.stdout.readline()  # it looks
         if job.get("whole"):
             state = AutoModelForCausalLM.from_pretrained(job["folder"]).state_dict()
-            plan, _ = place(weights.state_dict_weights(state))
+            placed = place(weights.state_dict_weights(state))
         else:
-            plan, _ = place()
+            placed = place()
         peak = json.loads(watch.communicate("done")[0].splitlines()[-1])["peak"]
+    assert placed.keys() == {p.name for p in plan.parameters}
     copies = {p.name: plan.devices * p.bytes_per_device for p in plan.parameters}
     layer = [p.dtype.itemsize * math.prod(p.shape[1:] if ".*." in p.name else p.shape) for p in plan.parameters]
     total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
@@ -324,7 +327,7 @@ def watch_memory(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _placing(job: dict[str, Any]) -> Any:
-    """(source; default: the checkpoint in the job's folder) -> the plan, and the placed parameters."""
+    """() -> a new model's plan, and what places its parameters (default: from the checkpoint in the job's folder)."""
     from trainer import hub, weights
     from trainer.assembly import assemble
     from trainer.mesh import build_mesh, init_runtime
@@ -338,29 +341,32 @@ def _placing(job: dict[str, Any]) -> Any:
     mesh, plain = build_mesh(recipe.mesh), meta_model(config)
     plain_plan = make_plan(recipe, plain, 8)
 
-    def place(source: weights.Source | None = None) -> Any:
+    def fresh() -> Any:
         model, plan = assemble(recipe, plain_plan, config, mesh)
-        source = source or hub.open_checkpoint(job["folder"], plain)
-        return plan, weights.place_parameters(model, plan, mesh, source)
 
-    return place
+        def place(source: weights.Source | None = None) -> Any:
+            return weights.place_parameters(model, plan, mesh, source or hub.open_checkpoint(job["folder"], plain))
+
+        return plan, place
+
+    return fresh
 
 
 def _weight_files(folder: str) -> list[str]:
     return [entry.path for entry in os.scandir(folder) if entry.name.endswith(".safetensors")]
 
 
-def _plain_read(folder: str, cold: bool) -> float:
-    """Seconds to read the weight files into a buffer."""
+def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
+    """(wall, CPU) seconds to read the weight files into a buffer."""
     if cold:
         _evict(folder)
     buffer = bytearray(PIECE)
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     for path in _weight_files(folder):
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-    return time.perf_counter() - started
+    return time.perf_counter() - started[0], time.process_time() - started[1]
 
 
 def _evict(folder: str) -> None:

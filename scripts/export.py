@@ -6,6 +6,7 @@ python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-300 --output 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 
@@ -36,6 +37,7 @@ def main() -> int | None:
     arguments = parser.parse_args()
     console = Console()
 
+    logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": nothing here opens a device
     import torch
     import transformers
     from trainer.checkpoint import open_source
@@ -44,6 +46,7 @@ def main() -> int | None:
     from trainer.model import meta_model
     from trainer.storage import Folder
 
+    logging.disable(logging.NOTSET)
     transformers.logging.set_verbosity_error()
     output = Folder(arguments.output)
     if there := output.names():

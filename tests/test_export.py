@@ -210,3 +210,17 @@ def test_a_folder_in_the_place_of_a_file_is_one_message(tmp_path):
     config = config_of("llama")
     with pytest.raises(UserError, match="file"):
         export(Folder(tmp_path / "file"), meta_model(config), weights.seeded_init(meta_model(config), 0))
+
+
+def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_is_none(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("trainer.checkpoint")
+    from scripts import export as script
+    from trainer.errors import exit_code
+
+    (tmp_path / "precious").write_text("work")
+    arguments = ["export.py", "--checkpoint", str(tmp_path), "--output"]
+    for output, message in ((tmp_path, "never writes over"), (tmp_path / "new", str(tmp_path))):
+        monkeypatch.setattr("sys.argv", [*arguments, str(output)])
+        assert exit_code(script.main) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]

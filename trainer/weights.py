@@ -7,12 +7,14 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -64,13 +66,14 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source
             nothing = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             tensors[entry.name] = sharding.place(entry.name, nothing, mesh, specs[entry.name])
     else:
-        stacks = _zero_stacks(stacked, mesh, specs)
-        for entry in plan.parameters:
-            if entry not in stacked:
-                name = entry.name
-                tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
-            elif entry is stacked[0]:  # in the model's order, which is the order of most files
-                _write_stacks(stacks, _batches(stacked), plan, mesh, source)
+        with _threads_for_copies():
+            stacks = _zero_stacks(stacked, mesh, specs)
+            for entry in plan.parameters:
+                if entry not in stacked:
+                    name = entry.name
+                    tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
+                elif entry is stacked[0]:  # in the model's order, which is the order of most files
+                    _write_stacks(stacks, _batches(stacked), plan, mesh, source)
         tensors |= stacks
     placed: dict[str, torch.Tensor] = {entry.name: nn.Parameter(tensors[entry.name]) for entry in plan.parameters}
     for alias, name in [*zip(placed, placed, strict=True), *plan.aliases.items()]:
@@ -79,6 +82,18 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source
     left = [name for name, t in itertools.chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     assert not left, f"left without data: {left}"
     return placed
+
+
+@contextmanager
+def _threads_for_copies() -> Iterator[None]:
+    """One where the devices are the CPU too: torch's threads wait for each other spinning, on cores that those need."""
+    threads = torch.get_num_threads()
+    if xr.device_type() == "CPU":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _zero_stacks(stacked: Sequence[ParameterPlan], mesh: xs.Mesh, specs: Specs) -> dict[str, torch.Tensor]:
@@ -124,16 +139,16 @@ def _write_stacks(
 
 
 def _batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]:
-    """Parameters in their order, in batches of which a layer is no larger than that of the largest parameter."""
+    """Parameters in few batches, of which a layer is no larger than that of the largest parameter."""
     sizes = {entry.name: entry.dtype.itemsize * math.prod(entry.shape[1:]) for entry in stacked}
     batches: list[list[ParameterPlan]] = []
-    room = 0
-    for entry in stacked:
-        if sizes[entry.name] > room:
-            batches.append([])
-            room = max(sizes.values())
-        batches[-1].append(entry)
-        room -= sizes[entry.name]
+    for entry in sorted(stacked, key=lambda entry: -sizes[entry.name]):
+        for batch in batches:
+            if sum(sizes[other.name] for other in batch) + sizes[entry.name] <= max(sizes.values()):
+                batch.append(entry)
+                break
+        else:
+            batches.append([entry])
     return batches
 
 
