@@ -148,9 +148,15 @@ def _sum_shards(
     x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str
 ) -> jax.Array:
     x = x.squeeze(dim)  # the one entry that this device has
+    last = x.ndim - 1
+    # of a reduce-scatter along its minor dimension libtpu makes an all-reduce: that dimension is not left the minor one
+    turned = last > 0 and any(scattered == last for _, scattered in scatter)
+    x = x.swapaxes(last - 1, last) if turned else x
     for axis, scattered in scatter:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
-    return jax.lax.psum(x, add) if add else x
+        where = {last - 1: last, last: last - 1}.get(scattered, scattered) if turned else scattered
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=where, tiled=True)
+    x = jax.lax.psum(x, add) if add else x
+    return x.swapaxes(last - 1, last) if turned else x
 
 
 @torch.library.custom_op("shardwright::add_rows", mutates_args=())
