@@ -291,6 +291,42 @@ def training_batches(
     return itertools.chain.from_iterable(batches)
 
 
+class TrainingBatches:
+    """Batches without end that know where they are: :func:`training_batches` with a cursor.
+
+    Args:
+        batch_size: rows of the global batch.
+    """
+
+    def __init__(
+        self, rows: Dataset, batch_size: int, *, seed: int, process_index: int = 0, process_count: int = 1
+    ) -> None:
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.load_state_dict({"step": 0})
+
+    def __iter__(self) -> TrainingBatches:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        batch = next(self._batches)
+        self.step += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor of the batch that comes next, JSON-able."""
+        return {"step": self.step}
+
+    def load_state_dict(self, cursor: Mapping[str, int]) -> None:
+        """Go to where a cursor points."""
+        self.step = cursor["step"]
+        self._batches = training_batches(self.rows, self.batch_size, self.seed, self.step)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done."""
+        return self.step / (len(self.rows) // self.batch_size)
+
+
 def heldout_batches(dataset: Dataset, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """Every row once and in order, as `epoch_batches` gives them; rows that fill up the last batch are all -100."""
     rows = dataset.with_format("numpy")

@@ -100,3 +100,10 @@ class Schedule:
 
     def advance(self) -> None:
         self._scheduler.step()
+
+    def skip(self, steps: int) -> None:
+        """Go to where ``steps`` advances lead, from the start: what a resumed run needs."""
+        if steps and isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):  # a function of the step alone
+            self._scheduler.last_epoch, steps = steps - 1, 1
+        for _ in range(steps):
+            self.advance()

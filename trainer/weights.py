@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.plan import ShardingPlan, partition_spec
 
 # the model's own (unstacked) parameter or buffer name -> its values on the CPU
-Source = Callable[[str], torch.Tensor]
+Source = Callable[[str], sharding.Array]
 
 
 def seeded_init(model: PreTrainedModel, seed: int) -> Source:
@@ -80,10 +80,10 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source
     """
     placed: dict[str, torch.Tensor] = {}
     for entry in plan.parameters:
-        values = [source(name) for name in plan.members(entry.name)]
-        value = torch.stack(values) if entry.name not in plan.members(entry.name) else values[0]
-        spec = partition_spec(entry.layout, value.dim(), tuple(plan.mesh))
-        placed[entry.name] = nn.Parameter(sharding.place(entry.name, value.to(entry.dtype), mesh, spec))
+        members = plan.members(entry.name)
+        values = source(entry.name) if members == [entry.name] else sharding.Stack([source(name) for name in members])
+        spec = partition_spec(entry.layout, len(entry.shape), tuple(plan.mesh))
+        placed[entry.name] = nn.Parameter(sharding.place(entry.name, values, mesh, spec, entry.dtype))
         _assign(model, entry.name, placed[entry.name])
     for alias, name in plan.aliases.items():
         _assign(model, alias, placed[name])
