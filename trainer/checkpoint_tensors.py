@@ -102,7 +102,10 @@ class _FolderFiles(FileSystemBase):
                 yield file
                 return
             hashed = _Hashed(file)
-            yield hashed
+            try:
+                yield hashed
+            except RuntimeError as error:  # torch.save's, which forgets what the stream told it
+                raise hashed.error or error from None
         self.written[name] = hashed.digest
 
     def concat_path(self, path: Any, suffix: str) -> str:
@@ -133,13 +136,18 @@ class _Hashed(io.RawIOBase):
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.hash = file, 0, xxhash.xxh3_64()
+        self.error: OSError | None = None
 
     @property
     def digest(self) -> Digest:
         return {"bytes": self.size, "xxh3": self.hash.hexdigest()}
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.hash.update(data)
         self.size += memoryview(data).nbytes
         return memoryview(data).nbytes
@@ -263,7 +271,10 @@ class _Reader(FileSystemReader):
             raise damaged(self.folder, f"{plan.items[0].storage_index.fqn} can't be read ({error})") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _Unpickler(io.BytesIO(self.folder.read(METADATA))).load()
+        try:
+            return _Unpickler(io.BytesIO(self.folder.read(METADATA))).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise damaged(self.folder, f"{METADATA} is no list of tensors ({error})") from None
 
 
 _ALLOWED = {

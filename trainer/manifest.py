@@ -28,8 +28,7 @@ Digest = dict[str, int | str]
 
 def write_manifest(folder: Folder, files: Mapping[str, Digest]) -> None:
     """Declare ``files`` of ``folder`` (relative path -> size and checksum) to be a whole checkpoint."""
-    text = {"format": FORMAT, "files": dict(files), "checksum": _checksum_of(files)}
-    folder.write(MANIFEST, (json.dumps(text, indent=1) + "\n").encode())
+    folder.write(MANIFEST, _as_bytes(files))
 
 
 def digest(data: bytes) -> Digest:
@@ -83,12 +82,13 @@ def read_manifest(folder: Folder) -> dict[str, Digest]:
             why=f"{MANIFEST} is written last: without it a save never ended, or another program's",
             instead="--resume_from_checkpoint latest, or the path of a checkpoint-N folder",
         )
+    data = folder.read(MANIFEST)
     try:
-        text = json.loads(folder.read(MANIFEST))
-        files, checksum, version = text["files"], text["checksum"], text["format"]
+        text = json.loads(data)
+        files, version = text["files"], text["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(folder, f"{MANIFEST} can't be read ({error})") from None
-    if checksum != _checksum_of(files) or not isinstance(version, int):
+    if data != _as_bytes(files, version):
         raise damaged(folder, f"{MANIFEST} has changed since it was written: its checksum is another")
     if version != FORMAT:
         raise UserError(
@@ -115,8 +115,9 @@ def damaged(folder: Folder, found: str) -> UserError:
     )
 
 
-def _checksum_of(files: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps([FORMAT, files], sort_keys=True).encode())
+def _as_bytes(files: Any, version: Any = FORMAT) -> bytes:
+    checksum = xxhash.xxh3_64_hexdigest(json.dumps([version, files]).encode())
+    return json.dumps({"format": version, "files": files, "checksum": checksum}, indent=1).encode()
 
 
 def _resolve(folder: Folder, name: str) -> tuple[Folder, str]:
