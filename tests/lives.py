@@ -35,6 +35,7 @@ class Lives:
     """
 
     def __init__(self, devices: int = 8) -> None:
+        self.living: int | None = None
         self.environment = {
             **os.environ,
             "PJRT_DEVICE": "CPU",
@@ -57,17 +58,23 @@ class Lives:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.living is not None:  # a test that failed left it
+            os.kill(self.living, signal.SIGKILL)
         self._pipe("stdin").close()
         self.server.wait(timeout=60)
+        self._pipe("stdout").close()
 
     def start(self, log: Path, *arguments: object) -> int:
         """Start a run whose output goes to ``log``; returns its process id."""
         print(json.dumps([str(log), *map(str, arguments)]), file=self._pipe("stdin"), flush=True)
-        return int(self._pipe("stdout").readline())
+        self.living = int(self._pipe("stdout").readline())
+        return self.living
 
     def wait(self) -> int:
         """Wait for the run's end; its exit code, or minus the signal that ended it."""
-        return int(self._pipe("stdout").readline())
+        code = int(self._pipe("stdout").readline())
+        self.living = None
+        return code
 
     def run(self, log: Path, *arguments: object) -> int:
         self.start(log, *arguments)
