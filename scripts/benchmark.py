@@ -3,6 +3,7 @@
 python scripts/benchmark.py speed      our step on 8 virtual CPU devices against transformers' Trainer on the plain CPU
 python scripts/benchmark.py depth      trace and compile time at 2, 8 and 32 layers, with the scan and without
 python scripts/benchmark.py threads    threads of XLA's CPU client against cores kept busy
+python scripts/benchmark.py checkpoint  a save's pause and write against a plain copy and write of the same bytes
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ STARVED = "starved: aborted"  # XLA ends the process when a collective waits for
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "depth", "threads", "worker"], help="which table to print")
+    tables = {"speed": speed, "depth": depth, "threads": threads, "checkpoint": checkpoint}
+    parser.add_argument("what", choices=[*tables, "worker"], help="which table to print")
     parser.add_argument("--recipe", default="mixtral_ep", help="recipe whose default model is measured (mixtral_ep)")
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians are reported (3)")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "worker":
         job = json.loads(args.job)
-        print(json.dumps(theirs(job) if job["side"] == "theirs" else ours(job)))
+        print(json.dumps({"theirs": theirs, "ours": ours, "saves": saves}[job["side"]](job)))
         return 0
-    table = {"speed": speed, "depth": depth, "threads": threads}[args.what](args.recipe, args.rounds)
+    table = tables[args.what](args.recipe, args.rounds)
     Console(width=140).print(table)
     return 0
 
@@ -95,6 +97,22 @@ def threads(recipe: str, rounds: int) -> Table:
         rate = f"{statistics.median(r['tokens_per_second'] for r in good):,.0f}" if good else "-"
         cores = f"{statistics.median(r['cores'] for r in good):.2f}" if good else "-"
         table.add_row(name, rate + starved, cores)
+    return table
+
+
+def checkpoint(recipe: str, rounds: int) -> Table:
+    """A save against doing the least that a save must do; each in turn, in one process."""
+    found = worker(recipe, {"side": "saves", "rounds": rounds, "hidden_size": 512, "intermediate_size": 512})
+    size = found["bytes"]
+    table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size 512: a state of {size / 1e6:,.0f} MB, medians")
+    for name, key in (
+        ("pause: the state's shards to the host", "pause"),
+        ("  plain copy of as many bytes in memory", "copy"),
+        ("write, while training goes on", "write"),
+        ("  plain write of as many bytes to one file, and fsync", "plain"),
+        ("check of every file before a resume", "check"),
+    ):
+        table.add_row(name, f"{found[key]:.2f}", f"{size / found[key] / 1e6:,.0f}")
     return table
 
 
@@ -175,6 +193,64 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
         xm.wait_device_ops()
         steps.append((time.perf_counter() - wall, time.process_time() - cpu, trace))
     return measured(job, steps)
+
+
+def saves(job: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the parts of a save, and of plain ways to move as many bytes."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from transformers import TrainerState
+
+    from trainer import manifest
+    from trainer.arguments import TrainingArguments
+    from trainer.assembly import build
+    from trainer.checkpoint import Checkpoints, folder_of
+    from trainer.mesh import build_mesh, init_runtime
+    from trainer.model import meta_model
+    from trainer.plan import make_plan
+    from trainer.recipe import load_recipe
+    from trainer.storage import Folder
+    from trainer.weights import seeded_init
+
+    init_runtime()
+    recipe, config = load_recipe(job["recipe"]), model_config(job)
+    model = meta_model(config)
+    args = TrainingArguments(recipe=job["recipe"])
+    plan, mesh = make_plan(recipe, model, 8), build_mesh(recipe.mesh)
+    state = build(recipe, args, config, plan, mesh, seeded_init(model, 0)).step.state
+    times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
+
+    def clocked(name: str, work: Any) -> None:
+        started = time.perf_counter()
+        work()
+        times[name].append(time.perf_counter() - started)
+
+    size = 0
+    with tempfile.TemporaryDirectory(dir=".") as local:
+        output = Folder(local)
+        for step in range(1, job["rounds"] + 1):
+            writer = Checkpoints(output, {}, 1)
+            pause, _ = writer.save(state, {"step": step}, TrainerState())
+            saved = writer.wait()
+            assert saved is not None
+            size = saved.bytes
+            times["pause"].append(pause)
+            times["write"].append(saved.seconds)
+            plain, target = torch.zeros(size, dtype=torch.uint8), Path(local, "plain")
+            clocked("copy", lambda plain=plain: plain.clone())
+            clocked("plain", lambda plain=plain, target=target: _write_plainly(target, plain.numpy()))
+            clocked("check", lambda step=step: manifest.check(folder_of(output, step)))
+            target.unlink()
+    return {"bytes": size, **{name: statistics.median(found) for name, found in times.items()}}
+
+
+def _write_plainly(path: Any, data: Any) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def theirs(job: dict[str, Any]) -> dict[str, float]:
