@@ -8,12 +8,14 @@ state is kept even though the host hears of it only at the next logging step.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 
@@ -176,6 +178,9 @@ class TrainStep:
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
         """Run step number ``step`` (from 1) on host tensors of [rows, ...], rows = micro-batch rows x accumulation."""
         self.guard.before(batch)
+        # Without it torch_xla derives each step's seed in the graph, from the one before: it grows, and compiles anew.
+        # Above 1, since those two numbers become part of the graph.
+        xm.set_rng_state(2 + zlib.crc32(f"{self.seed}/{step}".encode()))
         placed = self.trace(batch, step=step, learning_rate=learning_rate)
         if self.guard.first:
             planned = {name: sharding.batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
