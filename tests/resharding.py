@@ -21,9 +21,8 @@ MIXTRAL = {
     "num_key_value_heads": 4,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
-    "vocab_size": 304,
 }
-LLAMA = {**TINY, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 304}
+LLAMA = {**TINY, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
 @dataclass(frozen=True)
@@ -107,19 +106,22 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from trainer.report import tracked
+
+    console = Console(width=140)
     title = f"losses of steps {SAVED + 1} to {STEPS} after a resume, against the run that went on"
     table = Table("saved", "resumed", "largest relative difference", title=title)
     servers: dict[int, Lives] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
             runs = Resharding(Path(folder))
-            for saved, resumed in PAIRS:
+            for saved, resumed in tracked(console, "runs", PAIRS, len(PAIRS)):
                 difference = runs.difference(saved, resumed, servers)
                 table.add_row(str(saved), str(resumed), f"{difference:.1e}" if difference else "0, bit for bit")
     finally:
         for server in servers.values():
             server.__exit__(None, None, None)
-    Console(width=140).print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,7 +17,10 @@ import torch
 
 from tests.lives import Lives, tiny_run, write_text
 from tests.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Layout, Resharding
+from trainer.arguments import TrainingArguments
 from trainer.checkpoint import open_source, whole_steps
+from trainer.job import run
+from trainer.optimizer import Schedule
 from trainer.storage import Folder
 
 STEPS = 60
@@ -61,6 +66,21 @@ def wait_for(log: Path, text: str) -> None:
 
 def same_weights(one: Path, other: Path) -> bool:
     return (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts"],
+)
+def test_a_schedule_that_skips_is_where_one_that_walked_is(kind):
+    walked, skipped = Schedule(kind, 1e-3, 5, 50), Schedule(kind, 1e-3, 5, 50)
+    for _ in range(17):
+        walked.advance()
+    skipped.skip(17)
+    for _ in range(3):
+        assert skipped.learning_rate == walked.learning_rate
+        walked.advance()
+        skipped.advance()
 
 
 @pytest.mark.slow
@@ -172,6 +192,26 @@ def test_a_loss_that_is_not_finite_is_never_saved_as_a_good_state(lives, place):
     assert whole_steps(Folder(output))[-1] == state["global_step"]  # the last good one's
     source, _ = open_source(str(output / f"checkpoint-{state['global_step']}"))
     assert source("lm_head.weight")[:, :].isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place):
+    store = f"memory://{uuid.uuid4()}"
+    words = [str(word).lstrip("-") for word in tiny_run(place)]
+    options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    options |= {"model": str(place / "config.json"), "dataset": str(place / "text"), "sequence_length": 32}
+    options |= {"warmup_steps": 5, "max_steps": 10, "save_steps": 5, "logging_steps": 1}
+    run(TrainingArguments(**options, output_dir=f"{store}/one"))
+    assert {"checkpoint-5", "checkpoint-10", "trainer_state.json", "loss_curve.png", "model"} <= set(
+        Folder(f"{store}/one").names()
+    )
+    run(TrainingArguments(**options, output_dir=f"{store}/two", resume_from_checkpoint=f"{store}/one/checkpoint-5"))
+    one, two = (json.loads(Folder(f"{store}/{name}").read("trainer_state.json")) for name in ("one", "two"))
+    assert [e["loss"] for e in one["log_history"] if "loss" in e] == [
+        e["loss"] for e in two["log_history"] if "loss" in e
+    ]
+    weights = [(Folder(f"{store}/{name}") / "model").read("model.safetensors") for name in ("one", "two")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
