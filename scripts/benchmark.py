@@ -3,7 +3,8 @@
 python scripts/benchmark.py speed      our step on 8 virtual CPU devices against transformers' Trainer on the plain CPU
 python scripts/benchmark.py depth      trace and compile time at 2, 8 and 32 layers, with the scan and without
 python scripts/benchmark.py threads    threads of XLA's CPU client against cores kept busy
-python scripts/benchmark.py load       a hub checkpoint onto the devices against a plain read of its files; peak memory
+
+scripts/benchmark_files.py measures what reads and writes files.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -24,25 +26,28 @@ from trainer.errors import exit_code
 
 SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
 DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 2, "hidden_size": 64, "intermediate_size": 128}
-# largest fused parameter: gate and up of a layer's experts, 32 MiB of 503 MiB
-LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
-PIECE = 16 << 20  # bytes of a plain read
 STARVED = "starved: aborted"  # XLA ends the process when a collective waits for 10 s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "depth", "threads", "load", "worker"], help="which table to print")
+    return run({"speed": speed, "depth": depth, "threads": threads}, {"ours": ours, "theirs": theirs}, str(__doc__))
+
+
+def run(
+    tables: Mapping[str, Callable[[str, int], Table]], sides: Mapping[str, Callable[[Any], Any]], description: str
+) -> int:
+    """Print the table that the command line asks for; or be one of its workers, and print what its side found."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*tables, "worker"], help="which table to print")
     parser.add_argument("--recipe", default="mixtral_ep", help="recipe whose default model is measured (mixtral_ep)")
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians are reported (3)")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "worker":
         job = json.loads(args.job)
-        print(json.dumps(SIDES[job["side"]](job)))
+        print(json.dumps(sides[job["side"]](job)))
         return 0
-    table = {"speed": speed, "depth": depth, "threads": threads, "load": load}[args.what](args.recipe, args.rounds)
-    Console(width=140).print(table)
+    Console(width=140).print(tables[args.what](args.recipe, args.rounds))
     return 0
 
 
@@ -102,43 +107,11 @@ def threads(recipe: str, rounds: int) -> Table:
     return table
 
 
-def load(recipe: str, rounds: int) -> Table:
-    """Bytes/s of opening and placing a checkpoint and of reading its files, alternating; and what the host held."""
-    import tempfile
-
-    rows: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"side": "load", "folder": folder, **LOAD}
-        worker(recipe, {**job, "side": "make checkpoint"})
-        size = sum(os.path.getsize(file) for file in _weight_files(folder))
-        for _ in range(rounds):
-            for cold in (True, False):
-                state = "from the disk" if cold else "from the page cache"
-                result = worker(recipe, {**job, "cold": cold})
-                rows.setdefault(f"plain read, {state}", []).append(_plain_read(folder, cold))
-                rows.setdefault(f"onto 8 devices, {state}", []).append(tuple(result["again"]))
-                rows.setdefault(f"the first time, with compiles, {state}", []).append(tuple(result["first"]))
-        memory = worker(recipe, {**job, "side": "load memory"})
-    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in rows.items()}
-    mib = {name: count / 2**20 for name, count in memory.items()}
-    table = Table(
-        "",
-        "MB/s",
-        "ratio",
-        "CPU s",
-        title=f"{size / 1e6:,.0f} MB of {recipe}'s family, {LOAD['num_hidden_layers']} layers",
-        caption=f"host memory beyond what the devices hold: peak {mib['beyond']:.0f} MiB; largest fused parameter "
-        f"{mib['largest']:.0f} MiB of {mib['total']:.0f}",
-    )
-    for name, (wall, cpu) in sorted(medians.items(), key=lambda row: row[0].split(", ")[-1]):
-        base, _ = medians["plain read, " + name.split(", ")[-1]]
-        table.add_row(name, f"{size / wall / 1e6:,.0f}", f"{base / wall:.2f}", f"{cpu:.2f}")
-    return table
-
-
-def worker(recipe: str, job: dict[str, Any], environment: dict[str, str] | None = None) -> dict[str, Any]:
+def worker(
+    recipe: str, job: dict[str, Any], environment: dict[str, str] | None = None, script: str = __file__
+) -> dict[str, Any]:
     """One measurement in a fresh process; an empty dict if XLA aborted it."""
-    command = [sys.executable, __file__, "worker", "--job", json.dumps({"recipe": recipe, **job})]
+    command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
     variables = dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "3"} | (environment or {})
     if job["side"] == "theirs":
         variables["USE_TORCH_XLA"] = "0"
@@ -202,7 +175,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
         per_device_train_batch_size=job["rows"] // 8,
         max_steps=job["steps"],
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_empty_tokenizer())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
     trainer = Trainer(recipe, args, config, Corpus(rows, rows, tokenizer))
     ids = torch.tensor(rows["input_ids"][:])
     steps = []
@@ -252,149 +225,7 @@ def theirs(job: dict[str, Any]) -> dict[str, float]:
     return measured(job, steps)
 
 
-def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
-    """A random model in the hub's format, in files of 200 MB."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(model_config(job))
-    model.save_pretrained(job["folder"], max_shard_size="200MB")
-    return {}
-
-
-def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) seconds to open a checkpoint and place it, with its compiles and again without."""
-    import torch_xla.core.xla_model as xm
-
-    fresh = _placing(job)
-    seconds = []
-    for _ in range(2):
-        _, place = fresh()
-        if job["cold"]:
-            _evict(job["folder"])
-        started = time.perf_counter(), time.process_time()
-        placed = place()
-        xm.wait_device_ops()
-        seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
-        del placed, place
-    return {"first": seconds[0], "again": seconds[1]}
-
-
-def load_memory(job: dict[str, Any]) -> dict[str, float]:
-    """Bytes of the host that loading held at its peak beyond those of the (virtual) devices, which lie in it too.
-
-    Anonymous memory, seen from another process; pages of the mapped files count as resident too, but are the page
-    cache's, which gives way. ``whole``: all of it is read first, as transformers' loader does.
-    """
-    import math
-
-    from transformers import AutoModelForCausalLM
-
-    from trainer import weights
-
-    plan, place = _placing(job)()
-    before = _anonymous(os.getpid())
-    with subprocess.Popen(
-        [sys.executable, __file__, "worker", "--job", json.dumps({"side": "watch", "process": os.getpid()})],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as watch:
-        assert watch.stdin is not None
-        assert watch.stdout is not None
-        watch.stdout.readline()  # it looks
-        if job.get("whole"):
-            state = AutoModelForCausalLM.from_pretrained(job["folder"]).state_dict()
-            placed = place(weights.state_dict_weights(state))
-        else:
-            placed = place()
-        peak = json.loads(watch.communicate("done")[0].splitlines()[-1])["peak"]
-    assert placed.keys() == {p.name for p in plan.parameters}
-    copies = {p.name: plan.devices * p.bytes_per_device for p in plan.parameters}
-    layer = [p.dtype.itemsize * math.prod(p.shape[1:] if ".*." in p.name else p.shape) for p in plan.parameters]
-    total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
-    return {"beyond": peak - before - sum(copies.values()), "largest": max(layer), "total": total}
-
-
-def watch_memory(job: dict[str, Any]) -> dict[str, float]:
-    """The most anonymous memory that a process has until a line comes in."""
-    import select
-
-    print("looking", flush=True)
-    peak = 0
-    while not select.select([sys.stdin], [], [], 0.0005)[0]:
-        peak = max(peak, _anonymous(job["process"]))
-    return {"peak": peak}
-
-
-def _placing(job: dict[str, Any]) -> Any:
-    """() -> a new model's plan, and what places its parameters (default: from the checkpoint in the job's folder)."""
-    from trainer import hub, weights
-    from trainer.assembly import assemble
-    from trainer.mesh import build_mesh, init_runtime
-    from trainer.model import load_config, meta_model
-    from trainer.plan import make_plan
-    from trainer.recipe import load_recipe
-
-    init_runtime()
-    recipe = load_recipe(job["recipe"])
-    config = load_config(job["folder"], recipe)
-    mesh, plain = build_mesh(recipe.mesh), meta_model(config)
-    plain_plan = make_plan(recipe, plain, 8)
-
-    def fresh() -> Any:
-        model, plan = assemble(recipe, plain_plan, config, mesh)
-
-        def place(source: weights.Source | None = None) -> Any:
-            return weights.place_parameters(model, plan, mesh, source or hub.open_checkpoint(job["folder"], plain))
-
-        return plan, place
-
-    return fresh
-
-
-def _weight_files(folder: str) -> list[str]:
-    return [entry.path for entry in os.scandir(folder) if entry.name.endswith(".safetensors")]
-
-
-def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
-    """(wall, CPU) seconds to read the weight files into a buffer."""
-    if cold:
-        _evict(folder)
-    buffer = bytearray(PIECE)
-    started = time.perf_counter(), time.process_time()
-    for path in _weight_files(folder):
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-    return time.perf_counter() - started[0], time.process_time() - started[1]
-
-
-def _evict(folder: str) -> None:
-    """Let go of the files' pages in the page cache."""
-    for path in _weight_files(folder):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)  # only what is on the disk can go
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
-
-
-def _anonymous(process: int) -> int:
-    """Bytes of a process's memory that no file backs."""
-    with open(f"/proc/{process}/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-
-
-SIDES = {
-    "ours": ours,
-    "theirs": theirs,
-    "make checkpoint": make_checkpoint,
-    "load": load_rate,
-    "load memory": load_memory,
-    "watch": watch_memory,
-}
-
-
-def _empty_tokenizer() -> Any:
+def empty_tokenizer() -> Any:
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.BPE())

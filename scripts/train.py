@@ -5,8 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
-from trainer.errors import INTERRUPTED, did_you_mean, exit_code
+from trainer.errors import INTERRUPTED, PREEMPTED, did_you_mean, exit_code
+
+EXIT_CODES = (
+    f"Exit codes: 0 done; 2 something asked for can't be; {PREEMPTED} SIGTERM came and a checkpoint was written (go on "
+    f"with --resume_from_checkpoint latest); {INTERRUPTED} Ctrl-C."
+)
 
 
 def main() -> int:
@@ -23,7 +29,8 @@ def main() -> int:
 
     from trainer.arguments import TrainingArguments
 
-    parser = transformers.HfArgumentParser(TrainingArguments, description=__doc__)  # type: ignore[arg-type]
+    kinds: Any = TrainingArguments
+    parser = transformers.HfArgumentParser(kinds, description=__doc__, epilog=EXIT_CODES)
     parser.add_argument(
         "--compile_only",
         action="store_true",
@@ -39,7 +46,8 @@ def main() -> int:
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    return INTERRUPTED if run(args).interrupted else 0
+    stop = run(args).stop
+    return PREEMPTED if stop.preempted else INTERRUPTED if stop.interrupted else 0
 
 
 if __name__ == "__main__":

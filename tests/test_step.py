@@ -130,3 +130,22 @@ def test_held_out_loss_is_the_cross_entropy_without_the_auxiliary_loss_and_ignor
         tokens += scored
     assert case.evaluation([batch, padded]) == pytest.approx(total / tokens, rel=1e-5)
     assert case.evaluation.guard.compiles == 1
+
+
+@pytest.mark.slow
+def test_dropout_compiles_once_and_draws_its_masks_from_the_seed_and_the_step_alone():
+    recipe = load_recipe("llama_fsdp")
+    config = small_config(recipe, num_hidden_layers=1, attention_dropout=0.3)
+
+    def losses(*steps: int) -> list[float]:
+        case = make_case(recipe, config, scan=False, remat="none", attention="eager")
+        case.step.guard.expected = 2  # transformers' own eager attention takes one for its mask, in the first step
+        found = []
+        for step in steps:
+            case.step(make_batch(config), step=step, learning_rate=0.0)  # another compile would be refused here
+            found.append(case.step.read_metrics().loss)
+        return found
+
+    one, two, three = losses(1, 2, 3)
+    assert one != two != three
+    assert losses(3) == [three]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from trainer.errors import UserError, did_you_mean
+from trainer.storage import Folder, StorageError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
@@ -82,18 +83,35 @@ class TrainingArguments:
     logging_first_step: bool = option(False, "Log step 1 too.")
     eval_strategy: str = option("no", "`no`: held-out loss before and after; `steps`: also every --eval_steps steps.")
     eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
-    seed: int = option(42, "Of the random init and of the order of the data.")
+    save_strategy: str = option(
+        "steps",
+        "When to write a checkpoint-N into output_dir: `no`, `steps` (every --save_steps and at the end), `epoch`, or "
+        "`best` (whenever the held-out loss is the lowest yet).",
+    )
+    save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.")
+    save_total_limit: int | None = option(
+        None, "Checkpoints to keep; the oldest go once a new one is whole. The newest and the best always stay."
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "`latest`: go on from output_dir's newest whole checkpoint, or start anew if there is none yet, so that a "
+        "launcher can always give the same command. Or the path of a checkpoint-N, on disk or in a store.",
+    )
+    load_best_model_at_end: bool = option(
+        False, "End with the weights of the checkpoint whose held-out loss was the lowest."
+    )
+    metric_for_best_model: str = option("eval_loss", "What `best` means: eval_loss, the held-out loss; the lower.")
+    seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
     # What transformers' DefaultFlowCallback also asks for; no options of ours.
     logging_strategy = IntervalStrategy.STEPS
-    save_strategy = SaveStrategy.NO
     eval_delay = 0
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
             self._check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
         self._check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)
-        for name in ("logging_steps", "eval_steps"):
+        for name in ("logging_steps", "eval_steps", "save_steps"):
             self._check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed"):
             self._check(name, getattr(self, name) >= 0, "it can't be negative", 0)
@@ -106,6 +124,11 @@ class TrainingArguments:
             "lr_scheduler_type", [kind.value for kind in SchedulerType if kind.value != "reduce_lr_on_plateau"]
         )
         self._choose("eval_strategy", ["no", "steps"])
+        self._choose("save_strategy", ["no", "steps", "epoch", "best"])
+        self._choose("metric_for_best_model", ["eval_loss"])
+        limit = self.save_total_limit
+        self._check("save_total_limit", limit is None or limit >= 1, "the newest checkpoint is always kept", 1)
+        self._check_best()
         for name in ("weight_dtype", "optimizer_dtype"):
             self._choose(name, ["float32", "bfloat16"])
 
@@ -128,6 +151,24 @@ class TrainingArguments:
                 instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
             )
 
+    def _check_best(self) -> None:
+        """The best weights are those of a step that was both evaluated and saved."""
+        asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
+        if not self.load_best_model_at_end and self.save_strategy != "best":
+            return
+        if self.eval_strategy != "steps":
+            found, instead = f"--eval_strategy {self.eval_strategy}", "--eval_strategy steps with --eval_steps N"
+        elif self.save_strategy == "best" or (self.save_strategy == "steps" and not self.save_steps % self.eval_steps):
+            return
+        else:
+            found = f"--save_strategy {self.save_strategy}, every {self.save_steps} steps, evaluated every " + str(
+                self.eval_steps
+            )
+            instead = "--save_strategy best, or --save_steps that --eval_steps divides"
+        raise UserError(
+            asked=asked, found=found, why="the best weights are those of a step evaluated and saved", instead=instead
+        )
+
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """What weights and moments are stored in, as `make_plan` takes it."""
@@ -137,40 +178,58 @@ class TrainingArguments:
         """The options and their values, JSON-able."""
         return asdict(self)
 
-    def claim_output_dir(self, recipe_name: str) -> Path:
-        """The run's output directory, made if need be; remembers it in ``output_dir``.
+    def claim_output_dir(self, recipe_name: str) -> Folder:
+        """The run's output directory, which can be written to; remembers it in ``output_dir``.
+
+        A run that is to be resumed goes on in the directory that it has.
 
         Raises:
-            UserError: it is a file, can't be written, or holds something and ``overwrite_output_dir`` is not set.
+            UserError: it is a file, can't be written, or holds something and nothing says to write into it.
         """
         if self.output_dir is None:
-            base = Path("output") / recipe_name
-            names = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 10_000))]
-            path = next(p for p in names if self.overwrite_output_dir or not _holds_something(p))
-        else:
-            path = Path(self.output_dir).expanduser()
-            if _holds_something(path) and (not self.overwrite_output_dir or path.is_file()):
-                kind = "a file" if path.is_file() else f"a folder that holds {len(list(path.iterdir()))} entries"
-                raise UserError(
-                    asked=f"--output_dir {self.output_dir}",
-                    found=kind,
-                    why="a run never writes over what another left, unless told to",
-                    instead="another --output_dir"
-                    + ("" if path.is_file() else ", or --overwrite_output_dir to write into it"),
-                )
+            self.output_dir = self._default_output_dir(recipe_name)
+        folder = Folder(self.output_dir)
+        if not folder.remote and Path(str(folder)).is_file():
+            raise self._taken("a file", "")
+        entries = folder.names()
+        if entries and not self.overwrite_output_dir and not self._resumes_in(folder):
+            raise self._taken(
+                f"a folder that holds {len(entries)} entries",
+                ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run",
+            )
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / ".writable").touch()
-            (path / ".writable").unlink()
-        except OSError as error:
+            folder.write(".writable", b"")
+            folder.remove_file(".writable")
+        except StorageError as error:
             raise UserError(
-                asked=f"--output_dir {path}",
-                found=str(error),
+                asked=f"--output_dir {folder}",
+                found=error.found,
                 why="the run writes its model and its log there",
                 instead="a folder that this user may write to",
             ) from None
-        self.output_dir = str(path)
-        return path
+        self.output_dir = str(folder)
+        return folder
+
+    def _default_output_dir(self, recipe_name: str) -> str:
+        base = Path("output") / recipe_name
+        if self.resume_from_checkpoint == "latest":
+            return str(base)
+        if self.resume_from_checkpoint is not None:
+            return str(Folder(self.resume_from_checkpoint).parent)
+        names = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 10_000))]
+        return str(next(p for p in names if self.overwrite_output_dir or not _holds_something(p)))
+
+    def _resumes_in(self, folder: Folder) -> bool:
+        asked = self.resume_from_checkpoint
+        return asked == "latest" or (asked is not None and Folder(asked).parent == folder)
+
+    def _taken(self, found: str, more: str) -> UserError:
+        return UserError(
+            asked=f"--output_dir {self.output_dir}",
+            found=found,
+            why="a run never writes over what another left, unless told to",
+            instead="another --output_dir" + more,
+        )
 
 
 def _holds_something(path: Path) -> bool:

@@ -47,8 +47,12 @@ def build(
     plain_plan: ShardingPlan,
     mesh: xs.Mesh,
     source: weights.Source,
+    restored: weights.Source | None = None,
 ) -> Assembly:
     """The model with its weights from ``source`` placed on ``mesh``, and its train step.
+
+    Args:
+        restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
 
     Raises:
         UserError: the recipe's compute policy does not fit the model.
@@ -66,6 +70,8 @@ def build(
         accumulation=args.gradient_accumulation_steps,
         max_grad_norm=args.max_grad_norm,
         moment_dtype=args.state_dtypes["optimizer_dtype"],
+        restored=restored,
+        seed=args.seed,
     )
     return Assembly(model, plan, parameters, loss, step)
 

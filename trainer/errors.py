@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved, the same command goes on from there
 
 
 class UserError(Exception):

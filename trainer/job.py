@@ -10,7 +10,7 @@ import torch_xla.runtime as xr
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer import hub
+from trainer import checkpoint, hub
 from trainer.arguments import TrainingArguments
 from trainer.data import load_corpus
 from trainer.errors import UserError
@@ -18,12 +18,13 @@ from trainer.mesh import init_runtime
 from trainer.model import load_config, meta_model
 from trainer.plan import check_global_batch, make_plan
 from trainer.recipe import Recipe, load_recipe
+from trainer.storage import Folder
 from trainer.streaming import RowStream
 from trainer.trainer import Trainer
 
 
 def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
-    """Train as ``args`` say; the returned trainer's ``interrupted`` says whether Ctrl-C ended the run.
+    """Train as ``args`` say; the returned trainer's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
@@ -38,8 +39,13 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
     console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}", highlight=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"model:   {type(model).__name__}, {parameters:,} parameters", highlight=False)
-    source = hub.open_checkpoint(args.model, model) if args.model and _has_weights(args.model) else None
     folder = args.claim_output_dir(recipe.name)
+    resume = checkpoint.find(args.resume_from_checkpoint, folder, console)
+    if resume is not None:
+        resume.check_model(plan)
+        _say_where_it_goes_on(resume, folder, args, console)
+    given = args.model if args.model and _has_weights(args.model) and resume is None else None
+    source = hub.open_checkpoint(given, model) if given else None
     with console.status("reading and tokenising the data …"):
         corpus = load_corpus(
             args.dataset,
@@ -58,7 +64,7 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
         f"data:    {tokens} to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
     )
     with hub.reading(source, console) if source else contextlib.nullcontext():
-        trainer = Trainer(recipe, args, config, corpus, source=source, console=console)
+        trainer = Trainer(recipe, args, config, corpus, source=source, resume=resume, console=console)
     console.print(f"output:  {folder}", highlight=False)
     trainer.train()
     return trainer
@@ -74,6 +80,28 @@ def effective_recipe(args: TrainingArguments) -> Recipe:
     if args.bf16 is not None:
         recipe = replace(recipe, compute=replace(recipe.compute, dtype="bfloat16" if args.bf16 else "float32"))
     return recipe
+
+
+def _say_where_it_goes_on(
+    resume: checkpoint.Checkpoint, folder: Folder, args: TrainingArguments, console: Console
+) -> None:
+    console.print(f"resume:  {resume.folder}", highlight=False, soft_wrap=True)
+    for other in resume.other_options(args.as_dict()):
+        console.print(f"         other than in the checkpoint: {other}", highlight=False, soft_wrap=True)
+    if newer := [step for step in checkpoint.whole_steps(folder) if step > resume.step]:
+        console.print(
+            f"         {folder} has newer checkpoints, of steps {', '.join(map(str, newer))}: each is replaced when "
+            "this run comes to its step, and until then is what `latest` finds",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if resume.step > args.max_steps:
+        raise UserError(
+            asked=f"--max_steps {args.max_steps} from {resume.folder}",
+            found=f"it is of step {resume.step}",
+            why="there is nothing left to do",
+            instead=f"--max_steps above {resume.step}, or an older checkpoint",
+        )
 
 
 def _has_weights(model: str) -> bool:

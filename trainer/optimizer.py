@@ -84,7 +84,6 @@ class Schedule:
     ) -> None:
         # transformers' schedulers want an optimizer to write into; this one has nothing to optimise
         self._carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
-        self._carrier.step()  # a scheduler that steps before its optimizer warns
         self._scheduler = get_scheduler(
             kind,
             self._carrier,
@@ -92,6 +91,7 @@ class Schedule:
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(options or {}),
         )
+        self._carrier.step()  # a scheduler that steps before its optimizer warns; it counts steps from its own making
 
     @property
     def learning_rate(self) -> float:
@@ -100,3 +100,10 @@ class Schedule:
 
     def advance(self) -> None:
         self._scheduler.step()
+
+    def skip(self, steps: int) -> None:
+        """Go to where ``steps`` advances lead, from the start: what a resumed run needs."""
+        if steps and isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):  # a function of the step alone
+            self._scheduler.last_epoch, steps = steps - 1, 1
+        for _ in range(steps):
+            self.advance()

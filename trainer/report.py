@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -32,6 +32,10 @@ _FORMATS = {
     "tokens_per_second": "{:,.0f} tokens/s",
     "dropped_fraction": "dropped {:.2%}",
     "compiles": "{} compiles",
+    "save_pause": "save pause {:.3f} s",
+    "saved_step": "checkpoint-{} written",
+    "save_bytes": "{:,} bytes",
+    "save_seconds": "in {:.2f} s",
 }
 
 
@@ -55,12 +59,15 @@ class ProgressCallback(TrainerCallback):
             disable=not self.console.is_terminal,
             expand=True,
         )
-        self.task = self.progress.add_task("train", total=state.max_steps, numbers="compiling the step …")
+        self.task = self.progress.add_task(
+            "train", total=state.max_steps, completed=state.global_step, numbers="compiling the step …"
+        )
+        self.first_step = state.global_step + 1
         self.progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:
-            if state.global_step == 1:  # compiled
+            if state.global_step == self.first_step:  # compiled
                 self.progress.update(self.task, numbers="")
             self.progress.update(self.task, completed=state.global_step)
 
@@ -83,8 +90,8 @@ def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iter
         yield from progress.track(items, total=total, description=what)
 
 
-def loss_curve(path: Path, log_history: Sequence[dict[str, Any]], unigram: float | None) -> None:
-    """Draw training and held-out loss (nats a token) against steps into a PNG."""
+def loss_curve(log_history: Sequence[dict[str, Any]], unigram: float | None) -> bytes:
+    """Training and held-out loss (nats a token) against steps, drawn as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -98,7 +105,9 @@ def loss_curve(path: Path, log_history: Sequence[dict[str, Any]], unigram: float
     axes.set(xlabel="step", ylabel="loss (nats a token)", title="Loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    return image.getvalue()
 
 
 def closing_table(rows: Sequence[tuple[str, str]]) -> Table:

@@ -44,6 +44,17 @@ class Array(Protocol):
         ...
 
 
+class Stack:
+    """Arrays of one shape as one with a dimension more, in front; see :class:`Array`."""
+
+    def __init__(self, layers: Sequence[Array]) -> None:
+        self.layers = layers
+        self.shape, self.dtype = (len(layers), *layers[0].shape), layers[0].dtype
+
+    def __getitem__(self, where: Slices) -> torch.Tensor:
+        return torch.stack([layer[where[1:]] for layer in self.layers[where[0]]])
+
+
 @dataclass(frozen=True)
 class Placeholder:
     """What stands for a tensor placed on an :class:`AbstractMesh`; a step that writes to that one leaves this alone."""

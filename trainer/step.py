@@ -8,12 +8,14 @@ state is kept even though the host hears of it only at the next logging step.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 
@@ -114,6 +116,8 @@ class TrainStep:
         specs: name -> partition spec of the parameter, its gradient and its two moments.
         accumulation: micro-batches a step.
         moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
+        restored: values of moments and metrics by their names in :attr:`state`; default: zeros.
+        seed: with the step's number, the seed of what is random on the device (dropout).
     """
 
     def __init__(
@@ -128,29 +132,39 @@ class TrainStep:
         accumulation: int,
         max_grad_norm: float,
         moment_dtype: torch.dtype = torch.float32,
+        restored: Callable[[str], sharding.Array] | None = None,
+        seed: int = 0,
     ) -> None:
+        self.seed = seed
         self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
         self.specs = {**specs, **{name: partial.spec for name, partial in loss.partials.items()}}
         self.optimizer, self.accumulation, self.max_grad_norm = optimizer, accumulation, max_grad_norm
         # created sharded: left to the first step they would appear replicated, or move the weights
         self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for name, parameter in parameters.items():
+        for parameter_name, parameter in parameters.items():
             first, second = (
-                sharding.zeros(f"{name} {moment}", parameter, moment_dtype, mesh, specs[name]) for moment in MOMENTS
+                sharding.place(name, restored(name), mesh, specs[parameter_name], moment_dtype)
+                if restored
+                else sharding.zeros(name, parameter, moment_dtype, mesh, specs[parameter_name])
+                for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
             )
-            self.moments[name] = first, second
-        self.metrics = sharding.place("metrics", torch.zeros(len(METRICS)), mesh, (None,))
+            self.moments[parameter_name] = first, second
+        metrics = restored("metrics") if restored else torch.zeros(len(METRICS))
+        self.metrics = sharding.place("metrics", metrics, mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
-        self._read = True
+        self.metrics_read = True  # so the next step begins a new mean
 
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
         """Run step number ``step`` (from 1) on host tensors of [rows, ...], rows = micro-batch rows x accumulation."""
         self.guard.before(batch)
+        # Without it torch_xla derives each step's seed in the graph, from the one before: it grows, and compiles anew.
+        # Above 1, since those two numbers become part of the graph.
+        xm.set_rng_state(2 + zlib.crc32(f"{self.seed}/{step}".encode()))
         placed = self.trace(batch, step=step, learning_rate=learning_rate)
         if self.guard.first:
             planned = {name: sharding.batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
             sharding.check_placed(placed, self.mesh, planned)
-        self._read = False
+        self.metrics_read = False
         run_now(list(self.state.values()))
         self.guard.after()
 
@@ -166,17 +180,17 @@ class TrainStep:
 
     def trace(self, batch: Tensors, *, step: int, learning_rate: float) -> Tensors:
         """Build the step's graph, which ends in :attr:`state`, and run nothing; returns the batch as placed."""
-        scalars = torch.tensor([learning_rate, float(step), float(self._read)])
+        scalars = torch.tensor([learning_rate, float(step), float(self.metrics_read)])
         placed = sharding.place_batch(
             {name: _by_micro_batch(t, self.accumulation) for name, t in batch.items()}, self.mesh, self.batch_axes
         )
         self._trace(placed, sharding.place("scalars", scalars, self.mesh, (None,)))
         return placed
 
-    def read_metrics(self) -> StepMetrics:
-        """Fetch the metrics: the one device-to-host transfer of a run, on logging steps."""
+    def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
+        """Fetch the metrics: the one device-to-host transfer of a run, on logging steps; the means begin anew."""
         loss, grad_norm, dropped, steps, bad_step = self.metrics.cpu().tolist()
-        self._read = True
+        self.metrics_read |= and_begin_anew
         count = max(int(steps), 1)
         return StepMetrics(
             loss=loss / count,

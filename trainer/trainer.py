@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch_xla
@@ -17,7 +13,7 @@ from rich.console import Console
 from transformers import DefaultFlowCallback, PretrainedConfig, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trainer import sharding, weights
+from trainer import checkpoint, sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build
 from trainer.data import Corpus, TrainingBatches, heldout_batches, unigram_loss
@@ -27,9 +23,11 @@ from trainer.mesh import build_mesh
 from trainer.model import meta_model
 from trainer.optimizer import Schedule
 from trainer.plan import make_plan
+from trainer.preemption import StopRequests
 from trainer.recipe import Recipe
 from trainer.report import ProgressCallback, closing_table, loss_curve, tracked
 from trainer.step import EvalStep, StepMetrics, compile_count
+from trainer.storage import Folder, StorageError
 
 
 class Trainer:
@@ -43,6 +41,7 @@ class Trainer:
         config: the model; its class is transformers' own.
         corpus: rows to train on and held-out rows.
         source: where the weights come from; default: the model's random init from ``args.seed``.
+        resume: the checkpoint of a run to go on with, under whatever recipe and mesh it was saved.
         callbacks: transformers callbacks.
 
     Raises:
@@ -57,6 +56,7 @@ class Trainer:
         corpus: Corpus,
         *,
         source: weights.Source | None = None,
+        resume: checkpoint.Checkpoint | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
     ) -> None:
@@ -75,22 +75,31 @@ class Trainer:
         rows, (index, count) = self._rows * args.gradient_accumulation_steps, self._share
         self.batches = TrainingBatches(corpus.train, rows, seed=args.seed, process_index=index, process_count=count)
 
-        # ---- weights and steps ----
-        rate = args.learning_rate or (5e-5 if source else 2e-3)
+        # ---- weights and steps: from a checkpoint, given, or random ----
+        self.resume = resume
+        self.rate = args.learning_rate or (5e-5 if source else 2e-3)
+        restored = None
+        if resume is not None:
+            resume.check_model(self.plain_plan)
+            source = restored = resume.source
+            self.rate = args.learning_rate or resume.host["learning_rate"]
         source = source or weights.seeded_init(self.plain_model, args.seed)
         with self.console.status("placing the weights on the devices …"):
-            built = build(self.recipe, args, config, self.plain_plan, self.mesh, source)
+            built = build(self.recipe, args, config, self.plain_plan, self.mesh, source, restored)
         self.model, self.plan, self.parameters, self.train_step = built.model, built.plan, built.parameters, built.step
         self.eval_step = EvalStep(built.loss, built.parameters, self.mesh, self.recipe.batch)
-        self.schedule = Schedule(args.lr_scheduler_type, rate, args.warmup_steps, args.max_steps)
+        self.schedule = Schedule(args.lr_scheduler_type, self.rate, args.warmup_steps, args.max_steps)
 
         # ---- the loop's state, in transformers' own classes ----
-        self.state = TrainerState(
-            max_steps=args.max_steps,
-            logging_steps=args.logging_steps,
-            eval_steps=args.eval_steps,
-            train_batch_size=args.per_device_train_batch_size,
-        )
+        self.state = TrainerState()
+        if resume is not None:
+            self.state = resume.trainer_state
+            self.train_step.metrics_read = resume.host["metrics_read"]
+            self.schedule.skip(resume.step)
+            self.batches.load_state_dict(resume.host["data"])
+        self.state.max_steps, self.state.train_batch_size = args.max_steps, args.per_device_train_batch_size
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            setattr(self.state, name, getattr(args, name))
         self.control = TrainerControl()
         self.callbacks = CallbackHandler(
             [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks],
@@ -99,35 +108,46 @@ class Trainer:
             None,
             None,
         )
-        self.interrupted = False
+
+        # ---- what it leaves ----
+        self.stop = StopRequests()
+        self.folder = Folder(str(args.output_dir))
+        self._texts = {
+            "recipe.json": recipe.as_dict(),
+            "training_args.json": args.as_dict(),
+            "plan.json": self.plain_plan.as_json(),
+        }
+        texts = checkpoint.run_texts(self._texts, config, corpus.tokenizer)
+        self.checkpoints = checkpoint.Checkpoints(self.folder, texts, args.save_total_limit)
 
     def train(self) -> TrainerState:
-        """Run the loop to ``max_steps``, Ctrl-C or a loss that is not finite; leaves the output directory complete.
+        """Run the loop to ``max_steps``, a signal or a loss that is not finite; leaves the output directory complete.
 
         Raises:
-            UserError: the loss became NaN or infinite (names the step; the last good state is saved), or a step
-                would compile again.
+            UserError: the loss became NaN or infinite (names the step; the last good state is saved), a step would
+                compile again, or a checkpoint could not be written.
         """
-        args: Any = self.args  # transformers' callbacks want its own class; ours has the fields that they read
-        state, folder = self.state, Path(str(self.args.output_dir))
-        _write_json(folder / "recipe.json", self.recipe.as_dict())
-        _write_json(folder / "training_args.json", args.as_dict())
-        _write_json(folder / "plan.json", self.plain_plan.as_json())
+        for name, content in self._texts.items():
+            self.folder.write(name, checkpoint.as_json(content))
         with self.console.status("counting tokens for the unigram model …"):
             unigram = unigram_loss(self.corpus.train, self.corpus.heldout, self.config.get_text_config().vocab_size)
-        with self._clean_interrupts():
-            before = self._evaluate_and_log()
-            self.callbacks.on_train_begin(args, state, self.control)
+        with self.stop.listen():
+            self.checkpoints.remove_half_written()
+            before = self._loss_before()
             try:
                 self._loop()
-            finally:
-                self.callbacks.on_train_end(args, state, self.control)
-                self._write_state(folder, unigram)
-                self.save_model(folder / "model")
-            after = None if self.interrupted else self._evaluate_and_log()
-            self._write_state(folder, unigram)
-        self._print_closing(folder, before, after, unigram)
-        return state
+            except Exception as why:
+                try:
+                    self._write_out(unigram)
+                except StorageError as error:  # what stopped the run is what the user must hear
+                    self.console.print(f"nor could the model be saved: {error.asked}: {error.found}", soft_wrap=True)
+                raise why from None
+            self._load_best()
+            self._write_out(unigram)
+            after = None if self.stop.any else self._evaluate_and_log()
+            self._write_state(unigram)
+        self._print_closing(before, after, unigram)
+        return self.state
 
     def evaluate(self) -> float:
         """Mean cross entropy over the held-out rows; nats a token."""
@@ -135,7 +155,7 @@ class Trainer:
         total = math.ceil(len(self.corpus.heldout) / self._rows)
         return self.eval_step(tracked(self.console, "held-out rows", batches, total))
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, folder: Folder) -> None:
         """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
         live = weights.LiveWeights(self.model, self.plan, self.mesh, self.parameters)
         with self.console.status(f"writing {folder} …"):
@@ -144,27 +164,76 @@ class Trainer:
     # ---- the loop ----
 
     def _loop(self) -> None:
-        args: Any = self.args
-        state, control = self.state, self.control
+        args: Any = self.args  # transformers' callbacks want its own class; ours has the fields that they read
+        state, control, batches = self.state, self.control, self.batches
+        if self.resume is not None:
+            checkpoint.set_random_state(self.resume.host["random"])
+        self.callbacks.on_train_begin(args, state, control)
         self._clock = time.perf_counter()
-        while not (control.should_training_stop or self.interrupted):
-            control = self.callbacks.on_step_begin(args, state, control)
-            step = state.global_step + 1
-            self._last_rate = self.schedule.learning_rate
-            self.train_step(next(self.batches), step=step, learning_rate=self._last_rate)
-            self.schedule.advance()
-            state.global_step = step
-            state.epoch = self.batches.epoch
-            state.num_input_tokens_seen += self.tokens_per_step
-            control = self.callbacks.on_step_end(args, state, control)
-            stopping = control.should_training_stop or self.interrupted
-            if control.should_log or control.should_evaluate or stopping:
-                self._log_metrics()
-            if control.should_evaluate:
-                self._evaluate_and_log()
-        self.control = control
-        if self.interrupted:
-            self.console.print(f"interrupted after step {state.global_step}: saving what was learned")
+        try:
+            while state.global_step < args.max_steps and not (control.should_training_stop or self.stop.any):
+                control = self.callbacks.on_step_begin(args, state, control)
+                step = state.global_step + 1
+                self._last_rate = self.schedule.learning_rate
+                self.train_step(next(batches), step=step, learning_rate=self._last_rate)
+                self.schedule.advance()
+                epochs, state.epoch = int(state.epoch or 0), batches.epoch
+                state.global_step = step
+                state.num_input_tokens_seen += self.tokens_per_step
+                control = self.callbacks.on_step_end(args, state, control)
+                if int(state.epoch) > epochs:
+                    control = self.callbacks.on_epoch_end(args, state, control)
+                self.stop.after_step(step)
+                self._log_evaluate_save(control)
+        finally:
+            self.control = control
+            self.callbacks.on_train_end(args, state, control)
+        if self.stop.any:
+            what = "saving what was learned" if self.stop.interrupted else "the same command resumes from there"
+            word = "interrupted" if self.stop.interrupted else "preempted (SIGTERM)"
+            self.console.print(f"{word} after step {state.global_step}: {what}", highlight=False, soft_wrap=True)
+
+    def _log_evaluate_save(self, control: TrainerControl) -> None:
+        """What a step is followed by. A stop by signal saves first and logs later, as if there had been no stop."""
+        logging = control.should_log or control.should_evaluate or control.should_training_stop
+        if logging:
+            self._log_metrics()
+        if control.should_evaluate:
+            self._evaluate_and_log()
+        wanted = self.stop.preempted or (self.stop.interrupted and self.args.save_strategy != "no")
+        if self.control.should_save or wanted:
+            self._save_checkpoint()
+        else:
+            self._log_saved(self.checkpoints.finished())
+        if self.stop.interrupted and not logging:
+            self._log_metrics()
+
+    def _save_checkpoint(self) -> None:
+        metrics = self.train_step.read_metrics(and_begin_anew=False)
+        if metrics.bad_step:  # a state after it must not pass for a good one
+            self._stop_on_bad_loss(metrics)
+        state, step = self.state, self.state.global_step
+        if state.best_global_step == step:
+            state.best_model_checkpoint = str(checkpoint.folder_of(self.folder, step))
+        host = {
+            "step": step,
+            "learning_rate": self.rate,
+            "data": self.batches.state_dict(),
+            "metrics_read": self.train_step.metrics_read,
+            "random": checkpoint.random_state(),
+            "mesh": self.plan.mesh,
+            "versions": checkpoint.versions(),
+        }
+        pause, before = self.checkpoints.save(self.train_step.state, host, state)
+        self._log_saved(before)
+        self._log({"save_pause": pause})
+        args: Any = self.args
+        self.control.should_save = False
+        self.control = self.callbacks.on_save(args, state, self.control)
+
+    def _log_saved(self, saved: checkpoint.Saved | None) -> None:
+        if saved is not None:
+            self._log({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 
     def _log_metrics(self) -> None:
         metrics = self.train_step.read_metrics()
@@ -190,12 +259,34 @@ class Trainer:
         self.control = self.callbacks.on_log(args, self.state, self.control, logs)
 
     def _evaluate_and_log(self) -> float:
-        started = time.perf_counter()
+        started, state = time.perf_counter(), self.state
         loss = self.evaluate()
         self.control.should_evaluate = False
         self._log({"eval_loss": loss})
+        better = math.isfinite(loss) and (state.best_metric is None or loss < state.best_metric)
+        if better and state.global_step:
+            state.best_metric, state.best_global_step = loss, state.global_step
+            self.control.should_save |= self.args.save_strategy == "best"
         self._clock = getattr(self, "_clock", started) + time.perf_counter() - started
         return loss
+
+    def _loss_before(self) -> float:
+        """The held-out loss before the first step, also where that was another process's."""
+        first = next((entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry), None)
+        return self._evaluate_and_log() if first is None else first
+
+    def _load_best(self) -> None:
+        best = self.state.best_model_checkpoint
+        if not self.args.load_best_model_at_end or self.stop.any or best is None:
+            return
+        self._log_saved(self.checkpoints.wait())
+        if best == str(checkpoint.folder_of(self.folder, self.state.global_step)):
+            return
+        source = checkpoint.open_checked(Folder(best), self.console).source
+        # step, evaluation and export share this dict: all see the new weights, the old are freed one by one
+        self.parameters.clear()
+        self.parameters.update(weights.place_parameters(self.model, self.plan, self.mesh, source))
+        self.console.print(f"the best weights are those of {best}", highlight=False, soft_wrap=True)
 
     def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
         self.state.global_step = metrics.bad_step - 1
@@ -219,11 +310,18 @@ class Trainer:
                 instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size",
             )
 
-    def _write_state(self, folder: Path, unigram: float) -> None:
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-        loss_curve(folder / "loss_curve.png", self.state.log_history, unigram)
+    def _write_out(self, unigram: float) -> None:
+        """State, curve and model (which a preempted run has no time for); waits for the checkpoint under way."""
+        self._write_state(unigram)
+        if not self.stop.preempted:
+            self.save_model(self.folder / "model")
+        self._log_saved(self.checkpoints.wait())
 
-    def _print_closing(self, folder: Path, before: float, after: float | None, unigram: float) -> None:
+    def _write_state(self, unigram: float) -> None:
+        self.folder.write("trainer_state.json", checkpoint.as_json(asdict(self.state)))
+        self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
+
+    def _print_closing(self, before: float, after: float | None, unigram: float) -> None:
         # the first reading's rate has the compile in it
         rates = [entry["tokens_per_second"] for entry in self.state.log_history if "tokens_per_second" in entry][1:]
         rows = [
@@ -235,28 +333,6 @@ class Trainer:
                 f"{sorted(rates)[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps",
             ),
             ("compiles", str(compile_count())),
-            ("written to", str(folder)),
+            ("written to", str(self.folder)),
         ]
         self.console.print(closing_table(rows))
-
-    @contextlib.contextmanager
-    def _clean_interrupts(self) -> Iterator[None]:
-        """Ctrl-C ends the loop after the step under way; a second one ends the program at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = signal.getsignal(signal.SIGINT)
-
-        def note(signum: int, frame: Any) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, previous)
-
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

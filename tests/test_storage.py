@@ -1,0 +1,90 @@
+"""Files on disk and in a store: whole or not at all, and one readable error for whatever the store raises."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.storage import Folder, StorageError
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request, tmp_path):
+    return Folder(tmp_path / "out" if request.param == "disk" else f"memory://{uuid.uuid4()}/out")
+
+
+def test_what_is_written_is_read_listed_measured_and_removed(folder):
+    assert folder.names() == []
+    folder.write("a.json", b"first")
+    folder.write("a.json", b"second")
+    (folder / "sub").write("b", b"xyz")
+    assert folder.names() == ["a.json", "sub"]
+    assert folder.read("a.json") == b"second"
+    assert (folder / "sub").size("b") == 3
+    assert folder.exists("sub")
+    assert not folder.exists("c")
+    folder.remove_file("a.json")
+    folder.remove_file("a.json")
+    assert folder.names() == ["sub"]
+    folder.remove()
+    folder.remove()
+    assert folder.names() == []
+
+
+def test_a_stream_is_there_when_it_ends(folder):
+    with folder.open("stream", "wb") as file:
+        file.write(b"0123")
+        file.write(b"456789")
+    with folder.open("stream", "rb") as file:
+        file.seek(4)
+        assert file.read(2) == b"45"
+
+
+def test_a_stream_that_fails_leaves_no_file_behind(folder):
+    folder.write("other", b"stays")
+
+    def write_half() -> None:
+        with folder.open("stream", "wb") as file:
+            file.write(b"half")
+            raise OSError("the cable")
+
+    with pytest.raises(StorageError, match="the cable"):
+        write_half()
+    assert folder.names() == ["other"]
+
+
+def test_a_file_that_is_not_there_names_itself(folder):
+    with pytest.raises(StorageError, match=r"read .*out/nothing"):
+        folder.read("nothing")
+
+
+def test_a_path_is_the_same_folder_however_it_was_made(folder):
+    assert folder / "a" / "b" == Folder(f"{folder}/a/b")
+    assert (folder / "a").parent == folder
+    assert (folder / "a").name == "a"
+
+
+def test_a_failed_write_leaves_the_old_file_as_it_was(tmp_path):
+    folder = Folder(tmp_path)
+    folder.write("state.json", b"old")
+    (tmp_path / ".state.json.tmp").mkdir()  # so that the write can't begin, also for root
+    with pytest.raises(StorageError, match=r"state\.json"):
+        folder.write("state.json", b"new")
+    assert folder.read("state.json") == b"old"
+
+
+def test_a_folder_where_a_file_lies_can_not_be_written_into(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(StorageError, match="taken"):
+        Folder(tmp_path / "taken").write("a", b"")
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+@pytest.mark.parametrize(("scheme", "says"), [("s3", "s3fs"), ("gs", "gcsfs"), ("nosuch", "nosuch")])
+def test_a_scheme_that_is_not_installed_says_what_to_install(scheme, says):
+    with pytest.raises(UserError, match=says) as caught:
+        Folder(f"{scheme}://bucket/run")
+    assert "pip install" in str(caught.value)
