@@ -213,7 +213,6 @@ def test_a_folder_in_the_place_of_a_file_is_one_message(tmp_path):
 
 
 def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_is_none(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("trainer.checkpoint")
     from scripts import export as script
     from trainer.errors import exit_code
 
