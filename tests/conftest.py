@@ -1,6 +1,9 @@
 """8 virtual CPU devices for every test of this process; the environment must be set before torch_xla's first call."""
 
+import logging
 import os
+import uuid
+from collections.abc import Iterator
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "8"
@@ -20,3 +23,30 @@ def spmd() -> None:
     and one on the CPU before there is a client breaks the later ones on XLA.
     """
     assert init_runtime().startswith("8 virtual CPU devices")
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """A bucket of an S3 server on this machine, as ``s3://…``."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    names |= {"AWS_ACCESS_KEY_ID": "anyone", "AWS_SECRET_ACCESS_KEY": "anything"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request: pytest.FixtureRequest) -> str:
+    """The path of an empty folder in an object store."""
+    root = "memory:/" if request.param == "memory" else request.getfixturevalue("s3")
+    return f"{root}/{uuid.uuid4()}"

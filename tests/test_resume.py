@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +194,7 @@ def test_a_loss_that_is_not_finite_is_never_saved_as_a_good_state(lives, place):
 
 
 @pytest.mark.slow
-def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place):
-    store = f"memory://{uuid.uuid4()}"
+def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
     words = [str(word).lstrip("-") for word in tiny_run(place)]
     options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
     options |= {"model": str(place / "config.json"), "dataset": str(place / "text"), "sequence_length": 32}
