@@ -2,8 +2,10 @@
 
 import logging
 import os
+import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "8"
@@ -50,3 +52,22 @@ def store(request: pytest.FixtureRequest) -> str:
     """The path of an empty folder in an object store."""
     root = "memory:/" if request.param == "memory" else request.getfixturevalue("s3")
     return f"{root}/{uuid.uuid4()}"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a disk of a size such as ``256k``; skipped where this user may not mount one."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        where = tmp_path / f"disk-{size}"
+        where.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"mount: {done.stderr.decode().strip()}")
+        mounted.append(where)
+        return where
+
+    yield mount
+    for where in mounted:
+        subprocess.run(["umount", "-l", str(where)], check=True)

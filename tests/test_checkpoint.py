@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
 import uuid
 import warnings
 from dataclasses import asdict
@@ -290,15 +289,8 @@ def test_a_save_over_an_older_one_of_the_same_step_replaces_it(state, output):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 256 KiB; skipped where this user may not mount one."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"mount: {mounted.stderr.decode().strip()}")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+def small_disk(disk):
+    return disk("256k")
 
 
 def test_a_full_disk_is_the_next_save_s_error_with_its_cause_and_the_last_one_stays_whole(small_disk):
