@@ -90,7 +90,8 @@ TABLES: dict[str, dict[str, str]] = {
         for layers in (4, 32, 80)
     },
     "flags": {
-        f"{topology}, {what}": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=2,vocab_size=32000 "
+        f"{topology}, {what}": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=2,vocab_size=32000,"
+        "hidden_size=4096,intermediate_size=14336,num_attention_heads=32 "
         f"--sequence_length 4096 --topology {topology} {_BATCH} {batch}"
         + (f" --compiler_options '{options}'" if options else "")
         for topology, batch in (("v5p:2x2x4", 4), ("v5e:4x4", 1), ("v6e:4x4", 2))
