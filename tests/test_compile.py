@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.libtpu import needs_libtpu
+from tests.tpu_compiler import needs_libtpu
 from trainer.arguments import TrainingArguments
 from trainer.compile_job import DOES_NOT_FIT, CompileArguments
 from trainer.compile_search import Job, largest_batch

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from models import jax_call
-from tests.libtpu import needs_libtpu
 from tests.parity import relative
+from tests.tpu_compiler import needs_libtpu
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build

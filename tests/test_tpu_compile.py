@@ -13,8 +13,8 @@ import jax.memory
 import jax.numpy as jnp
 import pytest
 
-from tests.libtpu import needs_libtpu
 from tests.test_hlo_report import captured_step
+from tests.tpu_compiler import needs_libtpu
 from trainer import tpu_compile
 from trainer.chips import CHIPS, find_topology, topologies
 from trainer.errors import UserError
