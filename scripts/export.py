@@ -40,8 +40,8 @@ def main() -> int | None:
     logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": nothing here opens a device
     import torch
     import transformers
-    from trainer.checkpoint import open_source
 
+    from trainer.checkpoint import open_source
     from trainer.export import export
     from trainer.model import meta_model
     from trainer.storage import Folder
