@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -383,12 +382,10 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_the_command_prints_mixtral_8x7b_at_64_devices_as_json_in_seconds():
-    start = time.monotonic()
+def test_the_command_prints_mixtral_8x7b_at_64_devices_as_json():
     config = str(ROOT / "docs/configs/mixtral_8x7b.json")
     result = script("--recipe", "mixtral_ep", "--model", config, "--devices", "64", "--json")
     assert (result.returncode, result.stderr) == (0, "")
-    assert time.monotonic() - start < 60  # about 4 s on an idle core
     found = json.loads(result.stdout)
     assert found["mesh"] == {"fsdp": 16, "expert": 4}
     down = next(p for p in found["parameters"] if p["name"] == "model.layers.31.mlp.experts.down_proj")
