@@ -7,14 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.tpu_compiler import needs_libtpu
-from trainer.arguments import TrainingArguments
-from trainer.compile_job import DOES_NOT_FIT, CompileArguments
-from trainer.compile_search import Job, largest_batch
+from trainer.compile_job import DOES_NOT_FIT
+from trainer.compile_search import largest_batch
 
 ROOT = Path(__file__).parent.parent
 # what issue 3 says the JSON holds
@@ -149,16 +149,31 @@ def test_a_step_that_does_not_fit_is_exit_code_3_with_the_buffers_that_fill_the_
     assert any(buffer["module"].startswith("model.") for buffer in report["largest_buffers"])
 
 
-@pytest.mark.parametrize(("start", "most"), [(1, 1), (1, 5), (4, 13), (8, 5), (8, 1), (6, 0)])
-def test_the_largest_batch_is_found_by_doubling_or_halving(start: int, most: int) -> None:
-    args = TrainingArguments(recipe="llama_fsdp", per_device_train_batch_size=start)
-    job = Job.of(args, CompileArguments(topology="v5e:2x4"))
-    tried: list[int] = []
+def straight(batch: int) -> float:
+    return 100 + 10.0 * batch
 
-    def attempt(batch: int) -> bool:
+
+def curved(batch: int) -> float:
+    return 100 + 0.2 * batch**2 + (40 if batch > 9 else 0)
+
+
+@pytest.mark.parametrize(("needed", "tries"), [(straight, 5), (curved, 12)])
+@pytest.mark.parametrize(("start", "most"), [(1, 1), (1, 5), (4, 13), (8, 5), (8, 1), (6, 0), (36, 51), (2, 200)])
+def test_the_largest_batch_is_found_in_a_few_compiles(
+    start: int, most: int, needed: Callable[[int], float], tries: int
+) -> None:
+    limit = needed(most)
+    tried = [start]
+
+    def attempt(batch: int) -> float:
+        assert batch not in tried
         tried.append(batch)
-        return batch <= most
+        return needed(batch)
 
-    assert largest_batch(job, start <= most, attempt) == most
-    assert start not in tried
-    assert len(tried) == len(set(tried)) <= 6
+    assert largest_batch({0: needed(0), start: needed(start)}, limit, attempt) == most
+    assert len(tried) - 1 <= tries
+
+
+def test_batches_that_cannot_be_compiled_count_as_too_large() -> None:
+    assert largest_batch({0: 100, 4: 140}, 300, lambda batch: straight(batch) if batch < 11 else None) == 10
+    assert largest_batch({0: 400, 4: 440}, 300, lambda _: pytest.fail("the arguments alone are too large")) == 0

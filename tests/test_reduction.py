@@ -53,6 +53,20 @@ def test_a_sum_ring_by_ring_is_the_sum(monkeypatch):
     torch.testing.assert_close(sharding.fetch(total), values.sum(0))
 
 
-@pytest.mark.parametrize(("size", "expected"), [(8, [8]), (64, [16, 4]), (256, [16, 16]), (48, [16, 3]), (34, [2, 17])])
-def test_a_long_axis_is_summed_over_ring_by_ring(size, expected):
-    assert list(reduction._rings("fsdp", size).values()) == expected
+@pytest.mark.parametrize(
+    ("size", "devices", "expected"),
+    [
+        (8, 16, [8]),
+        (64, 64, [16, 4]),
+        (256, 256, [16, 16]),
+        (48, 48, [16, 3]),
+        (34, 34, [2, 17]),
+        # never all the devices at once, but for a prime number of them
+        (16, 16, [8, 2]),
+        (8, 8, [4, 2]),
+        (2, 2, [2]),
+        (1, 1, [1]),
+    ],
+)
+def test_a_long_axis_is_summed_over_ring_by_ring(size, devices, expected):
+    assert list(reduction._rings("fsdp", size, devices).values()) == expected

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from trainer.arguments import TrainingArguments, option
 from trainer.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from trainer.compile_report import CompileReport
+    from trainer.compile_search import Tried
 
 DOES_NOT_FIT = 3
 
@@ -26,7 +32,8 @@ class CompileArguments:
     slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
     search: bool = option(
         False,
-        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches.",
+        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches. "
+        "Minutes for each; what was tried is on the page and in the JSON too.",
     )
     report: str | None = option(None, "Write the report as an HTML page to this file.")
     json: str | None = option(None, "Write the report as JSON to this file.")
@@ -60,7 +67,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     Raises:
         UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
     """
-    from trainer.compile_page import print_report, write_page
+    from trainer.compile_page import print_report
     from trainer.compile_search import Job, search
 
     console = console or Console()
@@ -77,15 +84,33 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     with console.status(f"compiling for {options.topology} …"):
         report = job.compile()
     print_report(report, console)
+    _write(report, options, job.title, console)
+    if options.search:
+        tried, most = search(job, report, console)
+        _write(report, options, job.title, console, tried, most)
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def _write(
+    report: CompileReport,
+    options: CompileArguments,
+    title: str,
+    console: Console,
+    tried: Sequence[Tried] = (),
+    most: int | None = None,
+) -> None:
+    """The page and the JSON that were asked for; with what a search tried, and the largest batch it saw fit."""
+    from trainer.compile_page import write_page
+
     if options.report:
-        write_page(report, Path(options.report), title=job.title)
+        write_page(report, Path(options.report), title=title, tried=[t.cells for t in tried])
         console.print(f"page:    {options.report}", highlight=False)
     if options.json:
-        Path(options.json).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        plain = report.as_json()
+        if most is not None:
+            plain |= {"tried": [dataclasses.asdict(t) for t in tried], "largest_batch": most}
+        Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         console.print(f"json:    {options.json}", highlight=False)
-    if options.search:
-        search(job, report, console)
-    return 0 if report.fits else DOES_NOT_FIT
 
 
 def _check_writable(path: str) -> None:

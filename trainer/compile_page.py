@@ -18,8 +18,9 @@ _ROOFS = {
     "hbm": "HBM bytes ÷ HBM bandwidth",
     "ici": "bytes sent ÷ bandwidth of all ICI links",
     "dcn": "bytes sent between slices ÷ DCN bandwidth",
-    "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak",
+    "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak, and what is sent with nothing beside it",
 }
+TRIED_HEADER = ("tried", "fits", "HBM a chip", "cycles a token", "compile")
 _ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
@@ -70,6 +71,10 @@ def _facts(report: CompileReport) -> list[tuple[str, str]]:
         ("on the host", size(report.host_temp_bytes + report.host_argument_bytes)),
         ("compiled in", f"{report.compile_seconds:,.0f} s of CPU, {report.wall_seconds:,.0f} s on the clock"),
         ("FLOPs", f"{report.flops:.3e}"),
+        (
+            "sent by a chip",
+            f"{size(report.wire_bytes)}, {size(report.exposed_bytes)} of it with nothing computed beside",
+        ),
         ("step takes at least", f"{roof.seconds:,.3f} s, bound by {roof.bound} (estimate)"),
     ]
     if roof.mfu_bound is not None:
@@ -133,9 +138,9 @@ def print_report(report: CompileReport, console: Console) -> None:
     console.print(roofs)
     _print_table(
         console,
-        ("collective", "axis", "a step", "bytes", "sent", "for"),
+        ("collective", "axis", "a step", "bytes", "sent", "exposed", "for"),
         [
-            (x.kind, x.axis, f"{x.count:,.0f}", size(x.bytes), size(x.wire_bytes), _what(x))
+            (x.kind, x.axis, f"{x.count:,.0f}", size(x.bytes), size(x.wire_bytes), size(x.exposed_bytes), _what(x))
             for x in report.collectives[:_ROWS]
         ],
     )
@@ -159,17 +164,18 @@ def _print_table(console: Console, header: Sequence[str], rows: Iterable[Sequenc
 # ---- page ----
 
 
-def write_page(report: CompileReport, path: Path, title: str = "") -> None:
+def write_page(report: CompileReport, path: Path, title: str = "", tried: Sequence[Sequence[str]] = ()) -> None:
     """The report as one HTML file without external resources, for light and dark screens."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(report, title), encoding="utf-8")
+    path.write_text(page(report, title, tried), encoding="utf-8")
 
 
-def page(report: CompileReport, title: str = "") -> str:
+def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] = ()) -> str:
     """The report as HTML text.
 
     Args:
         title: what was compiled, ``mixtral_ep, Mixtral-8x7B, 4 × 4096 tokens a chip``.
+        tried: what a search compiled beside it, rows of :data:`TRIED_HEADER`.
     """
     name = escape(title or "Compile report")
     unplanned = [_flag(line) for line in report.unplanned]
@@ -180,6 +186,7 @@ def page(report: CompileReport, title: str = "") -> str:
         "<h2>HBM of a chip</h2>",
         _stack(report),
         _table(("", ""), _facts(report)),
+        *(["<h2>What else was tried</h2>", _table(TRIED_HEADER, tried)] if tried else []),
         "<h2>Roofline (estimate)</h2>",
         _bars([(f"{_ROOFS[n]}", s, f"{s:,.4f} s") for n, s in report.roofline.times.items()]),
         f"<p>At least {report.roofline.seconds:,.3f} s a step, bound by {report.roofline.bound}.</p>",
@@ -242,12 +249,16 @@ def _bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 def _collectives(report: CompileReport) -> str:
     rows = [
-        (f"{x.count:,.0f}", size(x.bytes), size(x.wire_bytes), x.kind, x.axis, _what(x), x.shape)
+        (
+            f"{x.count:,.0f}",
+            *(size(n) for n in (x.bytes, x.wire_bytes, x.exposed_bytes)),
+            *(x.kind, x.axis, _what(x), x.shape),
+        )
         for x in report.collectives[:_ROWS]
     ]
     rest = len(report.collectives) - len(rows)
     more = f"<p>{rest} smaller ones are in the JSON.</p>" if rest > 0 else ""
-    return _table(("a step", "bytes", "sent", "kind", "axis", "for", "shape"), rows, numbers=3) + more
+    return _table(("a step", "bytes", "sent", "exposed", "kind", "axis", "for", "shape"), rows, numbers=4) + more
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:

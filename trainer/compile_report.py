@@ -32,6 +32,7 @@ class CollectiveLine:
         count: a step.
         bytes: outputs of all-gather and all-to-all, operands of the others (trainer.hlo_collectives).
         wire_bytes: sent by a chip, for a ring.
+        exposed_bytes: of those, what is sent while the schedule computes nothing.
         module: the module, or where the compiler's metadata names none, the parameter that it fits or the operation.
         purpose: ``weights`` (a gather of parameters), ``gradients``, or empty: activations and the rest.
         shape: of the largest.
@@ -43,6 +44,7 @@ class CollectiveLine:
     count: float
     bytes: float
     wire_bytes: float
+    exposed_bytes: float
     module: str
     purpose: str
     network: str
@@ -66,8 +68,8 @@ class Roofline:
 
     Args:
         compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes over the chip's peak of each.
-        cycles: the compiler's estimated cycles over the clock and, since custom kernels have none, the FLOPs that they
-            tell over the peak.
+        cycles: the compiler's estimated cycles over the clock and, since neither has any, the FLOPs that custom kernels
+            tell over the peak, and the collectives that run with nothing beside them over all links' bandwidth.
         bound: which of them is the longest.
         mfu_bound: model FLOPs over what the chip could do in that time, None without model FLOPs.
     """
@@ -160,6 +162,11 @@ class CompileReport:
         return sum(line.wire_bytes for line in self.collectives if line.network == "ici")
 
     @property
+    def exposed_bytes(self) -> float:
+        """Of :attr:`wire_bytes`, what is sent while nothing is computed."""
+        return sum(line.exposed_bytes for line in self.collectives if line.network == "ici")
+
+    @property
     def collective_bytes(self) -> dict[str, float]:
         """Bytes by kind."""
         total: dict[str, float] = {}
@@ -244,13 +251,17 @@ def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
 
 def _roofline(cost: Cost, lines: list[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
     wire = {network: sum(x.wire_bytes for x in lines if x.network == network) for network in ("ici", "dcn")}
+    exposed = {network: sum(x.exposed_bytes for x in lines if x.network == network) for network in wire}
     times = {
         # kernels may keep their FLOPs to themselves, but the model's have to be done
         "compute": max(cost.flops, model_flops or 0) / chip.flops,
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
         "ici": wire["ici"] / chip.ici_bandwidth,
         "dcn": wire["dcn"] / chip.dcn_bandwidth,
-        "cycles": cost.cycles / chip.clock + cost.kernel_flops / chip.flops,
+        "cycles": cost.cycles / chip.clock
+        + cost.kernel_flops / chip.flops
+        + exposed["ici"] / chip.ici_bandwidth
+        + exposed["dcn"] / chip.dcn_bandwidth,
     }
     bound = max(times, key=lambda name: times[name])
     known = model_flops is not None and times[bound] > 0
@@ -278,7 +289,17 @@ def _lines(cost: Cost, lowered: Lowered, exchange: str | None) -> list[Collectiv
             total = total.plus(traffic, 1)
         shape = max(members, key=lambda member: member[1].bytes / member[1].count)[0].shape
         line = CollectiveLine(
-            kind, axis, total.count, total.bytes, total.wire_bytes, module, purpose, network, shape, why
+            kind=kind,
+            axis=axis,
+            count=total.count,
+            bytes=total.bytes,
+            wire_bytes=total.wire_bytes,
+            exposed_bytes=total.exposed_bytes,
+            module=module,
+            purpose=purpose,
+            network=network,
+            shape=shape,
+            unplanned=why,
         )
         lines.append(line)
     return sorted(lines, key=lambda line: -line.wire_bytes)

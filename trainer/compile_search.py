@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rich.console import Console
-from rich.table import Table
 
 from trainer.arguments import TrainingArguments
 from trainer.chips import find_topology
@@ -88,58 +87,106 @@ def _compiler_options(text: str) -> dict[str, str]:
     return flags
 
 
-def search(job: Job, report: CompileReport, console: Console) -> None:
-    """Print, as they come, neighbours of ``job`` and whether they fit.
+@dataclass(frozen=True)
+class Tried:
+    """One neighbour of a job, compiled; ``refused`` says why where it could not be."""
+
+    what: str
+    fits: bool = False
+    required_bytes: int | None = None
+    cycles_per_token: float | None = None
+    wall_seconds: float | None = None
+    refused: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """For :data:`trainer.compile_page.TRIED_HEADER`."""
+        return (
+            self.what,
+            "can't be" if self.refused else "yes" if self.fits else "no",
+            size(self.required_bytes) if self.required_bytes is not None else "",
+            f"{self.cycles_per_token:,.0f}" if self.cycles_per_token is not None else "",
+            f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused,
+        )
+
+
+def search(job: Job, report: CompileReport, console: Console) -> tuple[list[Tried], int]:
+    """Compile neighbours of ``job``, printing each as it comes: what was tried, and the largest batch seen to fit.
 
     A job that does not fit: its remat policies and its meshes at the same batch, then smaller batches. One that does:
     larger batches.
     """
-    table = Table("tried", "fits", "HBM a chip", "cycles a token", "compile", box=None, pad_edge=False)
-    console.print("\ntrying what else would fit …" if not report.fits else "\ntrying larger batches …")
-    tried: dict[str, CompileReport] = {}
+    console.print("\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
+    tried: list[Tried] = []
 
-    def attempt(what: str, other: Job) -> bool:
+    def attempt(what: str, other: Job) -> Tried:
         with console.status(f"compiling {what} …"):
-            try:
-                found = other.compile()
-            except UserError as error:
-                table.add_row(what, "can't be", str(error.found), "", "")
-                return False
-        tried[what] = found
-        batch = other.args.per_device_train_batch_size * other.args.sequence_length
-        table.add_row(
-            what,
-            "yes" if found.fits else "no",
-            size(found.required_bytes),
-            f"{found.estimated_cycles / batch / other.args.gradient_accumulation_steps:,.0f}" if found.fits else "",
-            f"{found.wall_seconds:.0f} s",
-        )
-        return found.fits
+            result = _try(what, other)
+        tried.append(result)
+        name, fits, *rest = result.cells
+        console.print(f"{name}: {'fits' if fits == 'yes' else fits}: " + ", ".join(filter(None, rest)), highlight=False)
+        return result
 
     if not report.fits:
         for what, other in (*_other_remats(job), *_other_meshes(job)):
             attempt(what, other)
-    most = largest_batch(job, report.fits, lambda b: attempt(f"{b} rows a device", _with_batch(job, b)))
-    console.print(table)
+    batch = job.args.per_device_train_batch_size
+    most = largest_batch(
+        {0: report.argument_bytes, batch: report.required_bytes},
+        report.chip_hbm_bytes,
+        lambda rows: attempt(f"{rows} rows a device", _with_batch(job, rows)).required_bytes,
+    )
     console.print(
         f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
         highlight=False,
     )
+    return tried, most
 
 
-def largest_batch(job: Job, fits: bool, attempt: Callable[[int], bool]) -> int:
-    """The largest batch a device that was seen to fit, by doubling or halving and then bisection; 0: not even one."""
-    batch = job.args.per_device_train_batch_size
-    low, high = (batch, math.inf) if fits else (0, batch)
+def _try(what: str, job: Job) -> Tried:
+    try:
+        found = job.compile()
+    except UserError as error:
+        return Tried(what, refused=str(error.found))
+    tokens = job.args.per_device_train_batch_size * job.args.sequence_length * job.args.gradient_accumulation_steps
+    cycles = found.estimated_cycles / tokens if found.fits else None
+    return Tried(what, found.fits, found.required_bytes, cycles, found.wall_seconds)
+
+
+def largest_batch(known: Mapping[int, float], limit: float, attempt: Callable[[int], float | None]) -> int:
+    """The largest batch a device that was seen to fit; 0: not even one row.
+
+    Memory is close to linear in the batch, so the next to try is where the line through the two sizes nearest to the
+    limit meets it; the middle, after a try that left more than half of what was open.
+
+    Args:
+        known: batch → bytes that it requires; of batch 0 the arguments alone.
+        limit: bytes there are.
+        attempt: bytes that a batch requires, None if it can't be compiled.
+    """
+    sizes = dict(known)
+    middle = False
     for _ in range(_MOST_TRIES):
-        middle = low * 2 if high == math.inf else (low + int(high)) // 2
-        if middle in (low, high):
+        low = max((batch for batch, needed in sizes.items() if needed <= limit), default=None)
+        if low is None:  # the arguments alone are too large
+            return 0
+        above = [batch for batch, needed in sizes.items() if needed > limit and batch > low]
+        high = min(above, default=8 * max(low, 1))
+        if high - low == 1:
             break
-        if attempt(int(middle)):
-            low = int(middle)
-        else:
-            high = middle
-    return low
+        batch = (low + high) // 2 if middle else _where_it_meets(limit, sizes, low, high)
+        found = attempt(batch)
+        sizes[batch] = math.inf if found is None else found
+        left = high - batch if sizes[batch] <= limit else batch - low
+        middle = bool(above) and not middle and 2 * left > high - low
+    return max(batch for batch, needed in sizes.items() if needed <= limit)
+
+
+def _where_it_meets(limit: float, sizes: Mapping[int, float], low: int, high: int) -> int:
+    (a, needed_a), (b, needed_b) = sorted(sizes.items(), key=lambda item: abs(item[1] - limit))[:2]
+    slope = (needed_b - needed_a) / (b - a)
+    guess = a + math.floor((limit - needed_a) / slope) if slope > 0 else high
+    return min(max(guess, low + 1), high - 1)
 
 
 def _with_batch(job: Job, batch: int) -> Job:

@@ -28,9 +28,7 @@ KINDS = (
 )
 _SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")
 _WRAPPED = re.compile(r"^[a-z]+\((.*)\)$")  # jvp(…), transpose(…)
-_NUMBER = re.compile(
-    r"\.\d+$"
-)  # call.1024, model.layers.*.mlp.12: numbered by the lowering  # call.1024: names that the lowering numbered
+_NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: numbered by the lowering
 
 
 @dataclass(frozen=True)
@@ -55,24 +53,29 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Per chip."""
+    """Per chip; ``exposed_bytes`` are those wire bytes beside which the schedule computes nothing."""
 
     count: float = 0
     bytes: float = 0
     wire_bytes: float = 0
+    exposed_bytes: float = 0
 
     def plus(self, other: Traffic, times: float) -> Traffic:
         return Traffic(
             self.count + times * other.count,
             self.bytes + times * other.bytes,
             self.wire_bytes + times * other.wire_bytes,
+            self.exposed_bytes + times * other.exposed_bytes,
         )
 
 
 def collective(
     computation: Computation, instruction: Instruction, mesh: dict[str, int]
 ) -> tuple[Collective, Traffic] | None:
-    """One instruction's, None if it communicates nothing: another opcode, a ``-done``, groups of one."""
+    """One instruction's, None if it communicates nothing: another opcode, a ``-done``, groups of one.
+
+    All of it is taken to be exposed; the caller knows what runs beside it.
+    """
     if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
         return _between_slices(computation, instruction)
     kind = instruction.opcode.removesuffix("-start")
@@ -97,7 +100,7 @@ def collective(
         wire = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
     shown = operands if kind != "all-gather" else _gathered(instruction, len(operands))
     shape = ", ".join(map(str, shown))
-    return Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici"), Traffic(1, size, wire)
+    return Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici"), Traffic(1, size, wire, wire)
 
 
 def _between_slices(computation: Computation, instruction: Instruction) -> tuple[Collective, Traffic]:
@@ -105,7 +108,7 @@ def _between_slices(computation: Computation, instruction: Instruction) -> tuple
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
     leaf = computation.operands(instruction)[0].leaves[0]
     key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
-    return key, Traffic(1, leaf.bytes, leaf.bytes)
+    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes)
 
 
 def _gathered(instruction: Instruction, operands: int) -> list[object]:

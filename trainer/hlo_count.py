@@ -126,16 +126,14 @@ class _Counter:
         elif opcode == "conditional":
             cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
         elif opcode in ("call", "async-start"):
-            cost.add(self.computation(self._named(instruction.called)))
+            cost.add(self._hidden(computation, instruction, self.computation(self._named(instruction.called))))
         else:
             self._own(cost, computation, instruction)
 
     def _own(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """An operation that runs no other computation on its own; on its module's account."""
         before = Share(cost.flops, cost.hbm_bytes, cost.cycles)
-        cycles = instruction.attribute(r'"estimated_cycles":"?(\d+)')
-        if cycles and int(cycles) < _NO_CYCLES:
-            cost.cycles += int(cycles)
+        cost.cycles += _cycles(instruction)
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
             self._fused(cost, self._named(instruction.called), module, scatters=False)
@@ -150,7 +148,7 @@ class _Counter:
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         self._work(cost, computation, instruction)
         if found := collective(computation, instruction, self.mesh):
-            cost.collectives[found[0]] = cost.collectives.get(found[0], Traffic()).plus(found[1], 1)
+            cost.add(self._hidden(computation, instruction, Cost(collectives=dict([found]))))
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
             return
@@ -168,6 +166,21 @@ class _Counter:
             operands = operands[1:]
         _move(cost, [*operands, *outputs])
 
+    def _hidden(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
+        """``cost``, its collectives not exposed if the schedule computes something between ``start`` and its end."""
+        if not self._computes_beside(computation, start):
+            return cost
+        hidden = {key: dataclasses.replace(t, exposed_bytes=0) for key, t in cost.collectives.items()}
+        return dataclasses.replace(cost, collectives=hidden)
+
+    def _computes_beside(self, computation: Computation, start: Instruction) -> bool:
+        end = next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
+        if end is None:
+            return False
+        order = computation.order
+        between = computation.instructions[order[start.name] + 1 : order[end.name]]
+        return any(i.opcode in ("while", "call", "conditional") or _is_kernel(i) or _cycles(i) for i in between)
+
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """FLOPs of the instruction itself."""
         operands = computation.operands(instruction)
@@ -175,7 +188,7 @@ class _Counter:
             cost.flops += _dot_flops(instruction, operands)
         elif instruction.opcode == "convolution":
             cost.flops += _convolution_flops(instruction, operands)
-        elif instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
+        elif _is_kernel(instruction):
             estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
             if estimate and int(estimate):
                 cost.flops += int(estimate)
@@ -204,7 +217,10 @@ class _Counter:
                 key = dataclasses.replace(key, module=key.module or owner)
                 if scatters and key.kind == "all-reduce":
                     key = dataclasses.replace(key, kind="reduce-scatter")
-                    traffic = Traffic(traffic.count, traffic.bytes, traffic.wire_bytes / 2)
+                    half = traffic.wire_bytes / 2
+                    traffic = dataclasses.replace(traffic, wire_bytes=half, exposed_bytes=half)
+                if starts:  # the fusion that goes on with it computes
+                    traffic = dataclasses.replace(traffic, exposed_bytes=0)
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
@@ -270,6 +286,15 @@ class _Counter:
 
     def _named(self, name: str | None) -> Computation:
         return self.module.computations[name or ""]
+
+
+def _cycles(instruction: Instruction) -> int:
+    cycles = int(instruction.attribute(r'"estimated_cycles":"?(\d+)') or 0)
+    return cycles if cycles < _NO_CYCLES else 0
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def _move(cost: Cost, moved: Iterable[Leaf]) -> None:

@@ -113,6 +113,11 @@ class Computation:
         return {i.name: i for i in self.instructions}
 
     @cached_property
+    def order(self) -> dict[str, int]:
+        """Name → position, which is the schedule's."""
+        return {i.name: position for position, i in enumerate(self.instructions)}
+
+    @cached_property
     def parameters(self) -> dict[int, Instruction]:
         return {int(i.arguments): i for i in self.instructions if i.opcode == "parameter"}
 

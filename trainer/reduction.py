@@ -74,7 +74,8 @@ class PartialGradient:
     @property
     def sum(self) -> partial_gradients.Sum:
         """Scattered along each axis that splits the parameter, ring by ring; added along the others."""
-        rings = {axis: _rings(axis, size) for axis, size in self.mesh.shape().items()}
+        sizes = self.mesh.shape()
+        rings = {axis: _rings(axis, size, math.prod(sizes.values())) for axis, size in sizes.items()}
         before = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in self.spec]
         scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
         # what is scattered last is innermost, also where an axis that comes later splits the dimension already
@@ -115,11 +116,14 @@ class PartialGradient:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
 
 
-def _rings(axis: str, size: int) -> dict[str, int]:
-    """``axis`` as several of at most 16 devices each, name -> size, outermost first: libtpu turns a longer one's
-    reduce-scatter into an all-reduce, where it runs over all the chips of a torus."""
+def _rings(axis: str, size: int, devices: int) -> dict[str, int]:
+    """``axis`` as several of at most 16 devices each, and of fewer than there are: name -> size, outermost first.
+
+    Where a reduce-scatter runs over all the chips of a torus, libtpu turns it into an all-reduce.
+    """
     sizes = []
-    while size > _LONGEST_RING and (ring := max(d for d in range(1, _LONGEST_RING + 1) if size % d == 0)) > 1:
+    longest = min(_LONGEST_RING, devices - 1)
+    while size > longest and (ring := max((d for d in range(1, longest + 1) if size % d == 0), default=1)) > 1:
         sizes.append(ring)
         size //= ring
     return {f"{axis}.{i}": ring for i, ring in enumerate([*sizes, size])}
