@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.tpu_compiler import needs_libtpu
+from trainer.chips import CHIPS, FLAGS
 from trainer.compile_job import DOES_NOT_FIT
-from trainer.compile_search import largest_batch
+from trainer.compile_search import _flags, largest_batch
 
 ROOT = Path(__file__).parent.parent
 # what issue 3 says the JSON holds
@@ -130,6 +131,20 @@ def check_page(html: str) -> None:
 
 @needs_libtpu
 @pytest.mark.slow
+def test_a_step_over_two_slices_tells_what_goes_between_them(cache: Path) -> None:
+    page, data = cache / "slices.html", cache / "slices.json"
+    words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x2", "--slices", "2"]
+    done = run("compile.py", *words, "--report", str(page), "--json", str(data), cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "2 slices of v5e:2x2, 8 chips" in done.stdout
+    report = json.loads(data.read_text())
+    assert (report["slices"], report["devices"], report["mesh"]) == (2, 8, {"fsdp": 8})
+    assert {line["network"] for line in report["collectives"]} == {"ici", "dcn"}
+    assert report["roofline"]["dcn"] > 0
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_exit_code_3_with_the_buffers_that_fill_the_chip(
     cache: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +187,14 @@ def test_the_largest_batch_is_found_in_a_few_compiles(
 
     assert largest_batch({0: needed(0), start: needed(start)}, limit, attempt) == most
     assert len(tried) - 1 <= tries
+
+
+def test_a_compile_takes_the_chips_flags_and_the_users_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_flash_attention=true --other=1")
+    flags = _flags(CHIPS["v5p"], "xla_tpu_scoped_vmem_limit_kib= --xla_tpu_enable_async_all_to_all=false")
+    changed = {"xla_tpu_scoped_vmem_limit_kib", "xla_tpu_enable_flash_attention", "xla_tpu_enable_async_all_to_all"}
+    kept = {name: value for name, value in FLAGS["v5p"].items() if name not in changed}
+    assert flags == {**kept, "xla_tpu_enable_async_all_to_all": "false"}
 
 
 def test_batches_that_cannot_be_compiled_count_as_too_large() -> None:

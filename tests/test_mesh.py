@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from trainer.chips import FLAGS
 from trainer.errors import UserError
 from trainer.mesh import check_slices, init_runtime
 from trainer.recipe import Mesh
@@ -105,6 +106,25 @@ def test_the_number_of_virtual_devices_is_the_users():
         "4 virtual CPU devices (no accelerator found)",
         "{'data': 2, 'fsdp': 1, 'expert': 2} [0, 1, 2, 3] True",
     ]
+
+
+ON_A_TPU_HOST = """
+import os
+from jax._src import hardware_utils
+hardware_utils.num_available_tpu_chips_and_device_id = lambda: (4, hardware_utils.TpuVersion.v5p)
+from trainer.mesh import init_runtime
+init_runtime()
+init_runtime()
+print(os.environ["LIBTPU_INIT_ARGS"])
+"""
+
+
+def test_on_a_tpu_host_the_chips_flags_are_set_and_the_users_stay():
+    own = "--xla_tpu_scoped_vmem_limit_kib=65536"
+    flags = run(ON_A_TPU_HOST, PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=own).stdout.split()
+    ours = {name: value for name, value in FLAGS["v5p"].items() if name != "xla_tpu_scoped_vmem_limit_kib"}
+    assert flags == [own, *(f"--{name}={value}" for name, value in ours.items())]
+    assert "--xla_tpu_enable_async_all_to_all=true" in flags
 
 
 @pytest.mark.parametrize("count", ["many", "0", "-1", "128", ""])

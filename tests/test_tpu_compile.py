@@ -18,7 +18,7 @@ import pytest
 from tests.test_hlo_report import captured_step
 from tests.tpu_compiler import needs_libtpu
 from trainer import tpu_compile
-from trainer.chips import CHIPS, find_topology, topologies
+from trainer.chips import CHIPS, FLAGS, find_topology, topologies
 from trainer.errors import UserError
 from trainer.lowering import Argument, Lowered
 from trainer.tpu_compile import compile_for
@@ -66,14 +66,6 @@ def test_a_small_step_compiles_with_its_layout_and_its_donation_and_the_second_t
 
 
 @needs_libtpu
-def test_two_slices_send_over_dcn_what_leaves_a_slice(cache: Path) -> None:
-    report = compile_for(captured_step(), "v5e:2x2", slices=2, cache_dir=cache, timeout=300)
-    assert (report.devices, report.slices) == (8, 2)
-    assert {x.network for x in report.collectives} == {"ici", "dcn"}
-    assert report.roofline.dcn > 0
-
-
-@needs_libtpu
 def test_what_is_offloaded_is_counted_on_the_host_and_not_in_hbm(cache: Path) -> None:
     def function(x: jax.Array) -> jax.Array:
         def forward(c: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +108,16 @@ def test_a_flag_reaches_the_compiler_and_an_unknown_one_is_refused_by_name(cache
     plain = compile_for(step, "v5e:2x4", cache_dir=cache, timeout=300)
     off = {"xla_tpu_enable_async_collective_fusion": "false"}
     assert compile_for(step, "v5e:2x4", flags=off, cache_dir=cache, timeout=300).hbm_bytes != plain.hbm_bytes
+
+
+@needs_libtpu
+def test_libtpu_takes_the_flags_that_a_run_sets(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {name: value for chip in FLAGS.values() for name, value in chip.items()}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(f"--{name}={value}" for name, value in flags.items()))
+    assert compile_for(on_one_chip(128, 128), "v5e:1x1", cache_dir=cache, timeout=300).fits
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_nonesuch=true")  # it would have said so
+    with pytest.raises(UserError, match="xla_tpu_nonesuch"):
+        compile_for(on_one_chip(128, 128), "v5e:1x1", cache_dir=cache, timeout=300)
 
 
 @needs_libtpu

@@ -45,6 +45,11 @@ class Chip:
     clock: float
     pod: tuple[int, ...]
 
+    def missing_flags(self, given: str) -> dict[str, str]:
+        """What a run on this chip adds to ``given``, the text of LIBTPU_INIT_ARGS: compiler flag → value."""
+        named = {word.lstrip("-").partition("=")[0] for word in given.split()}
+        return {name: value for name, value in FLAGS[self.name].items() if name not in named}
+
     @property
     def ici_bandwidth(self) -> float:
         """Bytes/s that a chip can send over all of its links together."""
@@ -64,6 +69,25 @@ CHIPS = {
         Chip("v5p", "v5", "megacore", 459e12, 96 * _GIB - 263 * _MIB, 2765e9, 6, 100e9, 6.25e9, 1.75e9, (16, 16, 24)),
         Chip("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16)),
     )
+}
+# What torch_xla 2.9 puts into LIBTPU_INIT_ARGS on a TPU host (torch_xla/__init__.py, _setup_libtpu_flags): with it, a
+# compile here is the one there.
+_TORCH_XLA = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+_TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true", **_TORCH_XLA}
+# Ours: docs/tpu.md, "Compiler flags", tells what they change, and what was tried beside them.
+_EXCHANGE = {"xla_tpu_enable_async_all_to_all": "true"}
+_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+# Chip → compiler flags that a run sets there, and a compile for it, unless the user did.
+FLAGS: dict[str, dict[str, str]] = {
+    "v4": _TORCH_XLA,
+    "v5e": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
+    "v5p": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
+    "v6e": _TORCH_XLA,
 }
 # Slices smaller than a cube (v4, v5p) and all there are (v5e, v6e): the pages above.
 _SMALL = {3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), 2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))}

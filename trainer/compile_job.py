@@ -37,7 +37,11 @@ class CompileArguments:
     )
     report: str | None = option(None, "Write the report as an HTML page to this file.")
     json: str | None = option(None, "Write the report as JSON to this file.")
-    compiler_options: str = option("", "Options for the TPU's compiler, as `name=value name=value`, without dashes.")
+    compiler_options: str = option(
+        "",
+        "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
+        "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
+    )
     compile_timeout: int = option(3600, "Seconds after which a compile is given up.")
 
 

@@ -32,7 +32,7 @@ class CollectiveLine:
         count: a step.
         bytes: outputs of all-gather and all-to-all, operands of the others (trainer.hlo_collectives).
         wire_bytes: sent by a chip, for a ring.
-        exposed_bytes: of those, what is sent while the schedule computes nothing.
+        exposed_bytes: of those, what is left to send, over all links at once, after what is computed meanwhile.
         module: the module, or where the compiler's metadata names none, the parameter that it fits or the operation.
         purpose: ``weights`` (a gather of parameters), ``gradients``, or empty: activations and the rest.
         shape: of the largest.
@@ -194,7 +194,7 @@ def make_report(
         exchange: the axis over which tokens are meant to be exchanged.
     """
     module = parse(hlo) if hlo else None
-    cost = count(module, lowered.mesh, lowered.layers) if module else Cost()
+    cost = count(module, lowered.mesh, lowered.layers, where.chip) if module else Cost()
     memory = memory_of(result, buffers, lowered)
     lines = _lines(cost, lowered, exchange)
     model_flops_chip = None if model_flops is None else model_flops / where.devices

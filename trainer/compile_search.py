@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from trainer.arguments import TrainingArguments
-from trainer.chips import find_topology
+from trainer.chips import Chip, find_topology
 from trainer.compile_job import CompileArguments
 from trainer.compile_page import size
 from trainer.compile_report import CompileReport
@@ -65,15 +66,16 @@ class Job:
             where.name,
             slices=options.slices,
             dcn=dcn if math.prod(dcn.values()) > 1 else None,
-            flags=_compiler_options(options.compiler_options),
+            flags=_flags(where.chip, options.compiler_options),
             timeout=options.compile_timeout,
             model_flops=training_flops(model, config, rows, args.sequence_length),
             exchange=crossed[0] if crossed else None,
         )
 
 
-def _compiler_options(text: str) -> dict[str, str]:
-    flags = {}
+def _flags(chip: Chip, text: str) -> dict[str, str]:
+    """The chip's flags, as a run there sets them, and the user's own before them; ``name=`` takes one of ours back."""
+    flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
     for word in text.split():
         name, equals, value = word.lstrip("-").partition("=")
         if not (name and equals):
@@ -84,7 +86,7 @@ def _compiler_options(text: str) -> dict[str, str]:
                 instead="name=value, such as xla_tpu_scoped_vmem_limit_kib=65536",
             )
         flags[name] = value
-    return flags
+    return {name: value for name, value in flags.items() if value}
 
 
 @dataclass(frozen=True)

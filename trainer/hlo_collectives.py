@@ -53,7 +53,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Per chip; ``exposed_bytes`` are those wire bytes beside which the schedule computes nothing."""
+    """Per chip; ``exposed_bytes`` are the wire bytes for which the schedule has nothing to compute meanwhile."""
 
     count: float = 0
     bytes: float = 0

@@ -22,7 +22,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from trainer.chips import Chip
 from trainer.hlo_collectives import Collective, Traffic, collective, module_of
+from trainer.hlo_loops import trip_count
 from trainer.hlo_text import Computation, Instruction, Leaf, Module
 
 _FREE = {
@@ -39,7 +41,6 @@ _FREE = {
         "add-dependency",
     ),
 }
-_VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
 _NO_CYCLES = 2**62  # what the compiler writes where it has no estimate
 
 
@@ -88,22 +89,24 @@ class Cost:
             self.collectives[key] = self.collectives.get(key, Traffic()).plus(traffic, times)
 
 
-def count(module: Module, mesh: dict[str, int], layers: int) -> Cost:
+def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost:
     """Cost of one execution, per chip.
 
     Args:
+        chip: its clock and links tell how much of a collective passes while something is computed.
         mesh: axis → size; collectives are attributed to axes.
         layers: trip count of an outermost loop whose own can't be read off its condition. Inner ones are taken to run
             once: their length depends on data, as that of a bounded exchange repeated until every token is served.
     """
-    return _Counter(module, mesh, layers).computation(module.entry)
+    return _Counter(module, mesh, layers, chip).computation(module.entry)
 
 
 class _Counter:
     """A computation's cost is worked out once, however often it is called."""
 
-    def __init__(self, module: Module, mesh: dict[str, int], layers: int) -> None:
+    def __init__(self, module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> None:
         self.module, self.mesh, self.layers = module, mesh, layers
+        self.bytes_a_cycle = {"ici": chip.ici_bandwidth / chip.clock, "dcn": chip.dcn_bandwidth / chip.clock}
         self.known: dict[str, Cost] = {}
 
     def computation(self, computation: Computation) -> Cost:
@@ -126,7 +129,7 @@ class _Counter:
         elif opcode == "conditional":
             cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
         elif opcode in ("call", "async-start"):
-            cost.add(self._hidden(computation, instruction, self.computation(self._named(instruction.called))))
+            cost.add(self._overlapped(computation, instruction, self.computation(self._named(instruction.called))))
         else:
             self._own(cost, computation, instruction)
 
@@ -136,7 +139,9 @@ class _Counter:
         cost.cycles += _cycles(instruction)
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
-            self._fused(cost, self._named(instruction.called), module, scatters=False)
+            fused = Cost()
+            self._fused(fused, self._named(instruction.called), module, scatters=False)
+            cost.add(self._overlapped(computation, instruction, fused))
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
@@ -148,7 +153,7 @@ class _Counter:
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         self._work(cost, computation, instruction)
         if found := collective(computation, instruction, self.mesh):
-            cost.add(self._hidden(computation, instruction, Cost(collectives=dict([found]))))
+            cost.add(self._overlapped(computation, instruction, Cost(collectives=dict([found]))))
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
             return
@@ -166,20 +171,30 @@ class _Counter:
             operands = operands[1:]
         _move(cost, [*operands, *outputs])
 
-    def _hidden(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
-        """``cost``, its collectives not exposed if the schedule computes something between ``start`` and its end."""
-        if not self._computes_beside(computation, start):
-            return cost
-        hidden = {key: dataclasses.replace(t, exposed_bytes=0) for key, t in cost.collectives.items()}
-        return dataclasses.replace(cost, collectives=hidden)
-
-    def _computes_beside(self, computation: Computation, start: Instruction) -> bool:
-        end = next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
+    def _overlapped(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
+        """``cost`` of ``start``, its collectives exposed by what passes after all that is scheduled beside them."""
+        end = self._end(computation, start) if cost.collectives else None
         if end is None:
-            return False
-        order = computation.order
-        between = computation.instructions[order[start.name] + 1 : order[end.name]]
-        return any(i.opcode in ("while", "call", "conditional") or _is_kernel(i) or _cycles(i) for i in between)
+            return cost
+        between = computation.instructions[computation.order[start.name] + 1 : computation.order[end.name]]
+        unknown = any(i.opcode in ("while", "call", "conditional") or _is_kernel(i) for i in between)
+        beside = math.inf if unknown else sum(map(_cycles, between))
+        exposed = {
+            key: dataclasses.replace(
+                traffic, exposed_bytes=max(0.0, traffic.exposed_bytes - beside * self.bytes_a_cycle[key.network])
+            )
+            for key, traffic in cost.collectives.items()
+        }
+        return dataclasses.replace(cost, collectives=exposed)
+
+    def _end(self, computation: Computation, start: Instruction) -> Instruction | None:
+        """Where what ``start`` began ends, None if it is over at once."""
+        if start.opcode != "fusion":
+            return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
+        chain = _chain(self._named(start.called), "AsyncCollectiveStart")
+        later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
+        fusions = (i for i in later if i.opcode == "fusion")
+        return next((i for i in fusions if _chain(self._named(i.called), "AsyncCollectiveDone") == chain), None)
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """FLOPs of the instruction itself."""
@@ -205,7 +220,7 @@ class _Counter:
         all-reduce-scatter is the compiler's reduce-scatter.
         """
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
-        starts = any('"AsyncCollectiveStart"' in i.attributes for i in fused.instructions if i.opcode == "custom-call")
+        starts = _chain(fused, "AsyncCollectiveStart") is not None
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
             if instruction.opcode == "fusion" or (instruction.opcode == "call" and instruction.called):
@@ -219,8 +234,6 @@ class _Counter:
                     key = dataclasses.replace(key, kind="reduce-scatter")
                     half = traffic.wire_bytes / 2
                     traffic = dataclasses.replace(traffic, wire_bytes=half, exposed_bytes=half)
-                if starts:  # the fusion that goes on with it computes
-                    traffic = dataclasses.replace(traffic, exposed_bytes=0)
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
@@ -288,6 +301,13 @@ class _Counter:
         return self.module.computations[name or ""]
 
 
+def _chain(fused: Computation, target: str) -> str | None:
+    """The chain_id of the asynchronous collective that a fusion starts or ends, None if it holds no such call."""
+    if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
+        return None
+    return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
+
+
 def _cycles(instruction: Instruction) -> int:
     cycles = int(instruction.attribute(r'"estimated_cycles":"?(\d+)') or 0)
     return cycles if cycles < _NO_CYCLES else 0
@@ -349,79 +369,3 @@ def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilatio
     position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
     inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)
     return int(inside.sum())
-
-
-# ---- loops ----
-
-
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a while loop of ``computation`` runs, None if that depends on data.
-
-    What the compiler annotated, if it did; else the counter's start, step and limit, read off the condition's
-    comparison with a constant (a 64-bit counter is compared in two halves: the one that isn't 0).
-    """
-    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-    if known:
-        return int(known)
-    condition = module.computations[loop.attribute(r"condition=%?([^\s,]+)") or ""]
-    body = module.computations[loop.attribute(r"body=%?([^\s,]+)") or ""]
-    found = []
-    for compare in condition.instructions:
-        if compare.opcode == "fusion":
-            compare = _unfused(module, compare)  # the comparison alone in a fusion
-        limit = _limit(condition, compare)
-        if limit is None or limit[1] <= 0:
-            continue
-        index, bound = limit
-        start = _initial(computation, loop, index)
-        step = _step(body, index)
-        found.append(-(-(bound - (start or 0)) // (step or 1)))
-    return max(found, default=None)
-
-
-def _unfused(module: Module, fusion: Instruction) -> Instruction:
-    """The fusion's root, if it compares two of the fusion's parameters, over the fusion's operands."""
-    fused = module.computations[fusion.called or ""]
-    root = fused.root
-    parameters = {p.name: number for number, p in fused.parameters.items()}
-    if root.opcode != "compare" or any(name not in parameters for name in root.operands):
-        return fusion
-    return dataclasses.replace(root, operands=[fusion.operands[parameters[name]] for name in root.operands])
-
-
-def _limit(condition: Computation, compare: Instruction) -> tuple[int, int] | None:
-    """(index in the loop's state, bound) of ``state[index] < bound``; ≤ counts one more."""
-    direction = compare.attribute(r"direction=(\w+)")
-    if compare.opcode != "compare" or direction not in ("LT", "LE"):
-        return None
-    counter, bound = (_behind(condition, name) for name in compare.operands)
-    if counter is None or bound is None or counter.opcode != "get-tuple-element" or bound.opcode != "constant":
-        return None
-    return int(counter.attribute(r"index=(\d+)") or 0), int(bound.arguments) + (direction == "LE")
-
-
-def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
-    state = computation.by_name.get(loop.operands[0])
-    if state is None or state.opcode != "tuple" or index >= len(state.operands):
-        return None
-    value = _behind(computation, state.operands[index])
-    return int(value.arguments) if value is not None and value.opcode == "constant" else None
-
-
-def _step(body: Computation, index: int) -> int | None:
-    if body.root.opcode != "tuple" or index >= len(body.root.operands):
-        return None
-    value = _behind(body, body.root.operands[index])
-    if value is None or value.opcode != "add":
-        return None
-    terms = [_behind(body, name) for name in value.operands]
-    steps = [int(t.arguments) for t in terms if t is not None and t.opcode == "constant"]
-    return steps[0] if len(steps) == 1 and steps[0] > 0 else None
-
-
-def _behind(computation: Computation, name: str) -> Instruction | None:
-    """The instruction behind copies and views."""
-    instruction = computation.by_name.get(name)
-    while instruction is not None and instruction.opcode in _VIEWS and instruction.operands:
-        instruction = computation.by_name.get(instruction.operands[0])
-    return instruction

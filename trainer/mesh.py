@@ -10,6 +10,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from trainer.chips import CHIPS
 from trainer.errors import UserError
 from trainer.recipe import Mesh
 
@@ -24,12 +25,15 @@ _MOST_VIRTUAL_DEVICES = 127
 def init_runtime() -> str:
     """Choose the devices, turn SPMD on, and say in a few words which devices they are. Calling it again is harmless.
 
+    On a TPU, the compiler gets the flags that are best for the chip (:data:`trainer.chips.FLAGS`).
+
     ``PJRT_DEVICE`` decides if set, else torch_xla's own search, which takes a TPU where libtpu and chips are there
     and the CPU elsewhere. On CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset.
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or the devices cannot be opened.
     """
+    _set_compiler_flags()
     loud = logging.root.manager.disable
     logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": the sentence returned here says it
     try:
@@ -60,6 +64,19 @@ def init_runtime() -> str:
     else:
         reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
     return f"{count} virtual CPU devices ({reason})"
+
+
+def _set_compiler_flags() -> None:
+    """On a TPU host, the chip's compiler flags into LIBTPU_INIT_ARGS, which libtpu reads once; the user's own stay."""
+    # finds the chip on the PCI bus, before libtpu is loaded; jax's own way of choosing a platform
+    from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
+
+    _, version = num_available_tpu_chips_and_device_id()
+    chip = CHIPS.get(version.name) if version is not None else None
+    if chip is not None:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        missing = [f"--{name}={value}" for name, value in chip.missing_flags(given).items()]
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
 
 
 def _give_devices_threads(devices: int) -> None:
