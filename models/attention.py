@@ -15,7 +15,8 @@ N blocks of queries, C queries in a block, T keys (T = S), D head dimension of q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch.nn.functional import pad
 from torch_xla.experimental.scan import (
     _scan_impl_flat,
 )  # semi-private: scan without its autograd, torch_xla 2.9
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 
 from models import splash
 from models.jax_call import target
@@ -68,6 +69,21 @@ def register(layout: splash.Layout | None = None) -> str:
         name += "" if layout.order is None else f", devices {layout.order}"
     AttentionInterface.register(name, Attention(layout or ONE_DEVICE))
     return name
+
+
+@contextmanager
+def masks_without_reads() -> Iterator[None]:
+    """Meanwhile transformers builds the masks of its own attention as under a compiler: never by reading a value back.
+
+    It would ask the device, on every step, whether positions are packed and whether anything is padding: a graph of its
+    own and a transfer.
+    """
+    own = masking_utils.is_tracing  # semi-private: transformers 5.23
+    masking_utils.is_tracing = lambda *_: True
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = own
 
 
 class _Options(NamedTuple):

@@ -57,6 +57,13 @@ def build(
     Raises:
         UserError: the recipe's compute policy does not fit the model.
     """
+    if args.isolate_documents and recipe.compute.attention != attention.NAME:
+        raise UserError(
+            asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
+            found="an attention of transformers' own",
+            why="it does not know documents by their segment_ids: tokens would see other documents",
+            instead=f"attention={attention.NAME!r}, the default",
+        )
     model, plan = assemble(recipe, plain_plan, config, mesh)
     parameters = weights.place_parameters(model, plan, mesh, source)
     loss = make_loss(model, recipe, plain_plan, mesh)

@@ -55,6 +55,7 @@ class Job:
         """
         options, args = self.options, self.args
         where = find_topology(str(options.topology), options.slices)
+        flags = _flags(where.chip, options.compiler_options)
         config = load_config(args.model, self.recipe)
         model = meta_model(config)
         plan = make_plan(self.recipe, model, where.devices, **args.state_dtypes)
@@ -66,7 +67,7 @@ class Job:
             where.name,
             slices=options.slices,
             dcn=dcn if math.prod(dcn.values()) > 1 else None,
-            flags=_flags(where.chip, options.compiler_options),
+            flags=flags,
             timeout=options.compile_timeout,
             model_flops=training_flops(model, config, rows, args.sequence_length),
             exchange=crossed[0] if crossed else None,

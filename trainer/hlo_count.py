@@ -128,7 +128,7 @@ class _Counter:
             cost.add(self.computation(body), trips)
         elif opcode == "conditional":
             cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
-        elif opcode in ("call", "async-start"):
+        elif opcode in ("call", "call-start", "async-start"):
             cost.add(self._overlapped(computation, instruction, self.computation(self._named(instruction.called))))
         else:
             self._own(cost, computation, instruction)

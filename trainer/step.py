@@ -24,6 +24,7 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from transformers import PreTrainedModel
 
 from models import partial_gradients, scopes, side_outputs
+from models.attention import masks_without_reads
 from models.local_ops import LocalOps
 from trainer import sharding
 from trainer.errors import UserError
@@ -96,7 +97,7 @@ class Loss:
         packed = "segment_ids" in batch
         if self.router_loss and training and packed:  # it leaves padding out, by a mask of one layer's tokens
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
-        with LocalOps(), side_outputs.joined(*([] if packed else ["router_logits"])):
+        with LocalOps(), masks_without_reads(), side_outputs.joined(*([] if packed else ["router_logits"])):
             output, recorded = side_outputs.collect_metrics(
                 lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
             )
