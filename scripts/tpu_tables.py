@@ -35,14 +35,6 @@ _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
 _BATCH = "--per_device_train_batch_size"
 
 
-def _layouts(topology: str, batch: int) -> dict[str, str]:
-    where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
-    return {
-        f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",
-        f"mixtral_fsdp, {topology}": f"--recipe mixtral_fsdp {where}",
-    }
-
-
 # what published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets
 _NONE_OF_OURS = "xla_tpu_enable_async_all_to_all= xla_tpu_scoped_vmem_limit_kib="
 _SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload"
@@ -63,6 +55,14 @@ _FLAGS = {
 }
 
 
+def _layouts(topology: str, batch: int) -> dict[str, str]:
+    where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
+    return {
+        f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",
+        f"mixtral_fsdp, {topology}": f"--recipe mixtral_fsdp {where}",
+    }
+
+
 def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
     step = (
         "--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=2 --sequence_length 4096 "
@@ -81,6 +81,8 @@ TABLES: dict[str, dict[str, str]] = {
         "dropless, bf16 state, 36 sequences": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 36 {_BF16}",
         "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 --compute experts=dropless",
         "capacity 1.25, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY}",
+        "capacity 1.25, 12, torch_xla's flags": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY} "
+        f"--compiler_options '{_NONE_OF_OURS}'",
     },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)
     | {
