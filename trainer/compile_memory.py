@@ -27,12 +27,18 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes; names as in CompileReport.
+class Sizes:
+    """Bytes a chip.
 
     Args:
-        limit: what the compiler said a chip has for a program, 0 if it did not say.
-        refused: the largest buffers of a step that does not fit.
+        peak_bytes: the most that is alive at once, by the compiler; where it does not fit, what it would have to hold.
+        required_bytes: what must be free to load and run it: arguments, outputs that replace none, the heap of
+            temporaries with its gaps. The compiler refuses a step by this number.
+        argument_bytes: weights_bytes + optimizer_bytes + batch_bytes + other_bytes.
+        alias_bytes: of outputs that take the place of arguments.
+        temp_bytes: the heap of temporaries.
+        compiler_temp_bytes: `temp` as the compiler's statistics give it, which can exceed the heap.
+        host_temp_bytes: offloaded.
     """
 
     peak_bytes: int
@@ -49,6 +55,17 @@ class Memory:
     code_bytes: int
     host_temp_bytes: int
     host_argument_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory(Sizes):
+    """Sizes, and what an error told.
+
+    Args:
+        limit: what the compiler said a chip has for a program, 0 if it did not say.
+        refused: the largest buffers of a step that does not fit.
+    """
+
     limit: int
     refused: tuple[Buffer, ...]
 

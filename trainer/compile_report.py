@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.chips import Chip, Topology
-from trainer.compile_memory import Buffer, Memory, largest_buffers, memory_of
+from trainer.compile_memory import Buffer, Memory, Sizes, largest_buffers, memory_of
 from trainer.hlo_collectives import Collective, Traffic
 from trainer.hlo_count import Cost, count
 from trainer.hlo_text import Module, parse
@@ -92,19 +92,11 @@ class Roofline:
 
 
 @dataclass(frozen=True)
-class CompileReport:
-    """Sizes in bytes; per chip and step throughout.
+class CompileReport(Sizes):
+    """Per chip and step throughout.
 
     Args:
         chip_hbm_bytes: what a program can use.
-        peak_bytes: the most that is alive at once, by the compiler; where it does not fit, what it would have to hold.
-        required_bytes: what must be free to load and run it: arguments, outputs that replace none, the heap of
-            temporaries with its gaps. The compiler refuses a step by this number.
-        argument_bytes: weights_bytes + optimizer_bytes + batch_bytes + other_bytes.
-        alias_bytes: of outputs that take the place of arguments.
-        temp_bytes: the heap of temporaries.
-        compiler_temp_bytes: `temp` as the compiler's statistics give it, which can exceed the heap.
-        host_temp_bytes: offloaded.
         compile_seconds: CPU seconds of the compiling process.
         kernel_flops: of flops, what custom kernels told; estimated_cycles knows nothing of kernels.
         modules: by cycles.
@@ -118,20 +110,6 @@ class CompileReport:
     devices: int
     mesh: dict[str, int]
     chip_hbm_bytes: int
-    peak_bytes: int
-    required_bytes: int
-    argument_bytes: int
-    weights_bytes: int
-    optimizer_bytes: int
-    batch_bytes: int
-    other_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    compiler_temp_bytes: int
-    code_bytes: int
-    host_temp_bytes: int
-    host_argument_bytes: int
     flops: float
     model_flops: float | None
     hbm_bytes: float
@@ -205,7 +183,7 @@ def make_report(
         devices=where.devices,
         mesh=dict(lowered.mesh),
         chip_hbm_bytes=_hbm(memory.limit, where.chip),
-        **_sizes(memory),
+        **{size.name: getattr(memory, size.name) for size in dataclasses.fields(Sizes)},
         flops=cost.flops,
         model_flops=model_flops_chip,
         hbm_bytes=cost.hbm_bytes,
@@ -227,10 +205,6 @@ def make_report(
 def _hbm(said: int, chip: Chip) -> int:
     """What the compiler said a program can use; its messages round, so the table's number where they agree."""
     return chip.hbm_bytes if abs(said - chip.hbm_bytes) < 2**24 or not said else said
-
-
-def _sizes(memory: Memory) -> dict[str, int]:
-    return {f.name: getattr(memory, f.name) for f in dataclasses.fields(memory) if f.name.endswith("_bytes")}
 
 
 def _largest(lowered: Lowered, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
