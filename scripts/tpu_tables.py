@@ -112,7 +112,7 @@ TABLES: dict[str, dict[str, str]] = {
         for layers in (4, 32, 80)
     },
     "flags": _flags("v5p:2x2x4", 2, *list(_FLAGS)[4:])
-    | _flags("v5e:4x4", 1, "no latency hiding")
+    | _flags("v5e:4x4", 1)
     | _flags("v6e:4x4", 1, "80 MiB of VMEM for a fusion", "collectives on the sparse cores"),
     "attention": {
         f"{length:,} tokens": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=1,hidden_size=4096,"
