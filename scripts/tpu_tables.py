@@ -63,6 +63,18 @@ def _layouts(topology: str, batch: int) -> dict[str, str]:
     }
 
 
+def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
+    step = (
+        "--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=2 --sequence_length 4096 "
+        f"--topology {topology} {_BATCH} {batch} {_CAPACITY}"
+    )
+    rows = {
+        f"{topology}, {name}": f"{step} --compiler_options '{_NONE_OF_OURS} {_FLAGS[name]}'"
+        for name in ("torch_xla's own", *names)
+    }
+    return {**rows, f"{topology}, this trainer's": step}
+
+
 # table -> row -> options of scripts/compile.py
 TABLES: dict[str, dict[str, str]] = {
     "anchor": {
