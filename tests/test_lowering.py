@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +19,20 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from models import jax_call
+from tests.marking import InPlace, donating_no_base, in_place
 from tests.parity import relative
 from tests.tpu_compiler import needs_libtpu
 from trainer import sharding, weights
 from trainer.arguments import TrainingArguments
 from trainer.assembly import build
+from trainer.compile_report import CompileReport
 from trainer.lowering import Lowered, lower
 from trainer.mesh import build_mesh
 from trainer.model import load_config, meta_model
 from trainer.plan import ShardingPlan, make_plan
-from trainer.recipe import Recipe, load_recipe
+from trainer.recipe import Mesh, Recipe, load_recipe
 from trainer.step import TrainStep
 from trainer.tpu_compile import compile_for
 
@@ -212,71 +215,80 @@ def instructions(lowered: Lowered) -> int:
     return jax_call.xla_client.XlaComputation(lowered.hlo).as_hlo_text().count(" = ")
 
 
-class _InPlace(torch.autograd.Function):
-    """Marks its input itself, and in the backward the gradient itself, as torch_xla's MarkShardingFunction once did."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, key: str) -> torch.Tensor:
-        ctx.key = key
-        torch_xla._XLAC._xla_mark_sharding(tensor, sharding._shardings[key])
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        torch_xla._XLAC._xla_mark_sharding(gradient, sharding._shardings[ctx.key])
-        return gradient, None
-
-
-def in_place_where_it_can_be(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """What AOTAutograd traces (a layer with remat, or scanned) has no XLA tensor to mark: that stays out of place."""
-    traced = isinstance(tensor, FakeTensor | FunctionalTensor)
-    return _OUT_OF_PLACE(tensor, key) if traced else _InPlace.apply(tensor, key)
-
-
-_OUT_OF_PLACE = sharding._constrain
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
-def gradient_memory(scan: bool, remat: str, accumulation: int, cache: Path | None = None) -> tuple[int, int]:
-    """Bytes of temporaries a chip (v5e:2x4, Mixtral, 2 layers, 2048 tokens a chip), out of place and in place."""
-    recipe = load_recipe("mixtral_fsdp")
+MARKINGS = ("ours", "in place", "in place, parameters too")
+
+
+@contextmanager
+def marked(how: str) -> Iterator[None]:
+    """A step's tensors marked as one of MARKINGS says."""
+    with nullcontext() if how == MARKINGS[0] else in_place(parameters=how == MARKINGS[2]):
+        yield
+
+
+def gradient_memory(
+    name: str, how: str, *, scan: bool = False, layers: int = 1, length: int = 256, cache: Path | None = None
+) -> tuple[Lowered, CompileReport]:
+    """The same step (one sequence a chip, v5e:2x4), marked as one of MARKINGS says, and what it takes."""
+    recipe = load_recipe(name)
     recipe = replace(
         recipe,
-        model={**(recipe.model or {}), **_SIZES, "head_dim": 128, "num_hidden_layers": 2},
-        compute=replace(recipe.compute, scan=scan, remat=remat),
+        model={**(recipe.model or {}), **_SIZES, "head_dim": 128, "num_hidden_layers": layers},
+        compute=replace(recipe.compute, scan=scan, remat="full" if scan else "none"),
     )
-    args = TrainingArguments(
-        recipe=recipe.name,
-        sequence_length=1024,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=accumulation,
-    )
-    config, found = load_config(None, recipe), []
+    args = TrainingArguments(recipe=recipe.name, sequence_length=length)
+    config = load_config(None, recipe)
     plan = make_plan(recipe, meta_model(config), 8)
-    try:
-        for constrain in (_OUT_OF_PLACE, in_place_where_it_can_be):
-            sharding._constrain = constrain  # type: ignore[assignment]
-            lowered = lower(recipe, args, config, plan)
-            found.append(compile_for(lowered, "v5e:2x4", cache_dir=cache, timeout=600).temp_bytes)
-    finally:
-        sharding._constrain = _OUT_OF_PLACE
-    return found[0], found[1]
+    with marked(how):
+        lowered = donating_no_base(lower(recipe, args, config, plan))
+    return lowered, compile_for(lowered, "v5e:2x4", cache_dir=cache, timeout=600)
 
 
 @pytest.mark.slow
 @needs_libtpu
-def test_marking_out_of_place_takes_no_more_memory_than_in_place(tmp_path: Path) -> None:
-    ours, in_place = gradient_memory(scan=False, remat="none", accumulation=1, cache=tmp_path)
-    assert 0 < ours <= in_place
+def test_our_marking_takes_less_memory_than_marking_in_place(tmp_path: Path) -> None:
+    (_, ours), (_, theirs) = (gradient_memory("llama_fsdp", how, cache=tmp_path) for how in MARKINGS[::2])
+    # a second copy of every weight goes in, and comes out beside the first
+    assert theirs.argument_bytes - ours.argument_bytes >= ours.weights_bytes > 0
+    assert theirs.output_bytes - theirs.alias_bytes >= ours.output_bytes - ours.alias_bytes + ours.weights_bytes
+    assert theirs.required_bytes >= ours.required_bytes + ours.weights_bytes
+
+
+@pytest.mark.parametrize(("how", "values"), [("ours", 1), ("in place", 2)])
+def test_a_parameter_marked_in_place_is_computed_twice_by_every_sync_and_ours_once(how: str, values: int) -> None:
+    mesh, spec = build_mesh(Mesh(fsdp=-1)), ("fsdp", None)
+    placed = sharding.place("a weight", torch.ones(8, 8), mesh, spec)
+    ours = sharding.constrain(placed, mesh, spec)
+    parameter = torch.nn.Parameter(ours if how == "ours" else InPlace.apply(placed, f"{mesh}{spec}"))
+    del placed, ours
+    for _ in range(3):
+        gc.collect()
+        torch_xla.sync()
+        with torch.no_grad():
+            parameter.add_(1)
+        assert torch_xla._XLAC._xla_tensors_report(0, "").count("Tensor: ") == values
 
 
 def main() -> None:
-    print("MB of temporaries a chip, by how activations and gradients are marked")
-    print(f"{'layers':10} {'remat':14} {'micro-batches':14} {'out of place':>14} {'in place':>14}")
-    for scan, remat, accumulation in ((False, "none", 1), (False, "none", 2), (False, "full", 1), (True, "full", 1)):
-        ours, theirs = gradient_memory(scan, remat, accumulation)
+    print("v5e:2x4, one sequence a chip; MB a chip")
+    columns = ("inputs", "outputs", "weights", "arguments", "new outputs", "temporaries", "required")
+    print(f"{'step, layers, tokens a chip':36} {'marked':26}" + "".join(f"{column:>12}" for column in columns))
+    for name, scan, layers, length in (
+        ("llama_fsdp", False, 1, 256),
+        ("mixtral_fsdp", False, 1, 256),
+        ("mixtral_fsdp", False, 4, 1024),
+        ("mixtral_fsdp", True, 4, 1024),
+    ):
         kind = "scanned" if scan else "unscanned"
-        print(f"{kind:10} {remat:14} {accumulation:<14} {ours / 1e6:14,.1f} {theirs / 1e6:14,.1f}", flush=True)
+        step = f"{name}, {layers} {kind}, {length}"
+        for how in MARKINGS:
+            lowered, report = gradient_memory(name, how, scan=scan, layers=layers, length=length)
+            counts = "".join(f"{len(found):12}" for found in (lowered.arguments, lowered.outputs))
+            new = report.output_bytes - report.alias_bytes  # that take no argument's place
+            sizes = (report.weights_bytes, report.argument_bytes, new, report.temp_bytes, report.required_bytes)
+            print(f"{step:36} {how:26}" + counts + "".join(f"{size / 1e6:12,.1f}" for size in sizes), flush=True)
 
 
 if __name__ == "__main__":
