@@ -291,7 +291,7 @@ def planned_sharding(mesh: xs.Mesh, spec: PartitionSpec) -> str:
 
 @torch.library.custom_op("shardwright::constrain", mutates_args=())
 def _constrain(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    # out of place: marking in place kept gradient buffers alive until Mixtral ran out of memory (pytorch/xla#8809)
+    # out of place: parameters marked in place have a second copy in every step (pytorch/xla#8809; docs/tpu.md)
     # (a `clone` of a tensor that waits on the device is that tensor again, and keeps its first annotation)
     out = torch.ops.aten.view_copy(tensor, tensor.shape)
     torch_xla._XLAC._xla_mark_sharding(out, _shardings[key])
