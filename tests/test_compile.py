@@ -186,7 +186,7 @@ def test_the_largest_batch_is_found_in_a_few_compiles(
         tried.append(batch)
         return needed(batch)
 
-    assert largest_batch({0: needed(0), start: needed(start)}, limit, attempt) == most
+    assert largest_batch(needed(0), {start: needed(start)}, limit, attempt) == most
     assert len(tried) - 1 <= tries
 
 
@@ -199,5 +199,18 @@ def test_a_compile_takes_the_chips_flags_and_the_users_before_them(monkeypatch: 
 
 
 def test_batches_that_cannot_be_compiled_count_as_too_large() -> None:
-    assert largest_batch({0: 100, 4: 140}, 300, lambda batch: straight(batch) if batch < 11 else None) == 10
-    assert largest_batch({0: 400, 4: 440}, 300, lambda _: pytest.fail("the arguments alone are too large")) == 0
+    assert largest_batch(100, {4: 140}, 300, lambda batch: straight(batch) if batch < 11 else None) == 10
+    assert largest_batch(400, {4: 440}, 300, lambda _: pytest.fail("the arguments alone are too large")) == 0
+
+
+def test_a_compiler_that_saves_memory_near_the_limit_is_not_taken_for_a_flat_line() -> None:
+    needed = {36: 69.4, 50: 89.0, 54: 94.0, 55: 94.5, 57: 94.0}  # GiB, of Mixtral-8x7B on v5p:4x4x4
+    tried = []
+
+    def attempt(batch: int) -> float:
+        tried.append(batch)
+        return needed.get(batch, 94.0 if batch < 60 else 4.1 + 1.8 * batch)
+
+    assert largest_batch(4.1, {36: 69.4}, 95.7, attempt) == 59
+    assert max(tried) < 70
+    assert len(tried) <= 7
