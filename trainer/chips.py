@@ -85,7 +85,7 @@ _VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
 # Chip → compiler flags that a run sets there, and a compile for it, unless the user did.
 FLAGS: dict[str, dict[str, str]] = {
     "v4": _TORCH_XLA,
-    "v5e": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
+    "v5e": _TORCH_XLA_V5 | _VMEM,
     "v5p": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
     "v6e": _TORCH_XLA,
 }
