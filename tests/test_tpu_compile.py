@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import os
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +148,41 @@ def test_a_compiler_that_takes_too_long_is_killed(cache: Path, monkeypatch: pyte
         compile_for(on_one_chip(256, 256), "v5e:1x1", cache_dir=cache, timeout=0.5)
     assert [child.returncode for child in children] == [-signal.SIGKILL]
     assert not [path for path in (cache / "compiled").iterdir() if path.name.startswith(".working")]
+
+
+_COMPILES = """
+import pathlib, sys
+from tests.test_tpu_compile import captured_step, compile_for
+compile_for(captured_step(), "v5p:2x2x2", cache_dir=pathlib.Path(sys.argv[1]))
+"""
+
+
+@needs_libtpu
+def test_the_compiler_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", _COMPILES, str(tmp_path)]
+    with subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}) as parent:
+        tasks = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (children := [int(pid) for pid in tasks.read_text().split()]):
+            assert parent.poll() is None
+            time.sleep(0.02)
+        while not list((tmp_path / "compiled").glob(".working-*/dump")):  # it compiles
+            assert parent.poll() is None
+            time.sleep(0.02)
+        os.kill(children[0], signal.SIGSTOP)  # else it may be done before anyone looks
+        parent.kill()
+    end = time.monotonic() + 60
+    try:
+        while Path(f"/proc/{children[0]}").exists() and _state(children[0]) != "Z":
+            assert time.monotonic() < end, "the compiler outlived its parent"
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(children[0], signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @needs_libtpu

@@ -6,10 +6,13 @@ compiler's error), ``optimised.hlo.gz`` and ``buffers.txt.gz`` (the compiler's l
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
+import os
 import re
 import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,5 +125,14 @@ def _write(path: Path, text: str) -> None:
     path.write_bytes(gzip.compress(text.encode(), compresslevel=5))
 
 
+def _end_with_parent() -> None:
+    """A parent that is killed can't kill its child: Linux does, where it is asked to."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() == 1:  # it was too late to ask
+        sys.exit("the parent is gone")
+
+
 if __name__ == "__main__":
+    if sys.platform == "linux":
+        _end_with_parent()
     main(Path(sys.argv[1]))
