@@ -1,4 +1,4 @@
-"""The process that loads libtpu: ``python -m trainer.tpu_child FOLDER``. Only trainer.tpu_compile starts it.
+"""The process that loads libtpu: ``python -m trainer.tpu_child FOLDER PARENT``. Only trainer.tpu_compile starts it.
 
 It reads ``step.hlo.pb`` and ``request.json``, and leaves ``result.json`` (memory sizes in bytes, CPU seconds, or the
 compiler's error), ``optimised.hlo.gz`` and ``buffers.txt.gz`` (the compiler's list of what lives at the peak).
@@ -125,14 +125,14 @@ def _write(path: Path, text: str) -> None:
     path.write_bytes(gzip.compress(text.encode(), compresslevel=5))
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """A parent that is killed can't kill its child: Linux does, where it is asked to."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() == 1:  # it was too late to ask
+    if os.getppid() != parent:  # it was too late to ask
         sys.exit("the parent is gone")
 
 
 if __name__ == "__main__":
     if sys.platform == "linux":
-        _end_with_parent()
+        _end_with(int(sys.argv[2]))
     main(Path(sys.argv[1]))

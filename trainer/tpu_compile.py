@@ -209,7 +209,7 @@ def _run(work: Path, timeout: float) -> int | None:
     }
     with (work / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, *_CHILD, str(work)],
+            [sys.executable, *_CHILD, str(work), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
