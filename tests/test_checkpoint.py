@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import uuid
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,21 +219,51 @@ def test_latest_starts_anew_where_nothing_was_saved_but_not_where_all_is_damaged
         find("latest", output, quiet())
 
 
+def rewrite_metadata(folder: Folder, data: bytes) -> None:
+    folder.write(".metadata", data)
+    manifest.write_manifest(folder, manifest.read_manifest(folder) | {".metadata": manifest.digest(data)})
+
+
+class _GetsAttributes:
+    """Pickles as `getattr` of something that is no enum."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+class _MakesAFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
 def test_metadata_that_would_run_code_is_refused(state, tmp_path):
     save(Folder(tmp_path), state, 1)
     folder, ran = Folder(tmp_path) / "checkpoint-1", tmp_path / "ran"
-
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(ran),)
-
-    data = pickle.dumps(Evil())
-    folder.write(".metadata", data)
-    files = manifest.read_manifest(folder) | {".metadata": manifest.digest(data)}
-    manifest.write_manifest(folder, files)
-    with pytest.raises(UserError, match="mkdir"):
-        open_checked(folder, quiet())
+    for evil, found in ((_MakesAFolder(ran), "mkdir"), (_GetsAttributes(), "getattr")):
+        rewrite_metadata(folder, pickle.dumps(evil))
+        with pytest.raises(UserError, match=found):
+            open_checked(folder, quiet())
     assert not ran.exists()
+
+
+class _OldPickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: object) -> object:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_metadata_that_an_older_python_wrote_is_read(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    folder = Folder(tmp_path) / "checkpoint-1"
+    written = io.BytesIO()
+    _OldPickler(written).dump(pickle.loads(folder.read(".metadata")))
+    assert b"getattr" in written.getvalue()
+    rewrite_metadata(folder, written.getvalue())
+    open_checked(folder, quiet())
 
 
 def test_a_folder_of_another_program_is_neither_read_nor_removed(state, tmp_path):
