@@ -133,12 +133,19 @@ def search(job: Job, report: CompileReport, console: Console) -> tuple[list[Trie
     if not report.fits:
         for what, other in (*_other_remats(job), *_other_meshes(job)):
             attempt(what, other)
-    batch = job.args.per_device_train_batch_size
+    limit = report.chip_hbm_bytes
+
+    def needed(result: CompileReport | Tried) -> float | None:
+        """What it requires, on the side of the limit where the compiler's verdict is: its messages round."""
+        if result.required_bytes is None:
+            return None
+        return min(result.required_bytes, limit) if result.fits else max(result.required_bytes, limit + 1)
+
     most = largest_batch(
         report.argument_bytes,
-        {batch: report.required_bytes},
-        report.chip_hbm_bytes,
-        lambda rows: attempt(f"{rows} rows a device", _with_batch(job, rows)).required_bytes,
+        {job.args.per_device_train_batch_size: needed(report) or 0},
+        limit,
+        lambda rows: needed(attempt(f"{rows} rows a device", _with_batch(job, rows))),
     )
     console.print(
         f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",

@@ -25,7 +25,7 @@ _MOST_VIRTUAL_DEVICES = 127
 def init_runtime() -> str:
     """Choose the devices, turn SPMD on, and say in a few words which devices they are. Calling it again is harmless.
 
-    On a TPU, the compiler gets the flags that are best for the chip (:data:`trainer.chips.FLAGS`).
+    On a TPU, the compiler gets the chip's flags (:data:`trainer.chips.FLAGS`) beside the user's.
 
     ``PJRT_DEVICE`` decides if set, else torch_xla's own search, which takes a TPU where libtpu and chips are there
     and the CPU elsewhere. On CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset.
