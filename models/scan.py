@@ -16,18 +16,15 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy
-from torch_xla.experimental import stablehlo_custom_call
 from torch_xla.experimental.pytreeify import pytreeify
 
 # Semi-private, pinned: the parts of torch_xla's `scan` before and after its autograd function.
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
-from models import jax_call, partial_gradients, scopes, side_outputs
+from models import partial_gradients, scopes, side_outputs
+from models.remat import REMAT
 
 # (full name, parameter) -> what the layer uses, by full name: the parameter, and perhaps its partial gradient's leaf
 Prepare = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -194,63 +191,6 @@ def _barrier(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     copies = [t.clone() for t in tensors]
     xm.optimization_barrier_(copies)
     return copies
-
-
-def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:
-    """A partitioner of AOTAutograd's joint graph that saves exactly the nodes that ``policy`` says to save."""
-
-    def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        for node in joint.graph.nodes:
-            # Semi-private: the tags of selective activation checkpointing (torch/_functorch/partitioners.py, 2.9).
-            if node.op == "call_function" and "tangents" not in node.name:
-                node.meta["recompute"] = policy(node)
-                node.meta["ac_graph_id"] = 0
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-
-    return partition
-
-
-def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-    with functorch_config.patch(activation_memory_budget=0.0):
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-
-
-_MATMULS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-
-
-def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
-    matmul = getattr(node.target, "overloadpacket", None) in _MATMULS
-    return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-    """Recompute everything from the layer's input, which waits in the host's memory: on a TPU, which can do so."""
-    forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    if jax_call.target() != "tpu":
-        return forward, backward
-    hidden = next(node for node in forward.graph.nodes if node.op == "placeholder")  # the carry's first tensor
-    (output,) = (node for node in forward.graph.nodes if node.op == "output")
-    kept, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
-    with forward.graph.inserting_before(output):
-        parked = forward.graph.call_function(stablehlo_custom_call.place_to_host._opoverload, (hidden,))
-    output.args = ((*kept, *(parked if node is hidden else node for node in saved)),)
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    for node in placeholders:
-        if node.name == hidden.name:
-            with backward.graph.inserting_after(placeholders[-1]):
-                back = backward.graph.call_function(stablehlo_custom_call.place_to_device._opoverload, (node,))
-            node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
-    for graph in (forward, backward):
-        graph.recompile()
-    return forward, backward
-
-
-REMAT: dict[str, Callable[..., Any]] = {
-    "none": default_partition,
-    "full": _recompute_everything,
-    "offload": _offload,
-    "save_matmuls": _partition_with(_save_matmuls),
-}
 
 
 def _check_equal(name: str, layers: nn.ModuleList) -> None:

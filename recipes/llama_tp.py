@@ -13,7 +13,7 @@ expected:  held-out loss 7.66 -> 6.43 nats a token with --max_steps 50 on the de
 
 from torch.distributed.tensor import Replicate, Shard
 
-from trainer.recipe import Compute, Mesh, Recipe
+from trainer.layout.recipe import Compute, Mesh, Recipe
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, tensor=4),  # tensor communicates in every layer: innermost

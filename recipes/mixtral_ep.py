@@ -10,7 +10,7 @@ expected:  held-out loss 7.66 -> 4.39 nats a token in 300 steps on the default d
 
 from torch.distributed.tensor import Shard
 
-from trainer.recipe import Compute, Mesh, Recipe
+from trainer.layout.recipe import Compute, Mesh, Recipe
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, expert=4),  # the all-to-all of tokens runs on the innermost axis

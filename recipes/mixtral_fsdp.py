@@ -9,7 +9,7 @@ expected:  held-out loss 7.66 -> 6.10 nats a token with --max_steps 50 on the de
 
 from torch.distributed.tensor import Shard
 
-from trainer.recipe import Compute, Mesh, Recipe
+from trainer.layout.recipe import Compute, Mesh, Recipe
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, inner=4),  # two axes: a gather runs ring by ring, as a TPU's torus likes it

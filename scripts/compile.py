@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from trainer.compile_job import main
+from trainer.compile.command import main
 from trainer.errors import exit_code
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ def main() -> int | None:
     import torch
     import transformers
 
-    from trainer.checkpoint import open_source
-    from trainer.export import export
+    from trainer.checkpoint.read import open_source
     from trainer.model import meta_model
     from trainer.storage import Folder
+    from trainer.weights.hub_write import export
 
     logging.disable(logging.NOTSET)
     transformers.logging.set_verbosity_error()

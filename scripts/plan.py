@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.errors import exit_code
+from trainer.layout.load import load_recipe
+from trainer.layout.plan import ParameterPlan, ShardingPlan, make_plan
+from trainer.layout.recipe import layout_text
 from trainer.model import load_config, meta_model
-from trainer.plan import ParameterPlan, ShardingPlan, make_plan
-from trainer.recipe import layout_text, load_recipe
 
 
 def main() -> int | None:

@@ -18,7 +18,7 @@ EXIT_CODES = (
 def main() -> int:
     others = [word for word in sys.argv[1:] if word not in ("--compile_only", "--compile-only")]
     if len(others) < len(sys.argv[1:]):  # before anything opens a device
-        from trainer.compile_job import main as compile_only
+        from trainer.compile.command import main as compile_only
 
         return compile_only(others, "Compile the step for a TPU, and train nothing.")
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
@@ -40,7 +40,7 @@ def main() -> int:
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         parser.error(f"no option {unknown[0]}; {did_you_mean(unknown[0], known)}--help lists them")
-    from trainer.job import run
+    from trainer.run import run
 
     logging.disable(logging.NOTSET)
     # what they would report here, the run says itself: progress, and weights that do not fit

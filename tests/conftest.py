@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 
-from trainer.mesh import init_runtime
+from trainer.xla.runtime import init_runtime
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,158 +6,21 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dataclasses import dataclass, replace
-from typing import Any
+from rich.console import Console
+from rich.table import Table
 
-import torch
-import torch_xla
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
-from trainer import sharding, weights
-from trainer.assembly import assemble, make_loss
-from trainer.mesh import build_mesh
-from trainer.model import meta_model
-from trainer.optimizer import AdamW, decay_names
-from trainer.plan import ShardingPlan, make_plan, partition_spec
-from trainer.recipe import Recipe, load_recipe
-from trainer.step import EvalStep, TrainStep
-
-ROWS, LENGTH = 32, 16
-SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-RECIPES = ("mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp", "llama_fsdp", "llama_tp")
-
-
-@dataclass
-class Case:
-    """A recipe on a small model: the reference on the CPU, and our step with the same weights on 8 devices."""
-
-    recipe: Recipe
-    config: PretrainedConfig
-    reference: PreTrainedModel
-    plan: ShardingPlan
-    step: TrainStep
-    evaluation: EvalStep
-    mesh: Any
-
-    def gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-        """Our loss and gradients, under the model's own names, on the CPU."""
-        split = {k: t.reshape(-1, self.step.accumulation, *t.shape[1:]) for k, t in batch.items()}
-        loss, found, _ = self.step.loss_and_gradients(sharding.place_batch(split, self.mesh, self.recipe.batch))
-        torch_xla.sync()
-        return loss.item(), dict(weights.unstacked(self.plan, found))
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Our weights now, under the model's own names, on the CPU."""
-        return dict(weights.unstacked(self.plan, self.step.parameters))
-
-    def reference_gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-        loss = reference_loss(self.reference, batch, router_loss=self.recipe.compute.router_loss)
-        self.reference.zero_grad()
-        loss.backward()
-        return loss.item(), {k: p.grad.clone() for k, p in self.reference.named_parameters()}
-
-
-def small_config(recipe: Recipe, **changes: Any) -> PretrainedConfig:
-    return AutoConfig.for_model(**{**dict(recipe.model or {}), **SMALL, **changes})
-
-
-def make_case(
-    recipe: Recipe | str,
-    config: PretrainedConfig | None = None,
-    *,
-    accumulation: int = 1,
-    mesh: str | None = None,
-    weight_decay: float = 0.1,
-    learning_rate: float = 1e-2,
-    **compute: Any,
-) -> Case:
-    """``compute`` overrides fields of the recipe's Compute; capacity is raised until nothing can drop."""
-    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    recipe = recipe.with_mesh(mesh) if mesh else recipe
-    config = config or small_config(recipe)
-    if recipe.compute.experts == "capacity":
-        compute = {"capacity_factor": config.num_local_experts / config.num_experts_per_tok, **compute}
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
-    torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    reference.set_attn_implementation("eager")
-    if recipe.compute.experts is not None:
-        reference.set_experts_implementation("eager")
-    for name, parameter in reference.named_parameters():
-        if name.endswith(".bias"):  # transformers starts biases at 0, where a wrong layout would not show
-            torch.nn.init.normal_(parameter, std=0.1)
-    plain_plan = make_plan(recipe, meta_model(config), 8)
-    device_mesh = build_mesh(recipe.mesh)
-    model, plan = assemble(recipe, plain_plan, config, device_mesh)
-    parameters = weights.place_parameters(
-        model, plan, device_mesh, weights.state_dict_weights({k: v.clone() for k, v in reference.state_dict().items()})
-    )
-    loss = make_loss(model, recipe, plain_plan, device_mesh)
-    specs = {p.name: partition_spec(p.layout, len(p.shape), tuple(plan.mesh)) for p in plan.parameters}
-    optimizer = AdamW(0.9, 0.999, 1e-8, weight_decay, decay_names(model))
-    step = TrainStep(
-        loss, parameters, specs, device_mesh, recipe.batch, optimizer, accumulation=accumulation, max_grad_norm=1.0
-    )
-    return Case(
-        recipe, config, reference, plan, step, EvalStep(loss, parameters, device_mesh, recipe.batch), device_mesh
-    )
-
-
-def make_batch(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """ROWS x LENGTH random tokens; some targets are not scored, unevenly over rows."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, config.vocab_size, (ROWS, LENGTH), generator=generator)
-    labels = tokens.clone()
-    for row in range(ROWS):
-        labels[row, : row // 2] = -100
-    return {"input_ids": tokens, "labels": labels}
-
-
-def reference_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], *, router_loss: bool) -> torch.Tensor:
-    extra: dict[str, Any] = {}
-    if hasattr(model.config, "output_router_logits"):
-        extra = {"output_router_logits": router_loss, "attention_mask": torch.ones_like(batch["input_ids"])}
-    return model(**batch, use_cache=False, **extra).loss
-
-
-def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference (2-norm) of any tensor, and its name."""
-    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return max(
-        (((ours[k].double() - theirs[k].double()).norm() / theirs[k].double().norm().clamp_min(1e-30)).item(), k)
-        for k in theirs
-    )
-
-
-def after_steps(case: Case, steps: int, learning_rate: float = 3e-4) -> tuple[float, str]:
-    """Our weights after ``steps`` AdamW steps against `torch.optim.AdamW` and `clip_grad_norm_` on the reference."""
-    decayed = case.step.optimizer.decay
-    stored = {name: p for entry in case.plan.parameters for name in case.plan.members(entry.name) for p in [entry.name]}
-    named = list(case.reference.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if stored[n] in decayed], "weight_decay": case.step.optimizer.weight_decay},
-        {"params": [p for n, p in named if stored[n] not in decayed], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate)
-    for i in range(steps):
-        batch = make_batch(case.config, seed=i)
-        case.step(batch, step=i + 1, learning_rate=learning_rate)
-        optimizer.zero_grad()
-        reference_loss(case.reference, batch, router_loss=case.recipe.compute.router_loss).backward()
-        torch.nn.utils.clip_grad_norm_(case.reference.parameters(), 1.0)
-        optimizer.step()
-    return relative(case.parameters(), dict(case.reference.named_parameters()))
+from tests.support.cases import RECIPES, after_steps, make_batch, make_case, relative
 
 
 def main() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("recipe", "mesh", "loss", "gradients", "worst gradient", "weights after 10 AdamW steps")
     for name in RECIPES:
         case = make_case(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,22 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.data import load_corpus
-
-ROOT = Path(__file__).parent.parent
-SMALL = ["--sequence_length", "64", "--per_device_train_batch_size", "1", "--logging_steps", "5"]
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, arguments)]
-
-
-def environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in {"PJRT_DEVICE", "CPU_NUM_DEVICES", "NPROC"}}
-
-
-def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=900, env=environment())
+from tests.support.training import SMALL, command, environment, train
+from trainer.data.corpus import load_corpus
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from trainer.errors import UserError
+
+T = TypeVar("T")
+
+
+def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
+    """What ``load`` makes of ``folder``; if it can't, ``build`` makes the folder anew, and it appears in one piece."""
+    try:
+        return load(folder)
+    except Exception:  # absent or corrupt, of as many types as there are file formats
+        shutil.rmtree(folder, ignore_errors=True)
+    made = scratch / folder.name
+    made.mkdir()
+    build(made)
+    folder.parent.mkdir(exist_ok=True)
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster; what it made is the same
+            raise
+    return load(folder)
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
@@ -28,3 +53,8 @@ def cache_root(cache_dir: Path | None = None) -> Path:
             instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
         ) from error
     return root
+
+
+def digest(content: Sequence[Any]) -> str:
+    """A name for JSON-able ``content``, the same in every process: 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from trainer.errors import UserError
-from trainer.recipe import Recipe
+from trainer.layout.recipe import Recipe
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:

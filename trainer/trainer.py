@@ -13,21 +13,33 @@ from rich.console import Console
 from transformers import DefaultFlowCallback, PretrainedConfig, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trainer import checkpoint, sharding, weights
 from trainer.arguments import TrainingArguments
-from trainer.assembly import build
-from trainer.data import Corpus, TrainingBatches, heldout_batches, unigram_loss
+from trainer.checkpoint.host_state import random_state, set_random_state, versions
+from trainer.checkpoint.read import RunCheckpoint, folder_of, open_checked
+from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
+from trainer.data.batches import TrainingBatches, heldout_batches
+from trainer.data.corpus import Corpus
+from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
-from trainer.export import export
-from trainer.mesh import build_mesh
+from trainer.layout.plan import make_plan
+from trainer.layout.recipe import Recipe
 from trainer.model import meta_model
-from trainer.optimizer import Schedule
-from trainer.plan import make_plan
 from trainer.preemption import StopRequests
-from trainer.recipe import Recipe
-from trainer.report import ProgressCallback, closing_table, loss_curve, tracked
-from trainer.step import EvalStep, StepMetrics, compile_count
+from trainer.report.bars import tracked
+from trainer.report.curve import loss_curve
+from trainer.report.terminal import ProgressCallback, closing_table
+from trainer.step.build import build
+from trainer.step.eval_step import EvalStep
+from trainer.step.schedule import Schedule
+from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
+from trainer.weights.hub_write import export
+from trainer.weights.live import LiveWeights
+from trainer.weights.place import place_parameters
+from trainer.weights.sources import Source, seeded_init
+from trainer.xla.batch import batch_share
+from trainer.xla.mesh import build_mesh
+from trainer.xla.runtime import compile_count
 
 
 class Trainer:
@@ -55,8 +67,8 @@ class Trainer:
         config: PretrainedConfig,
         corpus: Corpus,
         *,
-        source: weights.Source | None = None,
-        resume: checkpoint.Checkpoint | None = None,
+        source: Source | None = None,
+        resume: RunCheckpoint | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
     ) -> None:
@@ -71,7 +83,7 @@ class Trainer:
         self.tokens_per_step = self._rows * args.gradient_accumulation_steps * args.sequence_length
         self._check_vocabulary()
         self.mesh = build_mesh(self.recipe.mesh)
-        self._share = sharding.batch_share(self.mesh, self.recipe.batch)  # of each batch's rows, this process's
+        self._share = batch_share(self.mesh, self.recipe.batch)  # of each batch's rows, this process's
         rows, (index, count) = self._rows * args.gradient_accumulation_steps, self._share
         self.batches = TrainingBatches(corpus.train, rows, seed=args.seed, process_index=index, process_count=count)
 
@@ -83,7 +95,7 @@ class Trainer:
             resume.check_model(self.plain_plan)
             source = restored = resume.source
             self.rate = args.learning_rate or resume.host["learning_rate"]
-        source = source or weights.seeded_init(self.plain_model, args.seed)
+        source = source or seeded_init(self.plain_model, args.seed)
         with self.console.status("placing the weights on the devices …"):
             built = build(self.recipe, args, config, self.plain_plan, self.mesh, source, restored)
         self.model, self.plan, self.parameters, self.train_step = built.model, built.plan, built.parameters, built.step
@@ -117,8 +129,8 @@ class Trainer:
             "training_args.json": args.as_dict(),
             "plan.json": self.plain_plan.as_json(),
         }
-        texts = checkpoint.run_texts(self._texts, config, corpus.tokenizer)
-        self.checkpoints = checkpoint.Checkpoints(self.folder, texts, args.save_total_limit)
+        texts = run_texts(self._texts, config, corpus.tokenizer)
+        self.checkpoints = CheckpointWriter(self.folder, texts, args.save_total_limit)
 
     def train(self) -> TrainerState:
         """Run the loop to ``max_steps``, a signal or a loss that is not finite; leaves the output directory complete.
@@ -128,7 +140,7 @@ class Trainer:
                 compile again, or a checkpoint could not be written.
         """
         for name, content in self._texts.items():
-            self.folder.write(name, checkpoint.as_json(content))
+            self.folder.write(name, as_json(content))
         with self.console.status("counting tokens for the unigram model …"):
             unigram = unigram_loss(self.corpus.train, self.corpus.heldout, self.config.get_text_config().vocab_size)
         with self.stop.listen():
@@ -157,7 +169,7 @@ class Trainer:
 
     def save_model(self, folder: Folder) -> None:
         """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
-        live = weights.LiveWeights(self.model, self.plan, self.mesh, self.parameters)
+        live = LiveWeights(self.model, self.plan, self.mesh, self.parameters)
         with self.console.status(f"writing {folder} …"):
             export(folder, meta_model(self.config), live, self.corpus.tokenizer, console=self.console)
 
@@ -167,7 +179,7 @@ class Trainer:
         args: Any = self.args  # transformers' callbacks want its own class; ours has the fields that they read
         state, control, batches = self.state, self.control, self.batches
         if self.resume is not None:
-            checkpoint.set_random_state(self.resume.host["random"])
+            set_random_state(self.resume.host["random"])
         self.callbacks.on_train_begin(args, state, control)
         self._clock = time.perf_counter()
         try:
@@ -214,15 +226,15 @@ class Trainer:
             self._stop_on_bad_loss(metrics)
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
-            state.best_model_checkpoint = str(checkpoint.folder_of(self.folder, step))
+            state.best_model_checkpoint = str(folder_of(self.folder, step))
         host = {
             "step": step,
             "learning_rate": self.rate,
             "data": self.batches.state_dict(),
             "metrics_read": self.train_step.metrics_read,
-            "random": checkpoint.random_state(),
+            "random": random_state(),
             "mesh": self.plan.mesh,
-            "versions": checkpoint.versions(),
+            "versions": versions(),
         }
         pause, before = self.checkpoints.save(self.train_step.state, host, state)
         self._log_saved(before)
@@ -231,7 +243,7 @@ class Trainer:
         self.control.should_save = False
         self.control = self.callbacks.on_save(args, state, self.control)
 
-    def _log_saved(self, saved: checkpoint.Saved | None) -> None:
+    def _log_saved(self, saved: Saved | None) -> None:
         if saved is not None:
             self._log({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 
@@ -280,12 +292,12 @@ class Trainer:
         if not self.args.load_best_model_at_end or self.stop.any or best is None:
             return
         self._log_saved(self.checkpoints.wait())
-        if best == str(checkpoint.folder_of(self.folder, self.state.global_step)):
+        if best == str(folder_of(self.folder, self.state.global_step)):
             return
-        source = checkpoint.open_checked(Folder(best), self.console).source
+        source = open_checked(Folder(best), self.console).source
         # step, evaluation and export share this dict: all see the new weights, the old are freed one by one
         self.parameters.clear()
-        self.parameters.update(weights.place_parameters(self.model, self.plan, self.mesh, source))
+        self.parameters.update(place_parameters(self.model, self.plan, self.mesh, source))
         self.console.print(f"the best weights are those of {best}", highlight=False, soft_wrap=True)
 
     def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
@@ -318,7 +330,7 @@ class Trainer:
         self._log_saved(self.checkpoints.wait())
 
     def _write_state(self, unigram: float) -> None:
-        self.folder.write("trainer_state.json", checkpoint.as_json(asdict(self.state)))
+        self.folder.write("trainer_state.json", as_json(asdict(self.state)))
         self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
 
     def _print_closing(self, before: float, after: float | None, unigram: float) -> None:

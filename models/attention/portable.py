@@ -1,0 +1,206 @@
+"""Causal attention in plain tensor operations, memory linear in the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+from torch_xla.experimental.scan import (
+    _scan_impl_flat,
+)  # semi-private: scan without its autograd, torch_xla 2.9
+
+BLOCK = 512
+_MASKED = torch.finfo(torch.float32).min
+Tensors = Sequence[torch.Tensor]
+
+
+class Options(NamedTuple):
+    """How scores become weights: what is the same for every block."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+def portable(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
+    options: Options,
+) -> torch.Tensor:
+    B, H, S, D = query.shape
+    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
+    N = -(-S // C)
+    rest = N * C - S  # the last block is filled up with padding
+    if segment_ids is None:
+        segment_ids = torch.ones(B, S, dtype=torch.int32, device=query.device)
+    sinks = query.new_full((H,), -torch.inf) if s_aux is None else s_aux
+    out_NBKGCE = _attention(
+        pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
+        key,
+        value,
+        sinks.view(K, H // K),
+        segment_ids,
+        torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
+        pad(segment_ids, (0, rest)).view(B, N, C).transpose(0, 1),
+        *options,
+    )
+    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
+
+
+# Reshaping stays outside of the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, and there a slice of
+# a slice, or of a permuted tensor, reads the wrong elements. Inside, a view is of a dense tensor and one deep.
+@torch.library.custom_op("shardwright::attention", mutates_args=())
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    segments: torch.Tensor,
+    positions: torch.Tensor,
+    query_segments: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``KG``, segments ``BT``, positions ``NC`` and
+    query segments ``NBC`` to ``NBKGCE``."""
+    options = Options(scale, softcap, window)
+
+    def body(constants: Tensors, carry: Tensors, x: Tensors) -> tuple[list[torch.Tensor], torch.Tensor]:
+        weights_BKGCT, *_ = _weights(constants, x, options)
+        out_BKGCE = torch.einsum("bkgct,bkte->bkgce", weights_BKGCT, constants[1].float())
+        return [], out_BKGCE.to(query.dtype)
+
+    return _loop(body, [key, value, sinks, segments], [], [query, positions, query_segments])[1]
+
+
+@_attention.register_fake
+def _(query, key, value, sinks, segments, positions, query_segments, scale, softcap, window):
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+@torch.library.custom_op("shardwright::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    segments: torch.Tensor,
+    positions: torch.Tensor,
+    query_segments: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """grad_out ``NBKGCE``, and what the forward got -> the gradients of query, key, value and sinks."""
+    options = Options(scale, softcap, window)
+
+    def body(constants: Tensors, carry: Tensors, x: Tensors) -> tuple[list[torch.Tensor], torch.Tensor]:
+        key_BKTD, value_BKTE, *_ = constants
+        grad_key, grad_value, grad_sinks = carry
+        query_BKGCD, grad_BKGCE = x[0].float(), x[-1].float()
+        weights, weight_sink, slope = _weights(constants, x[:-1], options)
+        grad_value = grad_value + torch.einsum("bkgct,bkgce->bkte", weights, grad_BKGCE)
+        grad_weights = torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float())
+        mean_BKGC1 = (weights * grad_weights).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_weights - mean_BKGC1) * options.scale
+        if slope is not None:
+            grad_scores = grad_scores * slope
+        grad_key = grad_key + torch.einsum("bkgct,bkgcd->bktd", grad_scores, query_BKGCD)
+        grad_sinks = grad_sinks - (weight_sink * mean_BKGC1).sum((0, 3, 4))
+        grad_query = torch.einsum("bkgct,bktd->bkgcd", grad_scores, key_BKTD.float())
+        return [grad_key, grad_value, grad_sinks], grad_query.to(query.dtype)
+
+    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value, sinks)]
+    xs = [query, positions, query_segments, grad_out]
+    grads, grad_query = _loop(body, [key, value, sinks, segments], zeros, xs)
+    return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), grads[2].to(sinks.dtype)
+
+
+@_attention_backward.register_fake
+def _(grad_out, query, key, value, sinks, segments, positions, query_segments, scale, softcap, window):
+    # new_empty, not empty_like: the gradients are dense whatever the inputs' strides
+    return tuple(t.new_empty(t.shape) for t in (query, key, value, sinks))
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-3])
+    ctx.options = inputs[-3:]
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grads = _attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    return (*grads, None, None, None, None, None, None)
+
+
+_attention.register_autograd(_differentiate, setup_context=_save_inputs)
+
+
+def _weights(
+    constants: Tensors, x: Tensors, options: Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One block's attention weights ``BKGCT``, its sinks' ``BKGC1``, and the soft cap's slope at each score."""
+    key_BKTD, _, sinks_KG, segments_BT = constants
+    query_BKGCD, positions_C, segments_BC = x
+    scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * options.scale
+    slope = None
+    if options.softcap is not None:
+        tanh = torch.tanh(scores / options.softcap)
+        scores, slope = tanh * options.softcap, 1 - tanh * tanh
+    seen = _seen(positions_C, segments_BC, segments_BT, options.window)
+    scores = torch.where(seen, scores, _MASKED)
+    sinks = sinks_KG.float().view(1, *sinks_KG.shape, 1, 1)
+    top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    # a row that sees nothing has every score equal to `top`: the second `where` makes its weights zeros
+    weights = torch.where(seen, torch.exp(scores - top), 0.0)
+    sink = torch.exp(sinks - top)
+    # a row that sees something has an exponent of 0, so a total of 1 or more: the clamp changes empty rows alone
+    total = (weights.sum(-1, keepdim=True) + sink).clamp(min=1.0)
+    return weights / total, sink / total, slope
+
+
+def _seen(
+    positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Whether a query sees a key, ``[B, 1, 1, C, T]``: no later, in the window, same segment, not padding."""
+    positions_T = torch.arange(segments_BT.shape[1], dtype=positions_C.dtype, device=positions_C.device)
+    distance_CT = positions_C.unsqueeze(1) - positions_T
+    near_CT = distance_CT >= 0
+    if window is not None:
+        near_CT = near_CT & (distance_CT < window)
+    segments_BC1 = segments_BC.unsqueeze(2)
+    same_BCT = (segments_BC1 == segments_BT.unsqueeze(1)) & (segments_BC1 != 0)
+    return (near_CT & same_BCT)[:, None, None]
+
+
+def _loop(
+    body: Callable[[Tensors, Tensors, Tensors], tuple[list[torch.Tensor], torch.Tensor]],
+    constants: Tensors,
+    carry: list[torch.Tensor],
+    xs: Tensors,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; the ``y`` are stacked.
+
+    On XLA this is a While. Its body may see nothing but its arguments (what a function closes over is traced anew
+    inside it, with all that led to it), so the constants ride along with the carry.
+    """
+    count, fixed = xs[0].shape[0], len(constants)
+    if count == 1 or xs[0].device.type != "xla":
+        ys = []
+        for i in range(count):
+            carry, y = body(constants, carry, [x[i] for x in xs])
+            ys.append(y)
+        return carry, torch.stack(ys)
+
+    def step(state: list[torch.Tensor], x: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        carry, y = body(state[:fixed], state[fixed:], x)
+        return [*state[:fixed], *carry], [y]
+
+    state, (ys_N,) = _scan_impl_flat(step, [*constants, *carry], list(xs))
+    return list(state[fixed:]), ys_N

@@ -1,0 +1,204 @@
+"""Mixture-of-experts kernels with static shapes and no device sync, for transformers' experts interface.
+
+A function registered here serves every model under that interface (about 60 families): it is called as
+``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's
+own router has normalised. ``experts`` is typed Any: its attributes are the family's. Importing this module makes
+``dense`` and ``capacity`` known by name, for one device; the trainer registers a capacity bound to its mesh.
+
+Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts a token, N = k*s (token, choice)
+pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from models.experts.dense import dense
+from models.experts.interface import register_experts
+from models.experts.projections import mlp
+from models.jax_call import jax, jax_call  # jax from there: it is imported as this process needs it
+from models.side_outputs import record
+
+Axes = tuple[str, ...]
+# (tensor, mesh axes of each dimension) -> the tensor, laid out so, in forward and in backward
+Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How `capacity` spreads tokens.
+
+    Args:
+        factor: slots of an expert = factor x the tokens it gets when routing is balanced (GShard's capacity factor).
+            At factor >= E/k nothing can drop.
+        groups: groups that tokens are dispatched in, one a batch shard, so that dispatch itself needs no communication.
+        batch_axes: mesh axes that split the groups.
+        expert_axes: those of the mesh axes that split the experts; tokens cross them by all-to-all.
+        constrain: fixes the layout of an activation and of its gradient.
+    """
+
+    factor: float
+    groups: int = 1
+    batch_axes: Axes = ()
+    expert_axes: Axes = ()
+    constrain: Constrain = lambda tensor, axes: tensor
+
+    def slots(self, tokens: int, top_k: int, experts: int) -> int:
+        """Slots of one expert in a group of ``tokens`` tokens; never more than can be filled (one a token)."""
+        return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
+
+    def __call__(
+        self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
+    ) -> torch.Tensor:
+        """GShard's dispatch (arXiv:2006.16668): tokens beyond an expert's capacity are dropped, first choices last.
+
+        Only integers are scattered; activations move by gathers, in the backward too: a scatter of activations
+        would make the partitioner gather the global batch.
+        """
+        (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], experts.num_experts, self.groups
+        s = T // G
+        # evaluation drops nothing: its loss is the model's own, the one that the exported file gives elsewhere
+        C = self.slots(s, k, E) if experts.training else s
+        M = E * C
+        x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
+        # choice-major: every token's first choice is seated before any token's second
+        index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
+        weight_GN = weight_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
+        slot_GN = self.constrain(_slots(index_GN, E, C), (self.batch_axes, ()))
+        record("dropped_fraction", (slot_GN == M).to(torch.float32).mean())
+        owner_GM = self.constrain(_owners(slot_GN, M), (self.batch_axes, ()))
+
+        x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))
+        x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
+        group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
+        x_EGCH = self.constrain(x_EGCH, (self.expert_axes, group_axes, (), ()))
+        # scaled before the second projection: the router's gradient then needs no second one of that
+        scale_EGC = _Scale.apply(weight_GN, slot_GN, owner_GM).reshape(G, E, C).transpose(0, 1)
+        scale_EGC = self.constrain(scale_EGC, (self.expert_axes, group_axes, ()))
+        y_EGCH = mlp(experts, x_EGCH.reshape(E, G * C, H), scale_EGC.reshape(E, G * C, 1)).reshape(E, G, C, H)
+        y_EGCH = self.constrain(y_EGCH, (self.expert_axes, group_axes, (), ()))
+        y_GMH = self.constrain(y_EGCH.transpose(0, 1).reshape(G, M, H), (self.batch_axes, (), ()))
+        y_GsH = self.constrain(_Combine.apply(y_GMH, slot_GN, owner_GM, k), (self.batch_axes, (), ()))
+        return y_GsH.reshape(T, H).to(x_TH.dtype)
+
+
+def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
+    """The slot in 0..M-1 of each (token, choice), by order of arrival at its expert; M where the expert is full."""
+    chosen_GNE = (index_GN.unsqueeze(-1) == torch.arange(E, device=index_GN.device)).to(torch.int32)
+    position_GN = ((chosen_GNE.cumsum(1) - 1) * chosen_GNE).sum(-1)
+    return torch.where(position_GN < C, index_GN * C + position_GN, torch.full_like(index_GN, E * C))
+
+
+@torch.library.custom_op("shardwright::owners", mutates_args=())
+def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
+    """The inverse of :func:`_slots`: which (token, choice) in 0..N-1 sits in a slot; N where it is empty."""
+    G, N = slot_GN.shape
+    if slot_GN.device.type == "xla":
+        return jax_call(_invert, slot_GN, M=M)[0].to(slot_GN.dtype)
+    order = torch.arange(N, device=slot_GN.device).unsqueeze(0).expand(G, N)
+    empty = torch.full((G, M + 1), N, dtype=slot_GN.dtype, device=slot_GN.device)
+    return empty.scatter(1, slot_GN, order)[:, :M].contiguous()
+
+
+@_owners.register_fake
+def _(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
+    return slot_GN.new_empty((len(slot_GN), M))
+
+
+def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
+    # a batched scatter (torch's is not: the partitioner would gather the slots of every group)
+    N = slot_GN.shape[1]
+    empty, order = jax.numpy.full(M, N, slot_GN.dtype), jax.numpy.arange(N, dtype=slot_GN.dtype)
+    return jax.vmap(lambda slot_N: empty.at[slot_N].set(order, mode="drop"))(slot_GN)
+
+
+@torch.library.custom_op("shardwright::rows", mutates_args=())
+def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
+    """``x[g, index[g, q]]`` for each group; where ``checked``, index R means a row of zeros.
+
+    On XLA a batched gather, which the partitioner keeps within a group: `torch.gather` would build an index as large
+    as its output, and advanced indexing forgets that groups are apart.
+    """
+    if x_GRH.device.type == "xla":
+        return jax_call(_take_rows, x_GRH, index_GQ, checked=checked)[0]
+    padded = torch.nn.functional.pad(x_GRH, (0, 0, 0, 1))
+    return torch.gather(padded, 1, index_GQ.unsqueeze(-1).expand(-1, -1, x_GRH.shape[-1]))
+
+
+@_rows.register_fake
+def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
+    return x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1]))
+
+
+def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Array:
+    # rows out of bounds are zeroed as they are written: a row of zeros appended to x would be a copy of x
+    how: Any = {"mode": "fill", "fill_value": 0} if checked else {"mode": "promise_in_bounds"}
+    return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
+
+
+def _scatter_rows(x_GsH: torch.Tensor, owner_GM: torch.Tensor, pairs: int) -> torch.Tensor:
+    """tokens [G, s, H] -> slots [G, M, H]. An empty slot holds the first token: what it is scaled by is zero."""
+    token_GM = torch.where(owner_GM < pairs, owner_GM, torch.zeros_like(owner_GM)) % x_GsH.shape[1]
+    return _rows(x_GsH, token_GM, False)
+
+
+def _gather_sums(y_GMH: torch.Tensor, slot_GN: torch.Tensor, k: int) -> torch.Tensor:
+    """slots [G, M, H] -> for each token the sum of its k slots [G, s, H]; one that was dropped adds zeros."""
+    choices = _rows(y_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
+    return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
+
+
+class _Dispatch(torch.autograd.Function):
+    """tokens [G, s, H] -> slots [G, M, H]; a token's gradient is the sum over its slots."""
+
+    @staticmethod
+    def forward(ctx, x_GsH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slot_GN)
+        ctx.k = slot_GN.shape[1] // x_GsH.shape[1]
+        return _scatter_rows(x_GsH, owner_GM, slot_GN.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad_GMH: torch.Tensor):  # type: ignore[override]
+        (slot_GN,) = ctx.saved_tensors
+        return _gather_sums(grad_GMH, slot_GN, ctx.k), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """slots [G, M, H] -> the sum over each token's slots [G, s, H]; a slot's gradient is that of its token."""
+
+    @staticmethod
+    def forward(ctx, y_GMH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor, k: int) -> torch.Tensor:
+        ctx.save_for_backward(owner_GM)
+        ctx.pairs = slot_GN.shape[1]
+        return _gather_sums(y_GMH, slot_GN, k)
+
+    @staticmethod
+    def backward(ctx, grad_GsH: torch.Tensor):  # type: ignore[override]
+        (owner_GM,) = ctx.saved_tensors
+        return _scatter_rows(grad_GsH, owner_GM, ctx.pairs), None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    """(token, choice) weights [G, N] -> those of slots [G, M], zero where a slot is empty."""
+
+    @staticmethod
+    def forward(ctx, weight_GN: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slot_GN)
+        return _rows(weight_GN.unsqueeze(-1), owner_GM, True).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad_GM: torch.Tensor):  # type: ignore[override]
+        (slot_GN,) = ctx.saved_tensors
+        return _rows(grad_GM.unsqueeze(-1), slot_GN, True).squeeze(-1), None, None
+
+
+register_experts("dense", dense)
+
+
+register_experts("capacity", Capacity(factor=1.25))

@@ -1,0 +1,18 @@
+"""Every expert on every token: the exact reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from models.experts.projections import mlp
+
+
+def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
+    """Every expert on every token, weighted by the router: the exact reference, at E/k times the FLOPs."""
+    E = experts.num_experts
+    chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)
+    weight_TE = (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)
+    y_ETH = mlp(experts, x_TH.expand(E, -1, -1))
+    return torch.einsum("eth,te->th", y_ETH, weight_TE.to(y_ETH.dtype)).to(x_TH.dtype)

@@ -1,0 +1,317 @@
+"""What dropless experts do on one device's shards, in JAX: sort, multiply, combine, and back (see `models.experts.dropless`).
+
+Shape suffixes: T tokens (of a device, or of a chunk), H hidden width, k experts a token, N = T*k (token, choice) pairs,
+E experts held by a device, R rows = N rounded up to whole blocks, B rows of a block, F and I widths of the first
+projection's result and of the activation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models.experts import activation, grouped
+from models.jax_call import jax
+
+jnp, lax = jax.numpy, jax.lax
+
+
+Array = Any  # jax.Array, at trace time
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a device must know besides its arrays.
+
+    Args:
+        out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
+        axes: of the mesh, all of them.
+        expert_shards: devices along the expert axes.
+        specs: the axes of each dimension of each parameter.
+    """
+
+    activation: activation.Activation
+    out_first: bool
+    axes: Axes
+    expert_axes: Axes
+    expert_shards: int
+    specs: tuple[tuple[Axes, ...], ...]
+    buffer_bytes: int
+    reduce_dtype: str | None
+
+    def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
+        """A parameter of the experts held here, from the shards that others hold; perhaps turned (see `turned`)."""
+        for dim, axes in self._gathered(spec):
+            for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu makes an all-reduce of it
+                shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
+        return shard.swapaxes(1, 2) if self.turned(spec) else shard
+
+    def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
+        """The sum of the devices' gradients of a whole parameter, laid out as the parameter is."""
+        gradient = gradient.astype(self.reduce_dtype or dtype)
+        gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
+        for dim, axes in reversed(self._gathered(spec)):
+            for axis in axes:
+                gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
+        rest = tuple(axis for axis in self.axes if axis not in split)
+        return (lax.psum(gradient, rest) if rest else gradient).astype(dtype)
+
+    def turned(self, spec: tuple[Axes, ...]) -> bool:
+        """Whether a whole weight has its last two dimensions swapped.
+
+        It has where the last alone is gathered: a TPU lays the result out with the other one as minor, and a kernel
+        that wants it otherwise would begin with a transposed copy.
+        """
+        return [dim for dim, _ in self._gathered(spec)] == [2]
+
+    def contract_last(self, number: int) -> bool:
+        """Whether weight ``number``, as `whole` gives it, is [E, out, in]; else it is [E, in, out]."""
+        return self.out_first != self.turned(self.specs[number])
+
+    def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
+        axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
+        return [(dim, a) for dim, a in enumerate(axes) if a]
+
+    def gather_tokens(self, x: Array) -> Array:
+        return lax.all_gather(x, self.expert_axes, axis=0, tiled=True) if self.expert_axes else x
+
+    def scatter_tokens(self, y: Array) -> Array:
+        return lax.psum_scatter(y, self.expert_axes, scatter_dimension=0, tiled=True) if self.expert_axes else y
+
+
+def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:
+    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+
+    def chunk(_: None, tokens: tuple[Array, ...]) -> tuple[None, Array]:
+        x, index, weight = (local.gather_tokens(t) for t in tokens)
+        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local), local)
+        y = _experts(x, rows, parameters, local)
+        return None, local.scatter_tokens(rows.combine(y, weight).astype(x.dtype))
+
+    return _by_chunk(chunk, None, (x_TH, index_Tk, weight_Tk), held, local)[1]
+
+
+def backward(
+    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local
+) -> tuple[Array, ...]:
+    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    zeros = [jnp.zeros(p.shape, jnp.float32) for p in parameters]
+
+    def chunk(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
+        grad, x, index, weight = (local.gather_tokens(t) for t in tokens)
+        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local), local)
+        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local)
+        grad_x = rows.combine(grad_rows).astype(x.dtype)
+        grad_weight = rows.of_choices(grad_row_weights).astype(weight.dtype)
+        return sums, (local.scatter_tokens(grad_x), local.scatter_tokens(grad_weight))
+
+    sums, (grad_x, grad_weight) = _by_chunk(chunk, zeros, (grad_TH, x_TH, index_Tk, weight_Tk), held, local)
+    gradients = [local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True)]
+    return grad_x, grad_weight, *gradients
+
+
+def _by_chunk(
+    function: Callable[..., Any], carry: Any, tensors: tuple[Array, ...], held: Array, local: Local
+) -> tuple[Any, Any]:
+    """Scan ``function`` over equal chunks of tokens; tokens added to fill up the last choose an expert nobody has.
+
+    The tensors' last two are routing indices and weights; the one before is of hidden width.
+    """
+    (T, H), k, itemsize = tensors[-3].shape, tensors[-1].shape[1], tensors[-3].dtype.itemsize
+    rows = max(local.buffer_bytes // (H * itemsize), 1)
+    count = min(-(-T * local.expert_shards * k // rows), T)
+    # chunks that the tokens fill, if there are such: others are padded, and of sizes that suit no tile
+    count = next((c for c in range(count, 2 * count) if T % c == 0), count)
+    if count == 1:
+        return function(carry, tensors)
+    size = -(-T // count)
+
+    def split(t: Array, fill: int) -> Array:
+        t = t if count * size == T else jnp.pad(t, ((0, count * size - T), (0, 0)), constant_values=fill)
+        return t.reshape(count, size, t.shape[1])
+
+    nobody = len(held) * local.expert_shards
+    fills = [0] * (len(tensors) - 2) + [nobody, 0]
+    carry, ys = lax.scan(function, carry, tuple(split(t, fill) for t, fill in zip(tensors, fills, strict=True)))
+    return carry, jax.tree.map(lambda y: y.reshape(count * size, y.shape[2])[:T], ys)
+
+
+def _block_rows(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> tuple[int, int]:
+    """Rows of a block, and of a tile of it."""
+    E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last(0) else 2]
+    rows = index_Tk.size
+    most = max(local.buffer_bytes // (F * x_TH.dtype.itemsize), 1)
+    tile = grouped.tile_rows(min(rows, most), E)
+    blocks = -(-rows // max(most // tile * tile, tile))
+    return -(-rows // (blocks * tile)) * tile, tile
+
+
+@dataclass
+class _Rows:
+    """(token, choice) pairs sorted by expert: those of the experts held here come first, one expert after the other.
+
+    Args:
+        token_R: whose row it is; any token for the rows beyond the last pair.
+        choice_R: its number in the choice-major list of pairs; likewise.
+        row_kT: the inverse: the row of each pair.
+        end_E: where each expert's rows end; the last one's end is the number of rows that matter.
+        block: rows that are multiplied at once.
+        tile: see `models.experts.grouped`.
+        all_held: every expert is held here, so that every row matters: the compiler knows how many blocks there are.
+    """
+
+    token_R: Array
+    choice_R: Array
+    row_kT: Array
+    end_E: Array
+    block: int
+    tile: int
+    all_held: bool
+
+    @classmethod
+    def sort(cls, index_Tk: Array, held: Array, sizes: tuple[int, int], local: Local) -> _Rows:
+        (T, k), E, (block, tile) = index_Tk.shape, len(held), sizes
+        N = T * k
+        # choice-major: with k as the minor dimension a TPU would pad it to a whole tile
+        expert_N = index_Tk.T.reshape(N) - held[0]
+        expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
+        number_N = lax.iota(jnp.int32, N)
+        _, choice_N = lax.sort((expert_N, number_N), num_keys=1, is_stable=True)
+        _, row_N = lax.sort((choice_N, number_N), num_keys=1)
+        end_E = jnp.cumsum((expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32))
+        choice_R = jnp.pad(choice_N, (0, -N % block))
+        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, block, tile, not local.expert_axes)
+
+    def fold(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
+        """``carry = body(block, carry)`` for each block that has rows of experts held here."""
+        if len(self.token_R) == self.block:
+            return body(_Block(self, jnp.int32(0)), carry)
+        count = len(self.token_R) // self.block if self.all_held else -(-self.end_E[-1] // self.block)
+        return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * self.block), carry), carry)
+
+    def of_choices(self, value_R: Array) -> Array:
+        """The value of each pair [T, k]; 0 where the expert is not held here."""
+        return jnp.where(self.row_kT < self.end_E[-1], _at(value_R, self.row_kT), 0).T
+
+    def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
+        """Each token's sum of its rows, weighted if so asked, [T, H] float32."""
+        total = jnp.zeros((), jnp.float32)
+        # choice by choice: a reduction over k takes a TPU several times longer
+        for choice, row_T in enumerate(self.row_kT):
+            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], _at(y_RH, row_T), 0).astype(jnp.float32)
+            total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
+        return total
+
+
+class _Block:
+    """Some consecutive sorted rows."""
+
+    def __init__(self, rows: _Rows, start: Array) -> None:
+        self.rows, self.start = rows, start
+        end_E = jnp.clip(rows.end_E, start, start + rows.block)
+        self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.block))
+        row_B = start + lax.iota(jnp.int32, rows.block)
+        self.matters_B1 = (row_B < rows.end_E[-1])[:, None]
+        self.expert_B = (row_B[:, None] >= rows.end_E).sum(1, dtype=jnp.int32)
+
+    def take(self, value_R: Array) -> Array:
+        return lax.dynamic_slice_in_dim(value_R, self.start, self.rows.block)
+
+    def put(self, value_R: Array, value_B: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
+
+    def gather(self, x_TH: Array) -> Array:
+        return _at(x_TH, self.take(self.rows.token_R))
+
+    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
+        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.tile, contract_last=contract_last)
+
+    def project(self, x_B: Array, w_E: Array, bias_E: Array | None, *, contract_last: bool) -> Array:
+        y_B = self.multiply(x_B, w_E, contract_last=contract_last)
+        return y_B if bias_E is None else y_B + self.bias(bias_E)
+
+    def bias(self, bias_E: Array) -> Array:
+        return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
+
+    def add_outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        """Add the rows' part of a weight's gradient, as the weight is multiplied by."""
+        pair = (out_B, in_B) if contract_last else (in_B, out_B)
+        return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
+
+    def add_rows(self, sums_E: Array, grad_B: Array) -> Array:
+        """Add the rows' part of a bias's gradient."""
+        mine_BE = (self.expert_B[:, None] == jnp.arange(len(sums_E))).astype(grad_B.dtype)
+        grad_B = jnp.where(self.matters_B1, grad_B, 0)
+        return sums_E + jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+
+
+def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> Array:
+    """What the experts held here make of their rows, [R, H]; arbitrary in rows that don't matter."""
+    (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
+    first_last, second_last = local.contract_last(0), local.contract_last(1)
+
+    def body(block: _Block, y_RH: Array) -> Array:
+        h_BF = block.project(block.gather(x_TH).astype(first.dtype), first, bias, contract_last=first_last)
+        y_BH = block.project(local.activation(h_BF), second, second_bias, contract_last=second_last)
+        return block.put(y_RH, y_BH)
+
+    return rows.fold(body, grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E))
+
+
+def _experts_backward(
+    grad_TH: Array,
+    x_TH: Array,
+    weight_Tk: Array,
+    rows: _Rows,
+    parameters: Sequence[Array],
+    sums: list[Array],
+    local: Local,
+) -> tuple[Array, Array, list[Array]]:
+    """The gradients of the rows' tokens [R, H] and routing weights [R], and ``sums`` with the parameters' added."""
+    (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
+    first_last, second_last = local.contract_last(0), local.contract_last(1)
+    weight_N = weight_Tk.T.reshape(-1)
+
+    def body(block: _Block, carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+        grad_rows, grad_row_weights, sums = carry
+        weight_B1 = _at(weight_N, block.take(rows.choice_R))[:, None]
+        x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
+        h_BF = block.project(x_BH, first, bias, contract_last=first_last)
+        a_BI = local.activation(h_BF)
+        # the gradient of the activation's result, but for the routing weight
+        grad_BI = block.multiply(grad_BH, second, contract_last=not second_last)
+        grad_weight_B = _row_products(grad_BI, a_BI)
+        if second_bias is not None:
+            grad_weight_B += _row_products(grad_BH, block.bias(second_bias))
+        # behind a barrier, the activation is computed again: the compiler would keep what it has in common with the
+        # one above, several float32 arrays of the first projection's width
+        _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
+        (grad_BF,) = back(_scale(grad_BI, weight_B1))
+        grad_BH = _scale(grad_BH, weight_B1)
+        new = [
+            block.add_outer(sums[0], grad_BF, x_BH, contract_last=first_last),
+            block.add_outer(sums[1], grad_BH, a_BI, contract_last=second_last),
+            *(block.add_rows(s, g) for s, g in zip(sums[2:], (grad_BF, grad_BH), strict=False)),
+        ]
+        grad_rows = block.put(grad_rows, block.multiply(grad_BF, first, contract_last=not first_last))
+        return grad_rows, block.put(grad_row_weights, grad_weight_B), new
+
+    R = len(rows.token_R)
+    grad_rows = grouped.unwritten((R, x_TH.shape[1]), first.dtype, rows.end_E)
+    return rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32), sums))
+
+
+def _at(x: Array, index: Array) -> Array:
+    """Entries of dimension 0; every index is in bounds."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _row_products(a_BI: Array, b_BI: Array) -> Array:
+    return (a_BI.astype(jnp.float32) * b_BI.astype(jnp.float32)).sum(1)
+
+
+def _scale(x_BI: Array, weight_B1: Array) -> Array:
+    return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)

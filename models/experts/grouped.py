@@ -1,0 +1,120 @@
+"""Matrix products of sorted rows: each group of consecutive rows has a matrix of its own (JAX; sizes are data).
+
+The sizes of the groups are known on the device alone, so a product works through *visits*: a tile of rows with the one
+group's matrix, rows of other groups masked. The work is that of the rows there are, plus at most one tile a group,
+whatever the routing. On a TPU this is jax's Pallas kernel (megablox, Gale et al., arXiv:2211.15841); elsewhere a loop.
+
+Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.jax_call import jax, target
+
+jnp, lax = jax.numpy, jax.lax
+
+
+Array = Any  # jax.Array, at trace time
+
+
+def tile_rows(rows: int, groups: int) -> int:
+    """Rows of a tile: few where groups are small, for a tile is visited once for each group that has rows in it."""
+    if target() == "cpu":
+        return 64
+    return next(tile for tile in (512, 256, 128) if tile == 128 or rows >= 4 * tile * groups)
+
+
+def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_last: bool) -> Array:
+    """Rows of group g times ``w[g]``: [R, N], in the dtype of ``x``.
+
+    Args:
+        w_G: [G, N, K] if ``contract_last``, else [G, K, N].
+        sizes_G: rows of each group, in order, from row 0. What is returned for rows beyond their sum is arbitrary:
+            no such row may be used.
+    """
+    if target() == "tpu":
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+        K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
+        tiling = (tile, _tile_width(K), _tile_width(N))
+        return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, transpose_rhs=contract_last)
+
+    count, visit = _visits(sizes_G, tile)
+
+    def body(i: Array, y_RN: Array) -> Array:
+        group, start, mine = visit(i)
+        x = lax.dynamic_slice_in_dim(x_RK, start, tile)
+        w = lax.dynamic_index_in_dim(w_G, group, keepdims=False)
+        new = lax.dot_general(x, w, (((1,), (1 if contract_last else 0,)), ((), ())))
+        old = lax.dynamic_slice_in_dim(y_RN, start, tile)
+        return lax.dynamic_update_slice_in_dim(y_RN, jnp.where(mine[:, None], new, old), start, 0)
+
+    N = w_G.shape[1 if contract_last else 2]
+    return lax.fori_loop(0, count, body, jnp.zeros((x_RK.shape[0], N), x_RK.dtype))
+
+
+def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) -> Array:
+    """``into[g]`` plus the sum over group g's rows of the outer products of ``a`` and ``b``, in ``into``'s dtype.
+
+    Products are summed in float32; rows beyond the sum of the sizes are not read.
+    """
+    if target() == "tpu":
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+        # float32 sums are read and written tile by tile: narrower tiles than `multiply`'s fit in VMEM
+        tiling = (tile, _tile_width(a_RK.shape[1], 512), _tile_width(b_RN.shape[1]))
+        return tgmm(a_RK.T, b_RN, sizes_G, into_GKN.dtype, tiling, existing_out=into_GKN)
+
+    count, visit = _visits(sizes_G, tile)
+
+    def body(i: Array, into: Array) -> Array:
+        group, start, mine = visit(i)
+        a = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(a_RK, start, tile), 0)
+        b = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(b_RN, start, tile), 0)
+        new = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return into.at[group].add(new.astype(into.dtype))
+
+    return lax.fori_loop(0, count, body, into_GKN)
+
+
+def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
+    """An array of arbitrary entries, for one who writes those that are read: a TPU is spared from writing zeros.
+
+    Args:
+        after: any small array of the loop that this one is for: made outside it, it would be copied at each turn.
+    """
+    if target() != "tpu":
+        return jnp.zeros(shape, dtype)
+    from jax.experimental import pallas as pl
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    make = pl.pallas_call(
+        lambda *refs: None, jax.ShapeDtypeStruct(shape, dtype), in_specs=[anywhere], out_specs=anywhere
+    )
+    return make(after)
+
+
+def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
+    """How many visits there are, and: visit's number -> its group, first row, which of its rows are the group's."""
+    end_G = jnp.cumsum(sizes_G)
+    start_G = end_G - sizes_G
+    first_G = start_G // tile
+    tiles_G = jnp.where(sizes_G > 0, (end_G - 1) // tile - first_G + 1, 0)
+    until_G = jnp.cumsum(tiles_G)
+
+    def visit(i: Array) -> tuple[Array, Array, Array]:
+        group = jnp.searchsorted(until_G, i, side="right", method="compare_all")
+        start = (first_G[group] + i - until_G[group] + tiles_G[group]) * tile
+        row = start + jnp.arange(tile)
+        return group, start, (row >= start_G[group]) & (row < end_G[group])
+
+    return until_G[-1], visit
+
+
+def _tile_width(width: int, most: int = 1024) -> int:
+    """The tile of a dimension that is not rows: up to ``most``, and of those the one that wastes least on the last."""
+    if width <= most:
+        return width
+    return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)

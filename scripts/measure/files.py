@@ -1,0 +1,288 @@
+"""What files cost on this machine; every worker is a process of its own, and rounds alternate.
+
+python scripts/measure/files.py load        a hub checkpoint onto the devices against a plain read of its files
+python scripts/measure/files.py checkpoint  a save's pause and write against a plain copy and write of the same bytes
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import speed
+from rich.table import Table
+from speed import model_config, run
+
+from trainer.errors import exit_code
+
+# largest fused parameter: gate and up of a layer's experts, 32 MiB of 503 MiB
+LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
+PIECE = 16 << 20  # bytes of a plain read
+
+worker = functools.partial(speed.worker, script=__file__)
+
+
+def main() -> int:
+    sides = {
+        "make checkpoint": make_checkpoint,
+        "load": load_rate,
+        "load memory": load_memory,
+        "watch": watch_memory,
+        "saves": saves,
+    }
+    return run({"load": load, "checkpoint": checkpoint}, sides, str(__doc__))
+
+
+def load(recipe: str, rounds: int) -> Table:
+    """Bytes/s of opening and placing a checkpoint and of reading its files, alternating; and what the host held."""
+    import tempfile
+
+    rows: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"side": "load", "folder": folder, **LOAD}
+        worker(recipe, {**job, "side": "make checkpoint"})
+        size = sum(os.path.getsize(file) for file in _weight_files(folder))
+        for _ in range(rounds):
+            for cold in (True, False):
+                state = "from the disk" if cold else "from the page cache"
+                result = worker(recipe, {**job, "cold": cold})
+                rows.setdefault(f"plain read, {state}", []).append(_plain_read(folder, cold))
+                rows.setdefault(f"onto 8 devices, {state}", []).append(tuple(result["again"]))
+                rows.setdefault(f"the first time, with compiles, {state}", []).append(tuple(result["first"]))
+        memory = worker(recipe, {**job, "side": "load memory"})
+    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in rows.items()}
+    mib = {name: count / 2**20 for name, count in memory.items()}
+    table = Table(
+        "",
+        "MB/s",
+        "ratio",
+        "CPU s",
+        title=f"{size / 1e6:,.0f} MB of {recipe}'s family, {LOAD['num_hidden_layers']} layers",
+        caption=f"host memory beyond what the devices hold: peak {mib['beyond']:.0f} MiB; largest fused parameter "
+        f"{mib['largest']:.0f} MiB of {mib['total']:.0f}",
+    )
+    for name, (wall, cpu) in sorted(medians.items(), key=lambda row: row[0].split(", ")[-1]):
+        base, _ = medians["plain read, " + name.split(", ")[-1]]
+        table.add_row(name, f"{size / wall / 1e6:,.0f}", f"{base / wall:.2f}", f"{cpu:.2f}")
+    return table
+
+
+def checkpoint(recipe: str, rounds: int) -> Table:
+    """A save against doing the least that a save must do; each in turn, in one process."""
+    found = worker(recipe, {"side": "saves", "rounds": rounds, "hidden_size": 512, "intermediate_size": 512})
+    size = found["bytes"]
+    table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size 512: a state of {size / 1e6:,.0f} MB, medians")
+    for name, key in (
+        ("pause: the state's shards to the host", "pause"),
+        ("  plain copy of as many bytes in memory", "copy"),
+        ("write, while training goes on", "write"),
+        ("  plain write of as many bytes to one file, and fsync", "plain"),
+        ("check of every file before a resume", "check"),
+    ):
+        table.add_row(name, f"{found[key]:.2f}", f"{size / found[key] / 1e6:,.0f}")
+    return table
+
+
+def saves(job: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the parts of a save, and of plain ways to move as many bytes."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from transformers import TrainerState
+
+    from trainer.arguments import TrainingArguments
+    from trainer.checkpoint import manifest
+    from trainer.checkpoint.read import folder_of
+    from trainer.checkpoint.write import CheckpointWriter
+    from trainer.layout.load import load_recipe
+    from trainer.layout.plan import make_plan
+    from trainer.model import meta_model
+    from trainer.step.build import build
+    from trainer.storage import Folder
+    from trainer.weights.sources import seeded_init
+    from trainer.xla.mesh import build_mesh
+    from trainer.xla.runtime import init_runtime
+
+    init_runtime()
+    recipe, config = load_recipe(job["recipe"]), model_config(job)
+    model = meta_model(config)
+    args = TrainingArguments(recipe=job["recipe"])
+    plan, mesh = make_plan(recipe, model, 8), build_mesh(recipe.mesh)
+    state = build(recipe, args, config, plan, mesh, seeded_init(model, 0)).step.state
+    times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
+
+    def clocked(name: str, work: Any) -> None:
+        started = time.perf_counter()
+        work()
+        times[name].append(time.perf_counter() - started)
+
+    size = 0
+    with tempfile.TemporaryDirectory(dir=".") as local:
+        output = Folder(local)
+        for step in range(1, job["rounds"] + 1):
+            writer = CheckpointWriter(output, {}, 1)
+            pause, _ = writer.save(state, {"step": step}, TrainerState())
+            saved = writer.wait()
+            assert saved is not None
+            size = saved.bytes
+            times["pause"].append(pause)
+            times["write"].append(saved.seconds)
+            plain, target = torch.zeros(size, dtype=torch.uint8), Path(local, "plain")
+            clocked("copy", lambda plain=plain: plain.clone())
+            clocked("plain", lambda plain=plain, target=target: _write_plainly(target, plain.numpy()))
+            clocked("check", lambda step=step: manifest.check(folder_of(output, step)))
+            target.unlink()
+    return {"bytes": size, **{name: statistics.median(found) for name, found in times.items()}}
+
+
+def _write_plainly(path: Any, data: Any) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
+    """A random model in the hub's format, in files of 200 MB."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(model_config(job))
+    model.save_pretrained(job["folder"], max_shard_size="200MB")
+    return {}
+
+
+def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(wall, CPU) seconds to open a checkpoint and place it, with its compiles and again without."""
+    import torch_xla.core.xla_model as xm
+
+    fresh = _placing(job)
+    seconds = []
+    for _ in range(2):
+        _, place = fresh()
+        if job["cold"]:
+            _evict(job["folder"])
+        started = time.perf_counter(), time.process_time()
+        placed = place()
+        xm.wait_device_ops()
+        seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+        del placed, place
+    return {"first": seconds[0], "again": seconds[1]}
+
+
+def load_memory(job: dict[str, Any]) -> dict[str, float]:
+    """Bytes of the host that loading held at its peak beyond those of the (virtual) devices, which lie in it too.
+
+    Anonymous memory, seen from another process; pages of the mapped files count as resident too, but are the page
+    cache's, which gives way. ``whole``: all of it is read first, as transformers' loader does.
+    """
+    import math
+
+    from transformers import AutoModelForCausalLM
+
+    from trainer.weights.sources import state_dict_weights
+
+    plan, place = _placing(job)()
+    before = _anonymous(os.getpid())
+    with subprocess.Popen(
+        [sys.executable, __file__, "worker", "--job", json.dumps({"side": "watch", "process": os.getpid()})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as watch:
+        assert watch.stdin is not None
+        assert watch.stdout is not None
+        watch.stdout.readline()  # it looks
+        if job.get("whole"):
+            state = AutoModelForCausalLM.from_pretrained(job["folder"]).state_dict()
+            placed = place(state_dict_weights(state))
+        else:
+            placed = place()
+        peak = json.loads(watch.communicate("done")[0].splitlines()[-1])["peak"]
+    assert placed.keys() == {p.name for p in plan.parameters}
+    copies = {p.name: plan.devices * p.bytes_per_device for p in plan.parameters}
+    layer = [p.dtype.itemsize * math.prod(p.shape[1:] if ".*." in p.name else p.shape) for p in plan.parameters]
+    total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
+    return {"beyond": peak - before - sum(copies.values()), "largest": max(layer), "total": total}
+
+
+def watch_memory(job: dict[str, Any]) -> dict[str, float]:
+    """The most anonymous memory that a process has until a line comes in."""
+    import select
+
+    print("looking", flush=True)
+    peak = 0
+    while not select.select([sys.stdin], [], [], 0.0005)[0]:
+        peak = max(peak, _anonymous(job["process"]))
+    return {"peak": peak}
+
+
+def _placing(job: dict[str, Any]) -> Any:
+    """() -> a new model's plan, and what places its parameters (default: from the checkpoint in the job's folder)."""
+    from trainer.layout.load import load_recipe
+    from trainer.layout.plan import make_plan
+    from trainer.model import load_config, meta_model
+    from trainer.step.build import assemble
+    from trainer.weights import hub_read
+    from trainer.weights.place import place_parameters
+    from trainer.weights.sources import Source
+    from trainer.xla.mesh import build_mesh
+    from trainer.xla.runtime import init_runtime
+
+    init_runtime()
+    recipe = load_recipe(job["recipe"])
+    config = load_config(job["folder"], recipe)
+    mesh, plain = build_mesh(recipe.mesh), meta_model(config)
+    plain_plan = make_plan(recipe, plain, 8)
+
+    def fresh() -> Any:
+        model, plan = assemble(recipe, plain_plan, config, mesh)
+
+        def place(source: Source | None = None) -> Any:
+            return place_parameters(model, plan, mesh, source or hub_read.open_checkpoint(job["folder"], plain))
+
+        return plan, place
+
+    return fresh
+
+
+def _weight_files(folder: str) -> list[str]:
+    return [entry.path for entry in os.scandir(folder) if entry.name.endswith(".safetensors")]
+
+
+def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
+    """(wall, CPU) seconds to read the weight files into a buffer."""
+    if cold:
+        _evict(folder)
+    buffer = bytearray(PIECE)
+    started = time.perf_counter(), time.process_time()
+    for path in _weight_files(folder):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - started[0], time.process_time() - started[1]
+
+
+def _evict(folder: str) -> None:
+    """Let go of the files' pages in the page cache."""
+    for path in _weight_files(folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)  # only what is on the disk can go
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def _anonymous(process: int) -> int:
+    """Bytes of a process's memory that no file backs."""
+    with open(f"/proc/{process}/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

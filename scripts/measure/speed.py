@@ -1,0 +1,235 @@
+"""Speed on this machine, side by side in one run; every worker is a process of its own, and rounds alternate.
+
+python scripts/measure/speed.py speed      our step on 8 virtual CPU devices against transformers' Trainer on the plain CPU
+python scripts/measure/speed.py depth      trace and compile time at 2, 8 and 32 layers, with the scan and without
+python scripts/measure/speed.py threads    threads of XLA's CPU client against cores kept busy
+
+scripts/measure/files.py measures what reads and writes files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.errors import exit_code
+
+SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
+DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 2, "hidden_size": 64, "intermediate_size": 128}
+STARVED = "starved: aborted"  # XLA ends the process when a collective waits for 10 s
+
+
+def main() -> int:
+    return run({"speed": speed, "depth": depth, "threads": threads}, {"ours": ours, "theirs": theirs}, str(__doc__))
+
+
+def run(
+    tables: Mapping[str, Callable[[str, int], Table]], sides: Mapping[str, Callable[[Any], Any]], description: str
+) -> int:
+    """Print the table that the command line asks for; or be one of its workers, and print what its side found."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*tables, "worker"], help="which table to print")
+    parser.add_argument("--recipe", default="mixtral_ep", help="recipe whose default model is measured (mixtral_ep)")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians are reported (3)")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what == "worker":
+        job = json.loads(args.job)
+        print(json.dumps(sides[job["side"]](job)))
+        return 0
+    Console(width=140).print(tables[args.what](args.recipe, args.rounds))
+    return 0
+
+
+def speed(recipe: str, rounds: int) -> Table:
+    """Tokens/s of both sides on the same model and batch; the ratio is of medians."""
+    found: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
+    for _ in range(rounds):
+        for side, results in found.items():
+            results.append(worker(recipe, {"side": side, **SPEED}))
+    medians = {
+        side: {k: statistics.median(r[k] for r in results) for k in results[0]} for side, results in found.items()
+    }
+    table = Table(
+        "", "tokens/s", "cores busy", "ratio", title=f"{recipe}, {SPEED['rows']} rows of {SPEED['sequence_length']}"
+    )
+    base = medians["theirs"]["tokens_per_second"]
+    for side, name in (
+        ("ours", "this trainer, 8 virtual CPU devices"),
+        ("theirs", "transformers' Trainer, plain CPU, eager"),
+    ):
+        rate = medians[side]["tokens_per_second"]
+        table.add_row(name, f"{rate:,.0f}", f"{medians[side]['cores']:.2f}", f"{rate / base:.2f}")
+    return table
+
+
+def depth(recipe: str, rounds: int) -> Table:
+    """How tracing and compiling grow with the number of layers."""
+    table = Table("layers", "scan", "first step (trace + compile)", "trace a step", title=f"{recipe}, hidden size 64")
+    for layers in (2, 8, 32):
+        for scan in (True, False):
+            result = worker(recipe, {"side": "ours", "num_hidden_layers": layers, "scan": scan, **DEPTH})
+            first, trace = f"{result['first']:.1f} s", f"{result['trace'] * 1000:.0f} ms"
+            table.add_row(str(layers), "yes" if scan else "no", first, trace)
+    return table
+
+
+def threads(recipe: str, rounds: int) -> Table:
+    """NPROC sizes the thread pools of XLA's CPU client; the trainer sets it unless the user did."""
+    concurrent = "--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_cpu_multi_thread_eigen=true"
+    settings: dict[str, dict[str, str]] = {
+        "XLA's default: a thread a core": {"NPROC": str(os.cpu_count()), "XLA_FLAGS": concurrent},
+        "a thread a device": {"NPROC": "8", "XLA_FLAGS": concurrent},
+        "4 threads a device": {"NPROC": "32", "XLA_FLAGS": concurrent},
+        "the trainer's: a thread a device, one op at a time": {},
+    }
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
+    for _ in range(rounds):
+        for name, environment in settings.items():
+            found[name].append(worker(recipe, {"side": "ours", **SPEED}, environment))
+    table = Table("threads", "tokens/s", "cores busy", title=f"{recipe}, 8 virtual devices on {os.cpu_count()} cores")
+    for name, results in found.items():
+        good = [result for result in results if result]
+        starved = f" ({len(results) - len(good)} of {len(results)} {STARVED})" if len(good) < len(results) else ""
+        rate = f"{statistics.median(r['tokens_per_second'] for r in good):,.0f}" if good else "-"
+        cores = f"{statistics.median(r['cores'] for r in good):.2f}" if good else "-"
+        table.add_row(name, rate + starved, cores)
+    return table
+
+
+def worker(
+    recipe: str, job: dict[str, Any], environment: dict[str, str] | None = None, script: str = __file__
+) -> dict[str, Any]:
+    """One measurement in a fresh process; an empty dict if XLA aborted it."""
+    command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
+    variables = dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "3"} | (environment or {})
+    if job["side"] == "theirs":
+        variables["USE_TORCH_XLA"] = "0"
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    if done.returncode == -6:
+        return {}
+    if done.returncode:
+        raise RuntimeError(f"a worker failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(job: dict[str, Any], steps: list[tuple[float, float, float]]) -> dict[str, float]:
+    """(wall, CPU, trace) seconds of each step → medians after the warm-up."""
+    later = steps[job["warmup"] :]
+    wall, cpu, trace = (statistics.median(column) for column in zip(*later, strict=True))
+    tokens = job["rows"] * job["sequence_length"]
+    return {"tokens_per_second": tokens / wall, "cores": cpu / wall, "trace": trace, "first": steps[0][0]}
+
+
+def model_config(job: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    from trainer.layout.load import load_recipe
+
+    changes: dict[str, Any] = {k: job[k] for k in ("num_hidden_layers", "hidden_size", "intermediate_size") if k in job}
+    return AutoConfig.for_model(**dict(load_recipe(job["recipe"]).model or {}) | changes)
+
+
+def random_rows(job: dict[str, Any], vocab_size: int) -> Any:
+    import datasets
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, (job["rows"], job["sequence_length"]), generator=generator)
+    return datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+
+
+def ours(job: dict[str, Any]) -> dict[str, float]:
+    """Our step, as the trainer builds it."""
+    from dataclasses import replace
+
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from trainer.arguments import TrainingArguments
+    from trainer.data.corpus import Corpus
+    from trainer.layout.load import load_recipe
+    from trainer.trainer import Trainer
+    from trainer.xla.runtime import init_runtime
+
+    init_runtime()
+    import torch_xla.core.xla_model as xm
+
+    recipe = load_recipe(job["recipe"])
+    recipe = replace(recipe, compute=replace(recipe.compute, scan=job.get("scan", True)))
+    config = model_config(job)
+    rows = random_rows(job, config.vocab_size)
+    args = TrainingArguments(
+        recipe=job["recipe"],
+        sequence_length=job["sequence_length"],
+        per_device_train_batch_size=job["rows"] // 8,
+        max_steps=job["steps"],
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
+    trainer = Trainer(recipe, args, config, Corpus(rows, rows, tokenizer))
+    ids = torch.tensor(rows["input_ids"][:])
+    steps = []
+    for step in range(1, job["steps"] + 1):
+        wall, cpu = time.perf_counter(), time.process_time()
+        trainer.train_step({"input_ids": ids, "labels": ids}, step=step, learning_rate=1e-4)
+        trace = time.perf_counter() - wall
+        xm.wait_device_ops()
+        steps.append((time.perf_counter() - wall, time.process_time() - cpu, trace))
+    return measured(job, steps)
+
+
+def theirs(job: dict[str, Any]) -> dict[str, float]:
+    """transformers' Trainer on the plain CPU: the same model, batch, optimizer and clipping."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+    config = model_config(job)
+    model = AutoModelForCausalLM.from_config(config)
+    rows = random_rows(job, config.vocab_size).map(lambda row: {"labels": row["input_ids"]})
+    steps: list[tuple[float, float, float]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.started = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            wall, cpu = self.started
+            steps.append((time.perf_counter() - wall, time.process_time() - cpu, 0.0))
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            per_device_train_batch_size=job["rows"],
+            max_steps=job["steps"],
+            learning_rate=1e-4,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        if getattr(config, "router_aux_loss_coef", None):
+            model.config.output_router_logits = True
+        Trainer(model, args, train_dataset=rows, data_collator=default_data_collator, callbacks=[Clock()]).train()
+    return measured(job, steps)
+
+
+def empty_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.BPE())
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,208 @@
+"""The tables of docs/tpu.md: each row a step compiled for a TPU slice that is not here, by the command that it shows.
+
+python scripts/measure/tpu_tables.py              # all of them; what was compiled before is taken from the cache
+python scripts/measure/tpu_tables.py remat depth  # some of them; --list names them
+
+Nothing in them has run on a TPU. Cycles are the compiler's estimate, without those of kernels (Pallas).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainer.errors import exit_code
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "docs" / "configs"
+GIB = 2**30
+
+_MIXTRAL = "--model docs/configs/mixtral_8x7b.json --sequence_length 4096"
+_64 = "--topology v5p:4x4x4"
+_BF16 = "--weight_dtype bfloat16 --optimizer_dtype bfloat16"
+_CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
+_DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
+_BATCH = "--per_device_train_batch_size"
+
+
+# what published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets
+_NONE_OF_OURS = "xla_tpu_enable_async_all_to_all= xla_tpu_scoped_vmem_limit_kib="
+_SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload"
+_FLAGS = {
+    "torch_xla's own": "",
+    "asynchronous all-to-all": "xla_tpu_enable_async_all_to_all=true",
+    "32 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib=32768",
+    "80 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib=81920",
+    "no latency hiding": "xla_tpu_enable_latency_hiding_scheduler=false",
+    "no windowed einsum": "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
+    "async collective fusion": "xla_tpu_enable_async_collective_fusion=true "
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
+    "xla_tpu_enable_async_collective_fusion_multiple_steps=true xla_tpu_overlap_compute_collective_tc=true",
+    "asynchronous reduce-scatter": "xla_enable_async_reduce_scatter_fusion=true "
+    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=true",
+    "collectives on the sparse cores": f"{_SPARSE_CORE}_all_gather=true {_SPARSE_CORE}_reduce_scatter=true "
+    f"{_SPARSE_CORE}_all_reduce=true",
+}
+
+
+def _layouts(topology: str, batch: int) -> dict[str, str]:
+    where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
+    return {
+        f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",
+        f"mixtral_fsdp, {topology}": f"--recipe mixtral_fsdp {where}",
+    }
+
+
+def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
+    step = (
+        "--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=2 --sequence_length 4096 "
+        f"--topology {topology} {_BATCH} {batch} {_CAPACITY}"
+    )
+    rows = {
+        f"{topology}, {name}": f"{step} --compiler_options '{_NONE_OF_OURS} {_FLAGS[name]}'"
+        for name in ("torch_xla's own", *names)
+    }
+    return {**rows, f"{topology}, this trainer's": step}
+
+
+# table -> row -> options of scripts/compile.py
+TABLES: dict[str, dict[str, str]] = {
+    "anchor": {
+        "dropless, bf16 state, 36 sequences": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 36 {_BF16}",
+        "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 --compute experts=dropless",
+        "capacity 1.25, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY}",
+        "capacity 1.25, 12, torch_xla's flags": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY} "
+        f"--compiler_options '{_NONE_OF_OURS}'",
+    },
+    "layouts_v5p": _layouts("v5p:4x4x4", 4)
+    | {
+        "mixtral_ep_tp, v5p:4x4x4": f"--recipe mixtral_ep_tp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
+        "one axis for all (naive), v5p:4x4x4": f"--recipe mixtral_fsdp --mesh fsdp=64,inner=1 {_MIXTRAL} {_64} "
+        f"{_BATCH} 4 {_CAPACITY}",
+    },
+    "layouts_v5e": _layouts("v5e:16x16", 1),
+    "layouts_v6e": _layouts("v6e:16x16", 2),
+    "remat": {
+        f"mixtral_ep, remat {remat}": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY},remat={remat}"
+        for remat in ("full", "offload", "save_matmuls")
+    }
+    | {
+        f"llama_fsdp, remat {remat}": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2 --compute remat={remat}"
+        for remat in ("full", "offload")
+    },
+    "models": {
+        "Llama-3-70B, llama_fsdp": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2",
+        "Llama-3-70B, llama_tp": f"--recipe llama_tp {_DENSE70} {_64} {_BATCH} 2",
+        "Qwen3-30B-A3B, mixtral_ep": "--recipe mixtral_ep --model docs/configs/qwen3_30b_a3b.json "
+        f"--sequence_length 4096 {_64} {_BATCH} 4 {_CAPACITY}",
+    },
+    "depth": {
+        f"{layers} layers": f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers={layers} "
+        f"--sequence_length 4096 {_64} {_BATCH} 2"
+        for layers in (4, 32, 80)
+    },
+    "flags": _flags("v5p:2x2x4", 2, *(name for name in list(_FLAGS)[1:] if not name.startswith("80")))
+    | _flags("v5e:4x4", 1, "asynchronous all-to-all", "32 MiB of VMEM for a fusion")
+    | _flags("v6e:4x4", 1, "asynchronous all-to-all", "80 MiB of VMEM for a fusion", "collectives on the sparse cores"),
+    "attention": {
+        f"{length:,} tokens": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=1,hidden_size=4096,"
+        "intermediate_size=4096,num_attention_heads=32,vocab_size=256,max_position_embeddings=131072 "
+        f"--sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
+        for length in (4096, 32768, 131072)
+    },
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", help="which tables (default: all)")
+    parser.add_argument("--list", action="store_true", help="name the tables and print their commands")
+    parser.add_argument("--jobs", type=int, default=2, help="compiles at a time (default: 2)")
+    parser.add_argument("--json", help="write the numbers to this file too")
+    arguments = parser.parse_args()
+    names = arguments.tables or list(TABLES)
+    for name in names:
+        if name not in TABLES:
+            parser.error(f"no table {name}; there are {', '.join(TABLES)}")
+    if arguments.list:
+        for name in names:
+            for row, options in TABLES[name].items():
+                print(f"{name}: {row}\n  python scripts/compile.py {options}")
+        return 0
+    found: dict[str, Any] = {}
+    console = Console(stderr=True)
+    rows = [(name, row, options) for name in names for row, options in TABLES[name].items()]
+    with ThreadPoolExecutor(arguments.jobs) as pool, console.status(f"compiling {len(rows)} steps …"):
+        for (name, row, _), report in zip(rows, pool.map(lambda r: compile_one(r[2]), rows), strict=True):
+            console.print(f"{name}: {row}: {report.get('failed') or 'done'}", highlight=False)
+            found.setdefault(name, {})[row] = report
+    for name in names:
+        print(f"\n### {name}\n\n{markdown(found[name])}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def compile_one(options: str) -> dict[str, Any]:
+    """The report of one command, as JSON; {"failed": the last line} where it can't be compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [_config(word, Path(folder)) for word in shlex.split(options)]
+        out = Path(folder) / "report.json"
+        command = [sys.executable, str(ROOT / "scripts" / "compile.py"), *words, "--json", str(out)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not out.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+            found = next((number for number, line in enumerate(lines) if "found:" in line), len(lines) - 1)
+            return {"failed": " ".join(" ".join(lines[found : found + 2]).split())}
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _config(word: str, folder: Path) -> str:
+    """``@file,key=value,…``: a config of docs/configs with other values, written to ``folder``."""
+    if not word.startswith("@"):
+        return word
+    name, *changes = word[1:].split(",")
+    config = json.loads((CONFIGS / name).read_text(encoding="utf-8"))
+    config.update((key, int(value)) for key, _, value in (change.partition("=") for change in changes))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder / "config.json")
+
+
+def markdown(rows: dict[str, dict[str, Any]]) -> str:
+    """One table: memory in GiB a chip; what a chip sends in a step, and what of it while nothing is computed, in GiB;
+    FLOPs and cycles of a chip and step."""
+    header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles", "compile, s of CPU"]
+    lines = [header, ["---"] * len(header)]
+    lines += [[row, *_cells(report)] for row, report in rows.items()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(report: dict[str, Any]) -> Sequence[str]:
+    if "failed" in report:
+        return [report["failed"], *[""] * 7]
+    sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
+    needed = f"{report['required_bytes'] / GIB:.1f}"
+    return (
+        " × ".join(f"{axis}={size}" for axis, size in report["mesh"].items()),
+        needed if report["fits"] else f"{needed}: does not fit {report['chip_hbm_bytes'] / GIB:.1f}",
+        f"{report['temp_bytes'] / GIB:.2f}" + (f" + {h:.1f} host" if (h := report["host_temp_bytes"] / GIB) else ""),
+        f"{sent / GIB:.1f}" if report["fits"] else "",
+        f"{exposed / GIB:.1f}" if report["fits"] else "",
+        f"{report['flops']:.2e}" if report["fits"] else "",
+        f"{report['estimated_cycles'] / 1e9:#.4g}e9" if report["fits"] else "",
+        f"{report['compile_seconds']:.0f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

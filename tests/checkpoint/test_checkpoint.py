@@ -1,0 +1,376 @@
+"""Checkpoints: what is written is read back under any layout, checked to the byte, and whole or not there at all."""
+
+from __future__ import annotations
+
+import enum
+import io
+import os
+import pickle
+import random
+import shutil
+import uuid
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch_xla.debug.metrics as met
+from rich.console import Console
+from transformers import LlamaConfig, TrainerState
+
+from tests.support.lives import TINY
+from trainer.checkpoint import manifest
+from trainer.checkpoint.host_state import random_state, set_random_state
+from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, folder_of, open_checked, open_source, whole_steps
+from trainer.checkpoint.write import CheckpointWriter, expired, run_texts
+from trainer.errors import UserError
+from trainer.layout.load import load_recipe
+from trainer.layout.plan import make_plan
+from trainer.layout.recipe import Mesh
+from trainer.model import meta_model
+from trainer.storage import Folder, StorageError
+from trainer.xla import sharding
+from trainer.xla.mesh import build_mesh
+
+LAYERS = 3
+VALUES = {
+    "model.layers.*.mlp.up_proj.weight": torch.arange(LAYERS * 16 * 8, dtype=torch.float32).reshape(LAYERS, 16, 8),
+    "model.layers.*.mlp.up_proj.weight first moment": torch.rand(LAYERS, 16, 8),
+    "lm_head.weight": torch.rand(24, 8).to(torch.bfloat16),
+    "model.layers.0.norm.weight": torch.rand(8),
+    "model.layers.1.norm.weight": torch.rand(8),
+    "metrics": torch.rand(5),
+}
+SPECS = {
+    "model.layers.*.mlp.up_proj.weight": (None, ("fsdp", "tensor"), None),
+    "model.layers.*.mlp.up_proj.weight first moment": (None, "fsdp", "tensor"),
+    "lm_head.weight": ("tensor", None),
+    "model.layers.0.norm.weight": (None,),
+    "model.layers.1.norm.weight": ("tensor",),
+    "metrics": (None,),
+}
+
+
+@pytest.fixture(scope="module")
+def state():
+    mesh = build_mesh(Mesh(fsdp=2, tensor=4))
+    return {name: sharding.place(name, values, mesh, SPECS[name]) for name, values in VALUES.items()}
+
+
+@pytest.fixture(params=["disk", "memory"])
+def output(request, tmp_path):
+    return Folder(tmp_path / "run" if request.param == "disk" else f"memory://{uuid.uuid4()}/run")
+
+
+def host(step: int) -> dict:
+    return {"step": step, "random": random_state()}
+
+
+TEXTS = {"training_args.json": {"max_steps": 9}, "recipe.json": {"name": "r"}}
+
+
+def writer(output: Folder, limit: int | None = None) -> CheckpointWriter:
+    return CheckpointWriter(output, run_texts(TEXTS, LlamaConfig(**TINY), None), limit)
+
+
+def save(output: Folder, state, *steps: int, limit: int | None = None, best: int | None = None) -> None:
+    saves = writer(output, limit)
+    for step in steps:
+        saves.save(state, host(step), TrainerState(global_step=step, best_global_step=best))
+    saves.wait()
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=400)
+
+
+# ---- what is read back ----
+
+
+def test_every_tensor_comes_back_bit_for_bit_from_disk_and_store(state, output):
+    save(output, state, 5)
+    found = open_checked(folder_of(output, 5), quiet())
+    for name, values in VALUES.items():
+        array = found.source(name)
+        assert tuple(array.shape) == tuple(values.shape)
+        assert array.dtype == values.dtype
+        assert torch.equal(array[tuple(slice(None) for _ in values.shape)], values)
+
+
+def test_a_layer_is_found_whether_layers_were_stacked_or_not(state, output):
+    save(output, state, 1)
+    source, _ = open_source(str(folder_of(output, 1)))
+    stacked = VALUES["model.layers.*.mlp.up_proj.weight"]
+    one = source("model.layers.2.mlp.up_proj.weight")
+    assert torch.equal(one[3:9, :], stacked[2, 3:9])
+    moment = source("model.layers.1.mlp.up_proj.weight first moment")
+    assert torch.equal(moment[:, 1:2], VALUES["model.layers.*.mlp.up_proj.weight first moment"][1, :, 1:2])
+    both = source("model.layers.*.norm.weight")
+    assert tuple(both.shape) == (2, 8)
+    assert torch.equal(both[1:2, 2:5], VALUES["model.layers.1.norm.weight"][None, 2:5])
+    with pytest.raises(KeyError):
+        source("model.layers.3.mlp.up_proj.weight")
+
+
+def test_a_slice_reads_only_the_shards_and_layers_that_it_touches(state, tmp_path, monkeypatch):
+    save(Folder(tmp_path), state, 1)
+    array = RunCheckpoint(folder_of(Folder(tmp_path), 1)).source("model.layers.*.mlp.up_proj.weight")
+    read = []
+    real = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: read.append(real(*a, **k)) or read[-1])
+    # 8 devices hold two rows each: rows 2 to 5 lie in two shards, each of them written layer by layer
+    assert torch.equal(array[1:2, 2:6, :], VALUES["model.layers.*.mlp.up_proj.weight"][1:2, 2:6])
+    assert sum(tensor.numel() for tensor in read) == 2 * (2 * 8)
+
+
+def test_replicas_are_written_once_and_nothing_is_compiled(state, tmp_path):
+    compiles = (met.metric_data("CompileTime") or (0,))[0]
+    saves = writer(Folder(tmp_path))
+    saves.save(state, host(1), TrainerState())
+    saved = saves.wait()
+    assert (met.metric_data("CompileTime") or (0,))[0] == compiles
+    # bfloat16 stays so; "metrics" lies on 8 devices and is counted once
+    chunks = RunCheckpoint(folder_of(Folder(tmp_path), 1))._tensors.entries["metrics"].chunks
+    assert len(chunks) == 1
+    assert saved is not None
+    assert saved.bytes == sum(int(e["bytes"]) for e in manifest.read_manifest(folder_of(Folder(tmp_path), 1)).values())
+
+
+def test_torch_s_own_loader_reads_the_tensors_too(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    into = {name: torch.zeros_like(values) for name, values in VALUES.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group, and of torch's own old storage class
+        dcp.load(into, checkpoint_id=str(tmp_path / "checkpoint-1"), no_dist=True)
+    assert all(torch.equal(into[name], values) for name, values in VALUES.items())
+
+
+def test_what_the_host_holds_comes_back_generators_included(state, output):
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    random.gauss(0, 1), np.random.standard_normal()  # of each pair the second is kept for later
+    save(output, state, 7)
+    expected = random.gauss(0, 1), np.random.standard_normal(), torch.rand(3).tolist()
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    found = open_checked(folder_of(output, 7), quiet())
+    set_random_state(found.host["random"])
+    assert (random.gauss(0, 1), np.random.standard_normal(), torch.rand(3).tolist()) == expected
+    assert found.trainer_state.global_step == found.step == 7
+    assert found.config.hidden_size == TINY["hidden_size"]
+
+
+def test_the_copy_that_is_written_is_of_the_moment_of_the_save(output):
+    mesh = build_mesh(Mesh(fsdp=8))
+    tensor = sharding.place("w", torch.zeros(8, 4), mesh, ("fsdp", None))
+    saves = writer(output)
+    saves.save({"w": tensor, "metrics": tensor}, host(1), TrainerState())
+    tensor.add_(1)
+    sharding.fetch(tensor)
+    saves.wait()
+    assert RunCheckpoint(folder_of(output, 1)).source("w")[:, :].sum() == 0
+
+
+# ---- damage ----
+
+
+def test_a_flipped_byte_anywhere_or_a_missing_file_names_the_file(state, tmp_path):
+    save(Folder(tmp_path), state, 3)
+    folder = tmp_path / "checkpoint-3"
+    names = sorted(os.listdir(folder))
+    assert {"__0_0.distcp", ".metadata", "manifest.json", "host.json", "trainer_state.json"} <= set(names)
+    where = random.Random(0)
+    for name in names:
+        path, good = folder / name, (folder / name).read_bytes()
+        at = where.randrange(len(good))
+        for bad in (good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :], good[:-1]):
+            path.write_bytes(bad)
+            with pytest.raises(UserError, match=name.replace(".", r"\.")):
+                open_checked(Folder(folder), quiet())
+        path.unlink()
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            open_checked(Folder(folder), quiet())
+        path.write_bytes(good)
+    open_checked(Folder(folder), quiet())
+
+
+def test_latest_passes_over_the_damaged_and_the_half_written_and_says_so(state, tmp_path):
+    output = Folder(tmp_path)
+    save(output, state, 1, 2, 3, 4)
+    (tmp_path / "checkpoint-4" / "manifest.json").unlink()  # as a kill leaves it
+    path = tmp_path / "checkpoint-3" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-10])
+    console = quiet()
+    found = find_checkpoint("latest", output, console)
+    assert found is not None
+    assert found.step == 2
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "checkpoint-3 is passed over: __0_0.distcp has" in said
+    with pytest.raises(UserError, match=r"__0_0\.distcp"):
+        find_checkpoint(str(tmp_path / "checkpoint-3"), output, quiet())
+    with pytest.raises(UserError, match=r"no manifest\.json"):
+        find_checkpoint(str(tmp_path / "checkpoint-4"), output, quiet())
+
+
+def test_latest_starts_anew_where_nothing_was_saved_but_not_where_all_is_damaged(state, output):
+    console = quiet()
+    assert find_checkpoint("latest", output, console) is None
+    assert "starts anew" in console.file.getvalue()  # type: ignore[attr-defined]
+    save(output, state, 1)
+    folder_of(output, 1).remove_file("host.json")
+    with pytest.raises(UserError, match=r"host\.json is missing"):
+        find_checkpoint("latest", output, quiet())
+
+
+def rewrite_metadata(folder: Folder, data: bytes) -> None:
+    folder.write(".metadata", data)
+    manifest.write_manifest(folder, manifest.read_manifest(folder) | {".metadata": manifest.checksum(data)})
+
+
+class _GetsAttributes:
+    """Pickles as `getattr` of something that is no enum."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+class _MakesAFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_that_would_run_code_is_refused(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    folder, ran = Folder(tmp_path) / "checkpoint-1", tmp_path / "ran"
+    for evil, found in ((_MakesAFolder(ran), "mkdir"), (_GetsAttributes(), "getattr")):
+        rewrite_metadata(folder, pickle.dumps(evil))
+        with pytest.raises(UserError, match=found):
+            open_checked(folder, quiet())
+    assert not ran.exists()
+
+
+class _OldPickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: object) -> object:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_metadata_that_an_older_python_wrote_is_read(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    folder = Folder(tmp_path) / "checkpoint-1"
+    written = io.BytesIO()
+    _OldPickler(written).dump(pickle.loads(folder.read(".metadata")))
+    assert b"getattr" in written.getvalue()
+    rewrite_metadata(folder, written.getvalue())
+    open_checked(folder, quiet())
+
+
+def test_a_folder_of_another_program_is_neither_read_nor_removed(state, tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "checkpoint-500" / "model.safetensors").write_text("precious")
+    writer(Folder(tmp_path)).remove_half_written()
+    assert find_checkpoint("latest", Folder(tmp_path), quiet()) is None
+    assert (tmp_path / "checkpoint-500" / "model.safetensors").read_text() == "precious"
+
+
+def test_what_a_killed_save_left_is_removed_at_the_next_start(state, output):
+    save(output, state, 1, 2)
+    folder_of(output, 2).remove_file("manifest.json")
+    folder_of(output, 3).write(".host.json.tmp", b"cut sh")
+    writer(output).remove_half_written()
+    assert output.names() == ["checkpoint-1"]
+
+
+# ---- which are kept ----
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "best", "gone"),
+    [
+        ([10, 20, 30], None, None, []),
+        ([10, 20, 30], 3, None, []),
+        ([10, 20, 30], 2, None, [10]),
+        ([10, 20, 30], 1, None, [10, 20]),
+        ([10, 20, 30], 2, 10, [20]),
+        ([10, 20, 30], 1, 10, [20]),
+        ([10, 20, 30], 1, 30, [10, 20]),
+        ([10], 1, None, []),
+        ([], 1, None, []),
+    ],
+)
+def test_the_newest_and_the_best_are_never_removed(steps, limit, best, gone):
+    assert expired(steps, limit, best) == gone
+
+
+def test_old_checkpoints_go_once_the_new_one_is_whole(state, output):
+    save(output, state, 1, 2, 3, 4, limit=2, best=1)
+    assert whole_steps(output) == [1, 4]
+    assert output.names() == ["checkpoint-1", "checkpoint-4"]
+
+
+def test_a_save_over_an_older_one_of_the_same_step_replaces_it(state, output):
+    save(output, state, 4)
+    folder_of(output, 4).write("host.json.tmp", b"left over")
+    save(output, state, 4)
+    open_checked(folder_of(output, 4), quiet())
+    assert not folder_of(output, 4).exists("host.json.tmp")
+
+
+# ---- writes that fail ----
+
+
+@pytest.fixture
+def small_disk(disk):
+    return disk("256k")
+
+
+def test_a_full_disk_is_the_next_save_s_error_with_its_cause_and_the_last_one_stays_whole(small_disk):
+    mesh, output = build_mesh(Mesh(fsdp=8)), Folder(small_disk)
+    tensor = sharding.place("w", torch.zeros(32, 1024), mesh, ("fsdp", None))
+    saves = writer(output)
+    saves.save({"w": tensor}, host(1), TrainerState())
+    assert saves.wait() is not None
+    saves.save({"w": tensor}, host(2), TrainerState())
+    with pytest.raises(StorageError, match=r"No space left on device(.|\n)*checkpoint-1 is whole"):
+        saves.save({"w": tensor}, host(3), TrainerState())
+    open_checked(folder_of(output, 1), quiet())
+    assert output.names() == ["checkpoint-1"]  # the half one gave its room back
+
+
+def test_a_disk_that_goes_away_stops_the_run(state, small_disk):
+    saves = writer(Folder(small_disk / "run"))
+    saves.save(state, host(1), TrainerState())
+    saves.wait()
+    shutil.rmtree(small_disk / "run")
+    (small_disk / "run").write_text("no folder any more")
+    saves.save(state, host(2), TrainerState())
+    with pytest.raises(StorageError, match="no earlier one was saved"):
+        saves.wait()
+
+
+# ---- whose they are ----
+
+
+def test_another_model_s_checkpoint_is_one_message(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    plan = make_plan(load_recipe("llama_fsdp"), meta_model(LlamaConfig(**TINY)), 1)
+    with pytest.raises(UserError, match=r"embed_tokens\.weight is not in it(.|\n)*and \d+ more"):
+        RunCheckpoint(folder_of(Folder(tmp_path), 1)).check_model(plan)
+
+
+def test_other_options_than_the_saved_run_s_are_listed(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    found = RunCheckpoint(folder_of(Folder(tmp_path), 1))
+    assert found.other_options({"max_steps": 9, "output_dir": "elsewhere"}) == []
+    assert found.other_options({"max_steps": 12}) == ["--max_steps 12 (it was 9)"]
+
+
+def test_trainer_state_is_as_transformers_writes_it(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    loaded = TrainerState.load_from_json(str(tmp_path / "checkpoint-1" / "trainer_state.json"))
+    assert asdict(loaded) == asdict(RunCheckpoint(folder_of(Folder(tmp_path), 1)).trainer_state)

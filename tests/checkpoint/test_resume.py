@@ -1,0 +1,255 @@
+"""Runs that are told to stop, or that fail, and what the next one makes of what they left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.lives import Lives, tiny_run, write_text
+from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Layout, Resharding
+from trainer.arguments import TrainingArguments
+from trainer.checkpoint.read import open_source, whole_steps
+from trainer.run import run
+from trainer.step.schedule import Schedule
+from trainer.storage import Folder
+
+STEPS = 60
+LATEST = ("--resume_from_checkpoint", "latest")
+
+
+@pytest.fixture(scope="module")
+def lives():
+    with Lives(devices=2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    write_text(folder)
+    return folder
+
+
+def arguments(place: Path, output: object, *more: object) -> list[object]:
+    base = [*tiny_run(place), "--max_steps", STEPS, "--logging_steps", 5, "--save_steps", 20, "--output_dir", output]
+    return [*base, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(lives, place):
+    """The output of a run that was never stopped."""
+    assert lives.run(place / "whole.log", *arguments(place, place / "whole")) == 0
+    return place / "whole"
+
+
+def losses(output: Path) -> list[tuple]:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [(e["step"], e["loss"], e["grad_norm"], e["learning_rate"]) for e in history if "loss" in e]
+
+
+def wait_for(log: Path, text: str) -> None:
+    end = time.monotonic() + 120
+    while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < end, f"no {text!r} in time"
+        time.sleep(0.001)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    return (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial"],
+)
+def test_a_schedule_that_skips_is_where_one_that_walked_is(kind):
+    walked, skipped = Schedule(kind, 1e-3, 5, 50), Schedule(kind, 1e-3, 5, 50)
+    for _ in range(17):
+        walked.advance()
+    skipped.skip(17)
+    for _ in range(3):
+        assert skipped.learning_rate == walked.learning_rate
+        walked.advance()
+        skipped.advance()
+
+
+@pytest.mark.slow
+def test_sigterm_saves_at_once_exits_75_and_the_same_command_goes_on_to_the_same_end(lives, place, whole):
+    output, log = place / "term", place / "term.log"
+    process = lives.start(log, *arguments(place, output, *LATEST))
+    wait_for(log, "step      5")
+    assert lives.kill(process, signal.SIGTERM) == 75, log.read_text()
+    assert "preempted (SIGTERM) after step" in log.read_text()
+    (saved,) = whole_steps(Folder(output))
+    assert 5 <= saved < STEPS
+    assert not (output / "model").exists()  # there may be seconds left, and they are the checkpoint's
+    assert lives.run(log, *arguments(place, output, *LATEST)) == 0, log.read_text()
+    assert f"checkpoint-{saved}\n" in log.read_text()
+    assert losses(output) == losses(whole)
+    assert same_weights(output, whole)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_model_and_checkpoint_exits_130_and_leaves_the_losses_as_they_would_have_been(lives, place, whole):
+    output, log = place / "int", place / "int.log"
+    process = lives.start(log, *arguments(place, output, *LATEST))
+    wait_for(log, "step      5")
+    assert lives.kill(process, signal.SIGINT) == 130, log.read_text()
+    assert (output / "model" / "model.safetensors").exists()
+    assert lives.run(log, *arguments(place, output, *LATEST)) == 0, log.read_text()
+    assert losses(output) == losses(whole)
+    assert same_weights(output, whole)
+
+
+TWICE = """
+import os, signal
+from trainer.xla.runtime import init_runtime
+from trainer.preemption import StopRequests
+init_runtime()
+stop = StopRequests()
+with stop.listen():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noted" if stop.preempted else "lost", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still here", flush=True)
+"""
+
+
+def test_a_second_sigterm_ends_the_program_at_once():
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("noted\n", -signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_is_finished_again_and_one_beyond_its_end_is_refused(lives, place, whole):
+    log = place / "done.log"
+    before = losses(whole)
+    (whole / "model" / "model.safetensors").rename(place / "kept.safetensors")
+    assert lives.run(log, *arguments(place, whole, *LATEST)) == 0, log.read_text()
+    assert losses(whole) == before
+    assert (whole / "model" / "model.safetensors").read_bytes() == (place / "kept.safetensors").read_bytes()
+    assert lives.run(log, *arguments(place, whole, *LATEST, "--max_steps", 10)) == 2
+    assert "there is nothing left to do" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_other_options_are_taken_and_said_and_another_model_is_refused(lives, place, whole):
+    log, path = place / "other.log", whole / "checkpoint-40"
+    more = ["--resume_from_checkpoint", path, "--learning_rate", "1e-9", "--save_strategy", "no"]
+    assert lives.run(log, *arguments(place, place / "other", *more)) == 0, log.read_text()
+    assert "--learning_rate 1e-09 (it was None)" in log.read_text()
+    assert losses(place / "other")[-1][3] < 1e-9
+    assert losses(place / "other")[:8] == losses(whole)[:8]
+    (place / "wide.json").write_text(json.dumps({**json.loads((place / "config.json").read_text()), "hidden_size": 32}))
+    wide = ["--resume_from_checkpoint", path, "--model", place / "wide.json"]
+    assert lives.run(log, *arguments(place, place / "wide", *wide)) == 2
+    assert "its weights are another model's" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
+    output, log = place / "best", place / "best.log"
+    # a rate that ruins in its second half what was learnt in the first
+    ruin = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 50, "--learning_rate", 0.5]
+    best = ["--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 10, "--load_best_model_at_end", True]
+    assert lives.run(log, *arguments(place, output, *ruin, *best, "--save_total_limit", 1)) == 0, log.read_text()
+    state = json.loads((output / "trainer_state.json").read_text())
+    evaluations = {e["step"]: e["eval_loss"] for e in reversed(state["log_history"]) if "eval_loss" in e}
+    step = state["best_global_step"]
+    assert step < STEPS
+    assert state["best_metric"] == min(loss for at, loss in evaluations.items() if at)
+    assert whole_steps(Folder(output)) == [step, STEPS]  # a limit of 1 spares the newest and the best
+    last = [e["eval_loss"] for e in state["log_history"] if "eval_loss" in e][-1]
+    assert last == state["best_metric"]
+    source, _ = open_source(str(output / f"checkpoint-{step}"))
+    for name, values in safetensors.torch.load_file(output / "model" / "model.safetensors").items():
+        assert torch.equal(values, source(name)[tuple(slice(None) for _ in values.shape)]), name
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_never_saved_as_a_good_state(lives, place):
+    output, log = place / "nan", place / "nan.log"
+    bad = ["--learning_rate", "1e30", "--max_grad_norm", 0, "--save_steps", 1, "--logging_steps", 50]
+    assert lives.run(log, *arguments(place, output, *bad)) == 2
+    assert "not finite" in log.read_text()
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert whole_steps(Folder(output))[-1] == state["global_step"]  # the last good one's
+    source, _ = open_source(str(output / f"checkpoint-{state['global_step']}"))
+    assert source("lm_head.weight")[:, :].isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
+    words = [str(word).lstrip("-") for word in tiny_run(place)]
+    options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    options |= {"model": str(place / "config.json"), "dataset": str(place / "text"), "sequence_length": 32}
+    options |= {"warmup_steps": 5, "max_steps": 10, "save_steps": 5, "logging_steps": 1}
+    run(TrainingArguments(**options, output_dir=f"{store}/one"))
+    assert {"checkpoint-5", "checkpoint-10", "trainer_state.json", "loss_curve.png", "model"} <= set(
+        Folder(f"{store}/one").names()
+    )
+    run(TrainingArguments(**options, output_dir=f"{store}/two", resume_from_checkpoint=f"{store}/one/checkpoint-5"))
+    one, two = (json.loads(Folder(f"{store}/{name}").read("trainer_state.json")) for name in ("one", "two"))
+    assert [e["loss"] for e in one["log_history"] if "loss" in e] == [
+        e["loss"] for e in two["log_history"] if "loss" in e
+    ]
+    weights = [(Folder(f"{store}/{name}") / "model").read("model.safetensors") for name in ("one", "two")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_at_the_end_of_each_epoch(lives, place):
+    output, log = place / "epoch", place / "epoch.log"
+    short = ["--save_strategy", "epoch", "--per_device_train_batch_size", 30, "--max_steps", 12]
+    assert lives.run(log, *arguments(place, output, *short)) == 0, log.read_text()
+    rows = json.loads((output / "trainer_state.json").read_text())
+    per_epoch = round(12 / rows["epoch"])
+    assert whole_steps(Folder(output)) == list(range(per_epoch, 13, per_epoch))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_stops_the_run_says_so_and_the_last_checkpoint_can_be_resumed_from(
+    lives, place, whole, disk
+):
+    size = 4 * sum(path.stat().st_size for path in (whole / "checkpoint-20").rglob("*"))
+    run, log = disk(str(size)) / "run", place / "disk.log"
+    assert lives.run(log, *arguments(place, run, "--save_steps", 5)) == 2
+    text = log.read_text()
+    assert "No space left on device" in text
+    assert "is whole" in text
+    assert "Traceback" not in text
+    saved = whole_steps(Folder(run))
+    assert saved
+    more = ["--resume_from_checkpoint", run / f"checkpoint-{saved[-1]}"]
+    assert lives.run(log, *arguments(place, place / "moved", *more)) == 0, log.read_text()
+    assert losses(place / "moved") == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [(DENSE, Layout("llama_fsdp", 4, 4)), (DENSE, DENSE_UNSCANNED), (DENSE_UNSCANNED, DENSE), (FSDP, EP_TP)],
+    ids=str,
+)
+def test_a_run_saved_under_one_layout_goes_on_under_another_with_the_same_losses(saved, resumed, resharding):
+    runs, servers = resharding
+    assert runs.difference(saved, resumed, servers) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def resharding(tmp_path_factory):
+    servers: dict[int, Lives] = {}
+    yield Resharding(tmp_path_factory.mktemp("resharding")), servers
+    for server in servers.values():
+        server.__exit__(None, None, None)

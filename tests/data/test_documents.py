@@ -1,0 +1,142 @@
+"""Documents: found, read whole, split by what they are called, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from tests.support.texts import (
+    BAD,
+    TEXTS,
+    documents_of,
+    load_small,
+    run_python,
+    write_folder,
+    write_json,
+    write_jsonl,
+    write_parquet,
+    write_record_folder,
+    write_text,
+)
+from trainer.data.corpus import Corpus
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Corpus]:
+    return partial(load_small, tmp_path / "cache")
+
+
+def test_standard_library_is_split_by_file_and_leaves_tests_out(tmp_path: Path) -> None:
+    splits = documents_of(None, tmp_path)
+    train, heldout = (set(splits[name]["name"]) for name in ("train", "heldout"))
+    assert not train & heldout
+    assert {"ast.py", "json/decoder.py"} <= train | heldout
+    assert not any({"test", "tests", "idle_test", "site-packages"} & set(name.split("/")) for name in train | heldout)
+    assert len(heldout) == math.ceil(0.05 * (len(heldout) + len(train)))
+    assert splits["train"]["name"][:] == sorted(train)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_jsonl, "texts.jsonl"),
+        (write_json, "texts.json"),
+        (write_parquet, "texts.parquet"),
+        (write_text, "texts.txt"),
+        (write_text, "without_suffix"),
+        (write_folder, "folder"),
+        (write_record_folder, "records"),
+    ],
+)
+def test_every_kind_of_local_dataset_is_read_whole(
+    load: Callable[..., Corpus], tmp_path: Path, write: Callable[[Path], Path], name: str
+) -> None:
+    corpus = load(write(tmp_path / name), heldout_fraction=0.2)
+    both = [token for split in (corpus.train, corpus.heldout) for row in split["input_ids"] for token in row]
+    text = corpus.tokenizer.decode(both)
+    # at most one unfinished row of each split is lost, and a document may begin in it
+    assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
+    assert {len(row) for split in (corpus.train, corpus.heldout) for row in split["input_ids"]} == {32}
+    assert len(corpus.heldout) < len(corpus.train)
+
+
+def test_same_text_is_never_on_both_sides(tmp_path: Path) -> None:
+    splits = documents_of(write_jsonl(tmp_path / "twice.jsonl", TEXTS + TEXTS), tmp_path / "scratch", 0.3)
+    assert not set(splits["train"]["text"]) & set(splits["heldout"]["text"])
+    assert len(splits["train"]) + len(splits["heldout"]) == 600
+
+
+def test_a_held_out_file_stays_held_out_when_its_text_changes(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    before = documents_of(folder, tmp_path / "before")["heldout"]
+    for name in before["name"]:
+        (folder / name).write_text("another text")
+    after = documents_of(folder, tmp_path / "after")["heldout"]
+    assert after["name"][:] == before["name"][:]
+    assert set(after["text"]) == {"another text"}
+
+
+def test_documents_without_text_are_left_out(tmp_path: Path) -> None:
+    splits = documents_of(write_jsonl(tmp_path / "holes.jsonl", ["", "  \n", *TEXTS, ""]), tmp_path / "scratch")
+    assert sorted([*splits["train"]["text"], *splits["heldout"]["text"]]) == sorted(TEXTS)
+
+
+def test_a_folder_that_holds_a_validation_split_keeps_it_and_leaves_test_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    write_jsonl(folder / "train-00000-of-00001.jsonl", TEXTS[:200])
+    write_jsonl(folder / "validation.jsonl", TEXTS[200:250])
+    write_jsonl(folder / "test" / "part.jsonl", TEXTS[250:])
+    splits = documents_of(folder, tmp_path / "scratch")
+    assert splits["train"]["text"][:] == TEXTS[:200]
+    assert splits["heldout"]["text"][:] == TEXTS[200:250]
+
+
+def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -> None:
+    """Real loading code, offline: the hub's cache is laid out as a download leaves it."""
+    folder = tmp_path / "hub" / "someone___stories" / "default" / "0.0.0" / ("a" * 40)
+    made = {}
+    for name, texts in {"train": TEXTS[:200], "validation": TEXTS[200:]}.items():
+        split = Dataset.from_dict({"text": texts})
+        split.map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
+        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
+    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
+    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    script = f"""if True:
+        import pathlib
+        from trainer.data.sources import *
+        source = find_source("someone/stories:default", "text")
+        splits = split_documents(source, pathlib.Path({str(tmp_path)!r}), 0.05)
+        print(source.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    first, second = (run_python(script, **environment).split() for _ in range(2))
+    assert first[1:] == ["200", "100"]
+    assert first == second
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_dataset_is_refused_with_what_was_found(load: Callable[..., Corpus], tmp_path: Path, case: str) -> None:
+    make, found = BAD[case]
+    dataset = make(tmp_path)
+    with pytest.raises(UserError, match=found) as error:
+        load(dataset)
+    assert str(dataset) in error.value.asked
+    assert all([error.value.found, error.value.why, error.value.instead])
+    assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"tokenizers"}, "no rows and no scratch are left"
+
+
+def test_column_that_is_no_text_is_refused_and_the_named_one_read(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl", column="body")
+    with pytest.raises(UserError, match="number"):
+        load(data, text_column="number")
+    assert len(load(data, text_column="body").train) > 100

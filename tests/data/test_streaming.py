@@ -1,0 +1,309 @@
+"""Streams: every kind of source, nothing stored, held-out documents kept apart, and a clear end when one breaks off."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.support.small_hub import COMMIT, small_hub
+from tests.support.texts import (
+    BAD,
+    TEXTS,
+    load_small,
+    run_python,
+    write_folder,
+    write_json,
+    write_jsonl,
+    write_parquet,
+    write_record_folder,
+    write_text,
+    written,
+)
+from tests.support.training import train
+from trainer.data.batches import TrainingBatches
+from trainer.data.corpus import Corpus
+from trainer.data.document_stream import Stream, find_stream
+from trainer.data.documents import key_hash
+from trainer.data.packing import Packer
+from trainer.data.row_stream import Place, RowStream
+from trainer.data.unigram import unigram_loss
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Corpus]:
+    return partial(load_small, tmp_path / "cache", streaming=True, shuffle_rows=50, heldout_fraction=0.2)
+
+
+def first_epoch(rows: Any) -> list[list[int]]:
+    batches = TrainingBatches(rows, 1, seed=0)
+    return [b["input_ids"][0].tolist() for b in itertools.takewhile(lambda _: batches.epoch < 1, batches)]
+
+
+# ---- sources ----
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_jsonl, "texts.jsonl"),
+        (write_json, "texts.json"),
+        (write_parquet, "texts.parquet"),
+        (write_text, "texts.txt"),
+        (write_folder, "folder"),
+        (write_record_folder, "records"),
+    ],
+)
+def test_every_kind_of_local_dataset_is_streamed_whole(
+    load: Callable[..., Corpus], tmp_path: Path, write: Callable[[Path], Path], name: str
+) -> None:
+    corpus = load(write(tmp_path / name))
+    assert isinstance(corpus.train, RowStream)
+    whole = corpus.train.first(100_000)["input_ids"]  # in the order of the documents: shuffled rows cut their text
+    text = corpus.tokenizer.decode([*whole.ravel(), *itertools.chain(*corpus.heldout["input_ids"])])
+    assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
+
+
+def test_the_first_epoch_of_one_file_has_the_rows_that_stored_data_have(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    folder = tmp_path / "dataset"
+    write_jsonl(folder / "train.jsonl", TEXTS[:250])
+    write_jsonl(folder / "validation.jsonl", TEXTS[250:])
+    stored = load_small(tmp_path / "cache", folder)
+    streamed = load(folder, tokenizer=stored.tokenizer)
+    assert sorted(first_epoch(streamed.train)) == sorted(stored.train["input_ids"][:])
+    assert streamed.heldout["input_ids"][:] == stored.heldout["input_ids"][:]
+    assert streamed.heldout.features == stored.heldout.features
+
+
+def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> None:
+    """Real loading code, offline: the hub's cache is laid out as a download leaves it."""
+    commit = "a" * 40
+    folder = tmp_path / "hub" / "someone___stories" / "default" / "0.0.0" / commit
+    made = {}
+    for name, texts in {"train": TEXTS[:200], "validation": TEXTS[200:]}.items():
+        Dataset.from_dict({"text": texts}).map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
+        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
+    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
+    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    script = """if True:
+        from trainer.data.document_stream import find_stream
+        stream = find_stream("someone/stories:default", "text")
+        print(stream.identity, len(list(stream.documents())), len(list(stream.heldout.documents())), sep="|")
+        print([text for key, text in stream.read(0, 197)])"""
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    first, second = run_python(script, **environment).splitlines()
+    assert first == f"someone/stories@{commit}:default, text|200|100"
+    assert second == str(TEXTS[197:200])
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_json, write_parquet, write_text], ids=lambda f: f.__name__)
+def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    """Whatever `datasets` reads at once: it gives exact positions in each kind of file, at any distance."""
+    stream = find_stream(str(write(tmp_path / f"texts.{write.__name__.removeprefix('write_')}")), "text")
+    whole = list(stream.documents())
+    for document in (0, 1, 9, len(whole) - 1, len(whole)):
+        assert list(stream.read(0, document)) == whole[document:]
+
+
+def test_nothing_of_a_stream_is_written_but_its_tokenizer(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl")
+    script = f"""if True:
+        from trainer.data.corpus import *
+        corpus = load_corpus({str(data)!r}, tokenizer=None, sequence_length=32, vocab_size=300, streaming=True)
+        batches = TrainingBatches(corpus.train, 4, seed=0)
+        while batches.epoch < 2:
+            next(batches)"""
+    places = {"SHARDWRIGHT_CACHE": tmp_path / "ours", "HF_HOME": tmp_path / "theirs", "TMPDIR": tmp_path / "temporary"}
+    places["TMPDIR"].mkdir()
+    run_python(script, **{name: str(place) for name, place in places.items()})
+    assert [path.name for place in places.values() for path in place.rglob("*") if path.is_file()] == ["tokenizer.json"]
+
+
+# ---- order ----
+
+
+def endless(read_so_far: list[int]) -> Stream:
+    """Documents without end, each of two words; counts those that were read."""
+
+    def read(part: int, document: int) -> Iterator[tuple[str, str]]:
+        for number in itertools.count(document):
+            read_so_far.append(number)
+            yield str(number), f"{number} {number}"
+
+    return Stream("an endless stream", "endless", 1, read)
+
+
+def rows_of(stream: Stream, corpus: Corpus, shuffle_rows: int) -> RowStream:
+    return RowStream(stream, partial(Packer, corpus.tokenizer, 32, False), frozenset(), shuffle_rows, stream.identity)
+
+
+def test_a_stream_without_end_is_trained_on_and_read_two_windows_ahead_at_most(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
+    read: list[int] = []
+    batches = TrainingBatches(rows_of(endless(read), corpus, 8), 4, seed=0)
+    tokens = sum(next(batches)["input_ids"].numel() for _ in range(20))
+    assert batches.epoch == 0
+    most = (tokens + 2 * 8 * 32) / 3 + 256  # three tokens a document at least, and one group of documents
+    assert len(read) < most
+    assert read == list(range(len(read)))
+
+
+def test_rows_are_mixed_within_a_window_and_parts_between_epochs(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    rows = load(write_jsonl(tmp_path / "texts.jsonl"), shuffle_rows=20).train
+    batches, read = TrainingBatches(rows, 20, seed=0), rows.first(60)["input_ids"].tolist()
+    for window in (read[:20], read[20:40], read[40:]):
+        drawn = next(batches)["input_ids"].tolist()
+        assert drawn != window
+        assert sorted(drawn) == sorted(window)
+
+    parts = load(write_folder(tmp_path / "folder"), shuffle_rows=100_000).train
+    windows = list(itertools.islice(parts.windows(0, 0, 0, Place(), 1), 2))
+    first, second = ({tuple(row) for row in window.columns["input_ids"].tolist()} for window in windows)
+    assert len(first & second) < len(first) / 2, "documents follow others, and rows cut them elsewhere"
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_a_stream_from_its_command_line(tmp_path: Path) -> None:
+    """400 files, read several times over in 30 steps of 8 rows."""
+    for i in range(400):
+        written(tmp_path / "text" / f"{i}.txt", f"{i} and {i} makes {i + i}, {i} times {i} makes {i * i}.".encode())
+    arguments = ["--recipe", "llama_fsdp", "--dataset", tmp_path / "text", "--streaming", "--shuffle_rows", 20]
+    sizes = ["--sequence_length", 64, "--max_steps", 30, "--warmup_steps", 2, "--output_dir", tmp_path / "out"]
+    done = train(*arguments, *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "a stream to train on" in done.stdout
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    before, after = (entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry)
+    assert after < before
+    assert state["epoch"] >= 1
+
+
+# ---- held-out documents ----
+
+
+def test_held_out_documents_are_never_trained_on_wherever_they_come_again(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    texts = [f"number {i} " * 8 for i in range(200)]
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl", texts + texts))
+    held = {i for i in range(200) if key_hash(texts[i]) < 0.2 * 2**63}
+    assert len(held) > 20
+    trained_text = corpus.tokenizer.decode(corpus.train.first(10_000)["input_ids"].ravel())
+    heldout_text = corpus.tokenizer.decode(list(itertools.chain(*corpus.heldout["input_ids"])))
+    trained, heldout = ({int(i) for i in re.findall(r"number (\d+) ", text)} for text in (trained_text, heldout_text))
+    assert trained == set(range(200)) - held
+    assert heldout == held
+
+
+def test_held_out_rows_are_bounded_and_documents_beyond_them_are_trained_on(
+    load: Callable[..., Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.corpus.HELDOUT_ROWS", 7)
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
+    assert len(corpus.heldout) == 7
+    assert 0 < len(corpus.train.left_out) < 20
+
+
+def test_the_unigram_model_of_a_stream_is_that_of_its_stored_rows(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
+    stored = Dataset.from_dict({"input_ids": corpus.train.first(10_000)["input_ids"].tolist()})
+    assert len(stored) < 1024
+    assert unigram_loss(corpus.train, corpus.heldout, 300) == unigram_loss(stored, corpus.heldout, 300)
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_streams_are_refused_with_what_was_found(load: Callable[..., Corpus], tmp_path: Path, case: str) -> None:
+    dataset = BAD[case][0](tmp_path)
+    with pytest.raises(UserError) as error:
+        load(dataset)
+    assert str(dataset) in error.value.asked
+    assert all([error.value.found, error.value.why, error.value.instead])
+
+
+def test_a_stream_that_ends_before_a_batch_is_refused_when_it_ends(load: Callable[..., Corpus], tmp_path: Path) -> None:
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
+    count = len(first_epoch(corpus.train))
+    next(TrainingBatches(corpus.train, count, seed=0))
+    batches = TrainingBatches(corpus.train, count + 1, seed=0)
+    for _ in range(2):  # asked again, it does not end as if all were well
+        with pytest.raises(UserError, match=f"ended after {count} rows"):
+            next(batches)
+
+
+def test_a_stream_that_became_shorter_is_refused_by_a_cursor_beyond_its_end(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
+    batches = TrainingBatches(corpus.train, 4, seed=0)
+    for _ in range(50):
+        next(batches)
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS[:30])
+    again = TrainingBatches(corpus.train, 4, seed=0)
+    again.load_state_dict(batches.state_dict())
+    with pytest.raises(UserError, match="the stream ends before it"):
+        next(again)
+
+
+BREAKING = """if True:
+    import hashlib, json, os, urllib.request, datasets
+    from trainer.data.corpus import *
+    from trainer.errors import UserError
+    from transformers import PreTrainedTokenizerFast
+    datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
+    corpus = load_corpus(DATASET, tokenizer=tokenizer, sequence_length=32, streaming=True, shuffle_rows=100)
+    urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/limit/" + LIMIT)
+    batches = TrainingBatches(corpus.train, 16, seed=0)
+    if CURSOR:
+        batches.load_state_dict(CURSOR)
+    seen, said = [], ""
+    try:
+        for _ in range(STEPS):
+            seen.append(hashlib.sha256(next(batches)["input_ids"].numpy()).hexdigest())
+    except UserError as error:
+        said = str(error)
+    print(json.dumps([seen, said, batches.state_dict()]))
+"""
+
+
+def test_a_hub_that_is_lost_stops_the_run_with_the_cause_and_it_goes_on_later_as_if_never_stopped(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    tokenizer = str(tmp_path / "tokenizer")
+    load(write_jsonl(tmp_path / "texts.jsonl")).tokenizer.save_pretrained(tokenizer)
+    # so large that it is read in several parts, though little of it is text
+    records = [{"text": f"{i} {text}", "other": "x" * 10_000} for i in range(10) for text in TEXTS]
+    with small_hub("".join(json.dumps(record) + "\n" for record in records).encode()) as hub:
+
+        def steps_of_a_run(
+            steps: int, cursor: dict[str, Any], dataset: str = "someone/stories", limit: int = 1 << 40
+        ) -> tuple[list[str], str, dict[str, Any]]:
+            hub.limit = 1 << 40
+            script = f"DATASET, TOKENIZER, STEPS, CURSOR, LIMIT = {(dataset, tokenizer, steps, cursor, str(limit))}\n"
+            return json.loads(run_python(script + BREAKING, HF_HOME=str(tmp_path / "hub"), **hub.environment))
+
+        whole, said, cursor = steps_of_a_run(400, {})
+        assert (len(whole), said) == (400, "")
+        assert cursor["data"].startswith(f"someone/stories@{COMMIT}, text")
+        seen, said, cursor = steps_of_a_run(400, {}, limit=15 << 20)
+        assert 0 < len(seen) < 400
+        assert "the stream broke off" in said
+        rest, said, _ = steps_of_a_run(400 - len(seen), cursor, dataset=f"someone/stories@{COMMIT}")
+        assert said == ""
+        assert seen + rest == whole

@@ -1,0 +1,182 @@
+"""Recipes: what loads, what is refused when one is written, and by which message."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import recipes
+from trainer.errors import UserError
+from trainer.layout.load import load_recipe
+from trainer.layout.recipe import Compute, Mesh, Recipe, matches
+
+SHIPPED = ["llama_fsdp", "llama_tp", "mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp"]
+OWN = """
+from torch.distributed.tensor import Shard
+from trainer.layout.recipe import Compute, Mesh, Recipe
+
+recipe = Recipe(
+    mesh=Mesh(fsdp=-1),
+    batch=("fsdp",),
+    parameters={"weight": {"fsdp": Shard(0)}},
+)
+"""
+
+
+def recipe(**changed):
+    values = {"mesh": Mesh(fsdp=-1, expert=4), "batch": ("fsdp",), "parameters": {"w": {"fsdp": Shard(0)}}}
+    return Recipe(**{**values, **changed})
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_shipped_recipe_loads_by_name_and_documents_its_command(name):
+    found = load_recipe(name)
+    assert found.name == name
+    text = (Path(recipes.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    assert f"python scripts/train.py --recipe {name}\n" in text
+    assert all(f"\n{part}:" in text for part in ("command", "hardware", "memory", "expected"))
+
+
+def test_a_recipe_of_ones_own_loads_by_path_and_is_named_after_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    found = load_recipe(str(tmp_path / "mine.py"))
+    assert (found.name, found.batch, found.parameters["weight"]) == ("mine", ("fsdp",), {"fsdp": Shard(0)})
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():
+    with pytest.raises(UserError) as error:
+        load_recipe("mixtral_pe")
+    assert error.value.instead == f"did you mean 'mixtral_ep'? one of: {', '.join(SHIPPED)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "found"),
+    [
+        ("x = 1\n", "recipe file", "no variable named recipe"),
+        ("recipe = {}\n", "recipe file", "recipe is a dict"),
+        ("\nrecipe = (\n", "line 2", "SyntaxError"),
+        ("\n\nimport nothing_of_that_name\n", "line 3", "ModuleNotFoundError"),
+        ("import sys\nsys.exit(1)\n", "line 2", "SystemExit"),
+        (OWN.replace('"fsdp": Shard(0)', '"fsdp": Shard(0), "fsdp": Shard(1)'), "line 8: 'fsdp' twice", "line 8"),
+        (OWN.replace("}},", '}, "weight": {}},'), "line 8: 'weight' twice", "line 8"),
+        (OWN.replace('{"fsdp": Shard', '{"fdsp": Shard'), "line 5: parameters line 'weight': axis 'fdsp'", "fsdp"),
+    ],
+)
+def test_a_file_that_gives_no_recipe_is_named_with_its_line(tmp_path, text, asked, found):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_recipe(str(path))
+    assert str(path) in error.value.asked
+    assert asked in error.value.asked
+    assert found in error.value.found
+
+
+def test_a_path_without_a_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no file"):
+        load_recipe(str(tmp_path / "none.py"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parameters": {"w": {"experts": Shard(0)}}}, "did you mean 'expert'"),
+        ({"parameters": {"w": {"fsdp": 0}}}, r'"fsdp": Shard\(0\)'),
+        ({"parameters": {"w": {"fsdp": Partial()}}}, r"Shard\(dim\), counted from 0 at the front, or Replicate"),
+        ({"parameters": {"w": {"fsdp": Shard(-1)}}}, "a negative dimension"),
+        ({"parameters": {"w": Shard(0)}}, "the layout is a Mapping"),
+        ({"parameters": [("w", {})]}, "parameters is a Mapping"),
+        ({"optional": {"w": {}}}, "in parameters and in optional"),
+        ({"activations": {"m": {"tensor": Shard(0)}}}, "axis 'tensor'"),
+        ({"batch": "fsdp"}, "needs the comma"),
+        ({"batch": ("fsdp", "data")}, "axis 'data'"),
+        ({"batch": ("fsdp", "fsdp")}, "an axis named twice"),
+        ({"mesh": {"fsdp": 8}}, "mesh is a Mesh"),
+        ({"model": {"hidden_size": 8}}, "model_type"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused_as_it_is_written(changed, message):
+    with pytest.raises(UserError, match=message):
+        recipe(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": "bf16"}, "did you mean 'bfloat16'"),
+        ({"experts": "capacities"}, "did you mean 'capacity'"),
+        ({"attention": "flash"}, "one of 'portable', 'eager', 'sdpa'"),
+        ({"remat": "fulll"}, "did you mean 'full'"),
+        ({"capacity_factor": 0}, "capacity_factor=1.25"),
+        ({"capacity_factor": "1.25"}, "not a positive number"),
+        ({"scan": "yes"}, "scan=True or scan=False"),
+    ],
+)
+def test_a_compute_policy_that_does_not_exist_is_refused_with_the_nearest(changed, message):
+    with pytest.raises(UserError, match=message):
+        Compute(**changed)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("model.layers.*.mlp.gate.weight", "model.layers.11.mlp.gate.weight", True),
+        ("model.*.weight", "model.layers.0.weight", False),  # a star never crosses a dot
+        ("model.*", "model", False),
+        ("*.[qkv]_proj.weight", "self_attn.k_proj.weight", True),
+        ("*.[qkv]_proj.weight", "self_attn.o_proj.weight", False),
+        ("*.*layernorm.weight", "0.input_layernorm.weight", True),
+        ("*.*layernorm.weight", "0.input_LayerNorm.weight", False),
+    ],
+)
+def test_patterns_match_segment_by_segment(pattern, name, expected):
+    assert matches(pattern, name) is expected
+
+
+def test_another_mesh_keeps_the_recipes_axes_their_order_and_dcn_factors():
+    mesh = recipe(mesh=Mesh(fsdp=-1, expert=4, dcn={"fsdp": 2})).with_mesh("expert=2, fsdp=-1").mesh
+    assert mesh == Mesh(fsdp=-1, expert=2, dcn={"fsdp": 2})
+    assert list(mesh.axes) == ["fsdp", "expert"]
+
+
+@pytest.mark.parametrize("text", ["fsdp=2", "fsdp=2,expert=4,data=1", "fsdp=2,experts=4", "fsdp=two,expert=4", "",
+                                  "fsdp=2,expert=4,fsdp=1", "fsdp=2,expert=²"])  # fmt: skip
+def test_another_mesh_with_other_axes_is_refused_with_an_example(text):
+    with pytest.raises(UserError, match="fsdp=-1,expert=4"):
+        recipe().with_mesh(text)
+
+
+def test_the_effective_recipe_reads_back_from_json():
+    found = recipe(
+        optional={"b": {"fsdp": Replicate()}},
+        activations={"m": {}},
+        compute=Compute(dtype="bfloat16", scan=False),
+        model={"model_type": "llama"},
+    )
+    read = json.loads(json.dumps(found.as_dict()))
+    compute = read.pop("compute")
+    assert read == {
+        "name": "",
+        "mesh": {"axes": {"fsdp": -1, "expert": 4}, "dcn": {"fsdp": 1, "expert": 1}},
+        "batch": ["fsdp"],
+        "parameters": {"w": {"fsdp": "Shard(0)"}},
+        "optional": {"b": {"fsdp": "Replicate()"}},
+        "activations": {"m": {}},
+        "model": {"model_type": "llama"},
+    }
+    assert Compute(**compute) == found.compute
+
+
+def test_recipes_and_plans_need_no_torch_xla():
+    code = (
+        "import sys, torch\nfrom trainer.layout.plan import make_plan\nfrom trainer.layout.recipe import *\n"
+        "r = Recipe(mesh=Mesh(a=-1), batch=('a',), parameters={'weight': {'a': Shard(0)}, 'bias': {}})\n"
+        "assert make_plan(r, torch.nn.Linear(4, 8, device='meta'), 4)['weight'].local_shape == (2, 4)\n"
+        "assert load_recipe('mixtral_ep')\n"
+        "assert not any(name.startswith(('torch_xla', 'transformers')) for name in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

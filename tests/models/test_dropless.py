@@ -1,0 +1,162 @@
+"""Dropless experts on XLA, against transformers' own eager loop on the CPU: any routing, any layout, to rounding."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from models.experts import grouped
+from models.experts.dropless import Dropless
+from models.jax_call import jax
+
+T, H, I, E, K = 128, 16, 32, 8, 2
+
+
+def make_experts(family):
+    torch.manual_seed(0)
+    if family == "mixtral":
+        experts = MixtralExperts(MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E))
+    else:  # transposed weights, biases, interleaved gate and up
+        experts = GptOssExperts(GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    experts.config._experts_implementation = "eager"
+    return experts
+
+
+def routing(kind):
+    """Top-2 indices [T, K] and normalised weights."""
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(1))
+    if kind == "skewed":
+        logits[:, 0] += 2.0
+    if kind == "all to one pair":
+        logits[:, 5], logits[:, 1] = 9.0, 8.0
+    weights, index = logits.softmax(-1).topk(K, -1)
+    return index, (weights / weights.sum(-1, keepdim=True)).detach()
+
+
+def outputs_and_gradients(function, experts, index, weights, place):
+    """Output and gradients of hidden, routing weights and parameters by name, on the CPU."""
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(2))
+    direction = place("direction", torch.randn(T, H, generator=torch.Generator().manual_seed(3)))
+    leaves = {"hidden": x, "router": weights, **{n: p.detach() for n, p in experts.named_parameters()}}
+    leaves = {name: place(name, t.clone()).requires_grad_() for name, t in leaves.items()}
+    parameters = {name: t for name, t in leaves.items() if name not in ("hidden", "router")}
+    with torch.nn.utils.stateless._reparametrize_module(experts, parameters):
+        y = function(experts, leaves["hidden"], place("index", index), leaves["router"])
+        found = torch.autograd.grad((y * direction).sum(), list(leaves.values()))
+    torch_xla.sync()
+    return {"output": y.cpu(), **{name: g.cpu() for name, g in zip(leaves, found, strict=True)}}
+
+
+def check(kernel, family, kind, mesh=None):
+    experts, (index, weights) = make_experts(family), routing(kind)
+    expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights, lambda n, t: t)
+
+    def place(name, t):
+        t = t.to("xla")
+        if mesh is not None:
+            split = (kernel.batch_axes, *[None] * (t.dim() - 1))
+            xs.mark_sharding(t, mesh, kernel.weight_specs.get(name, split if len(t) == T else (None,) * t.dim()))
+        return t
+
+    for name, ours in outputs_and_gradients(kernel, experts, index, weights, place).items():
+        worst = ((ours - expected[name]).norm() / expected[name].norm()).item()
+        assert worst < 1e-5, f"{name} is off by {worst}"
+
+
+def bound(sizes, batch, specs, experts=(), order=None, **options):
+    """A kernel over a mesh of ``sizes``, and the mesh."""
+    mesh = xs.Mesh(list(order or range(8)), tuple(sizes.values()), tuple(sizes))
+    return Dropless(tuple(sizes.items()), batch, experts, specs, order, **options), mesh
+
+
+KINDS = ("balanced", "skewed", "all to one pair")
+FSDP = {"gate_up_proj": (None, None, "fsdp"), "down_proj": (None, None, "fsdp")}
+BIASES = {"gate_up_proj_bias": ("expert", None), "down_proj_bias": (None, None)}
+EXPERT = {"gate_up_proj": ("expert", None, "fsdp"), "down_proj": ("expert", None, "fsdp")}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_device_gives_the_eager_models_numbers_for_any_routing(family, kind):
+    check(Dropless(), family, kind)
+
+
+@pytest.mark.parametrize("rows", [160, 48], ids=["two chunks of two blocks", "chunks that tokens don't fill"])
+def test_blocks_of_rows_and_chunks_of_tokens_change_no_number(rows):
+    check(Dropless(buffer_bytes=rows * H * 4), "gpt_oss", "skewed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_gathered_over_fsdp(kind):
+    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP)
+    check(kernel, "mixtral", kind, mesh)
+
+
+def test_weights_of_experts_that_are_spread_can_be_gathered_too():
+    kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT | BIASES)
+    check(kernel, "gpt_oss", "skewed", mesh)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_exchanged_over_the_expert_axis(family, kind):
+    kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT | BIASES, ("expert",))
+    check(kernel, family, kind, mesh)
+
+
+def test_devices_in_another_order_give_the_same_numbers():
+    order = (3, 1, 4, 0, 5, 7, 2, 6)
+    kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT, ("expert",), order)
+    check(kernel, "mixtral", "skewed", mesh)
+
+
+def test_tokens_are_split_over_an_axis_that_splits_no_batch_and_small_chunks_cross_the_expert_axis():
+    specs = {"gate_up_proj": ("expert", "tensor", None), "down_proj": ("expert", None, "tensor")}
+    kernel, mesh = bound({"tensor": 2, "expert": 4}, ("expert",), specs, ("expert",), buffer_bytes=48 * H * 4)
+    check(kernel, "mixtral", "skewed", mesh)
+
+
+def _grouped_products(tile):
+    """256 rows of 4 groups, one empty and one that ends within a tile, with 56 rows beyond the last group."""
+    random = np.random.default_rng(0)
+    x, y, w, into = (
+        jax.numpy.asarray(random.standard_normal(shape), "float32")
+        for shape in ((256, 128), (256, 256), (4, 256, 128), (4, 256, 128))
+    )
+    sizes = jax.numpy.asarray([70, 0, 100, 30])
+    yield grouped.multiply(x, w, sizes, tile, contract_last=True)[:200]
+    yield grouped.multiply(y, w, sizes, tile, contract_last=False)[:200]
+    yield grouped.outer(y, x, sizes, tile, into)
+
+
+def test_the_tpus_kernels_give_the_portable_loops_numbers(monkeypatch):
+    portable = list(_grouped_products(64))
+    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    for name in ("gmm", "tgmm"):
+        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    monkeypatch.setattr(grouped, "target", lambda: "tpu")
+    for ours, theirs in zip(_grouped_products(128), portable, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_what_it_cannot_do_is_refused_with_the_reason():
+    experts, (index, weights) = make_experts("mixtral"), routing("balanced")
+    x = torch.zeros(T, H)
+    with pytest.raises(ValueError, match="on cpu"):
+        Dropless()(experts, x, index, weights)
+    with pytest.raises(ValueError, match="127 tokens over 8 devices"):
+        Dropless((("fsdp", 8),), ("fsdp",))(experts, x[1:], index[1:], weights[1:])
+    experts.has_post_expert_norm = True
+    with pytest.raises(ValueError, match="norm after an expert"):
+        Dropless()(experts, x, index, weights)

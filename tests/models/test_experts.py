@@ -1,0 +1,113 @@
+"""Expert kernels on the CPU, against transformers' own eager loop: routing, capacity, dropping, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GptOssConfig, MixtralConfig, MixtralForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from models import side_outputs
+from models.experts.capacity import Capacity, _owners, _slots
+from models.experts.dense import dense
+
+T, H, E, K = 24, 16, 4, 2
+
+
+def mixtral():
+    torch.manual_seed(0)
+    experts = MixtralExperts(MixtralConfig(hidden_size=H, intermediate_size=32, num_local_experts=E))
+    return _initialised(experts)
+
+
+def gpt_oss():
+    """Transposed weights, biases, interleaved gate and up: the other storage there is."""
+    torch.manual_seed(0)
+    experts = GptOssExperts(GptOssConfig(hidden_size=H, intermediate_size=32, num_local_experts=E))
+    return _initialised(experts)
+
+
+def _initialised(experts):
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    experts.config._experts_implementation = "eager"
+    return experts
+
+
+def routing(kind: str):
+    """Top-2 indices [T, K] and normalised weights."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(T, E, generator=generator)
+    if kind == "skewed":
+        logits[:, 0] += 2.0
+    if kind == "all to one pair":
+        logits[:, 0], logits[:, 1] = 9.0, 8.0
+    weights, index = logits.softmax(-1).topk(K, -1)
+    return index, (weights / weights.sum(-1, keepdim=True)).detach()
+
+
+def outputs_and_gradients(function, experts, index, weights):
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    weights = weights.clone().requires_grad_()
+    y = function(experts, x, index, weights)
+    direction = torch.randn(T, H, generator=torch.Generator().manual_seed(3))
+    return y, *torch.autograd.grad((y * direction).sum(), [x, weights, *experts.parameters()])
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+@pytest.mark.parametrize("kind", ["balanced", "skewed", "all to one pair"])
+@pytest.mark.parametrize(
+    "function", [dense, Capacity(factor=E / K), Capacity(factor=E / K, groups=4)], ids=["dense", "capacity", "4 groups"]
+)
+def test_where_nothing_can_drop_output_and_gradients_are_the_eager_models(make, kind, function):
+    experts, (index, weights) = make(), routing(kind)
+    expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights)
+    for ours, theirs in zip(outputs_and_gradients(function, experts, index, weights), expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dense", "capacity"])
+def test_transformers_knows_the_kernels_by_name_and_evaluates_to_the_eager_loss(name):
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).eval()
+    tokens = torch.randint(0, 32, (2, 12))
+    model.set_experts_implementation("eager")
+    expected = model(tokens, labels=tokens).loss.item()
+    model.set_experts_implementation(name)
+    assert model(tokens, labels=tokens).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_first_choices_are_seated_before_second_choices():
+    index = torch.tensor([[0, 0, 1, 1, 1, 0]])  # choice-major: three first choices, then three second ones
+    assert _slots(index, E=2, C=2).tolist() == [[0, 1, 2, 3, 4, 4]]  # 4 = no seat: both are second choices
+
+
+def test_owners_invert_slots():
+    slots = torch.tensor([[0, 3, 4, 1]])
+    assert _owners(slots, M=4).tolist() == [[0, 3, 4, 1]]  # slot 2 is empty (4 = nobody); the dropped one owns nothing
+
+
+def test_a_dropped_token_gives_nothing_and_the_fraction_is_recorded():
+    experts, (index, weights) = mixtral(), routing("all to one pair")
+    kernel = Capacity(factor=1.0)  # T*K/E = 12 slots an expert, wanted by all 24 tokens
+    x = torch.randn(T, H)
+    y, metrics = side_outputs.collect_metrics(lambda: kernel(experts, x, index, weights))
+    assert metrics["dropped_fraction"][0].item() == 0.5
+    kept = dense(experts, x, index, weights)
+    assert torch.allclose(y[:12], kept[:12], atol=1e-5)
+    assert torch.equal(y[12:], torch.zeros(12, H))
+
+
+def test_capacity_is_never_more_than_can_be_filled():
+    assert Capacity(factor=100.0).slots(tokens=24, top_k=2, experts=4) == 24
+    assert Capacity(factor=1.25).slots(tokens=24, top_k=2, experts=4) == 15

@@ -1,0 +1,70 @@
+"""Stacking a decoder's layers: names, shapes, and what can't be stacked. (Its numbers: test_parity.py.)"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
+
+from models import scan
+from trainer.errors import UserError
+from trainer.layout.plan import make_plan
+from trainer.layout.recipe import Compute, Mesh, Recipe
+from trainer.model import meta_model
+from trainer.step.build import assemble
+from trainer.xla.mesh import build_mesh
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_a_stacked_parameter_has_the_recipes_own_name_and_a_dimension_of_layers_in_front():
+    model = meta_model(LlamaConfig(**SMALL))
+    plain = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert scan.stack_layers(model) == ("model.layers", 3)
+    stacked = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert stacked["model.layers.*.self_attn.q_proj.weight"] == (3, *plain["model.layers.1.self_attn.q_proj.weight"])
+    assert {name.replace(".0.", ".*.") for name in plain if ".1." not in name and ".2." not in name} == stacked.keys()
+    assert sum(p.numel() for p in model.parameters()) == sum(torch.Size(s).numel() for s in plain.values())
+
+
+def test_the_trace_does_not_grow_with_depth():
+    runners = []
+    for layers in (2, 6):
+        model = meta_model(LlamaConfig(**{**SMALL, "num_hidden_layers": layers}))
+        scan.stack_layers(model)
+        runners.append(len(list(model.model.layers[: model.config.num_hidden_layers])))
+    assert runners == [1, 1]
+
+
+def test_a_model_without_a_layer_list_is_refused():
+    with pytest.raises(ValueError, match="no module list named 'layers'"):
+        scan.stack_layers(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        (DeepseekV3Config(**SMALL, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1), "mlp"),
+        (Gemma2Config(**SMALL, head_dim=8), "attention_type|is_sliding|layer_type"),
+    ],
+    ids=["dense then experts", "sliding then full"],
+)
+def test_layers_that_differ_are_refused_with_what_differs_and_the_way_out(config, difference):
+    recipe = Recipe(
+        mesh=Mesh(fsdp=-1),
+        batch=("fsdp",),
+        parameters={".".join("*" * depth): {} for depth in range(1, 9)},
+        compute=Compute(scan=True),
+    )
+    recipe = Recipe(mesh=recipe.mesh, batch=recipe.batch, parameters={}, optional=recipe.parameters)
+    plan = make_plan(recipe, meta_model(config), 8)
+    with pytest.raises(UserError, match=rf"(?s)({difference}).*Compute\(scan=False"):
+        assemble(recipe, plan, config, build_mesh(recipe.mesh))

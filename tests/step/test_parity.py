@@ -1,0 +1,100 @@
+"""The heart: a sharded step gives the numbers of the plain transformers model, eager, unsharded, dropless, on CPU."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from tests.support.cases import RECIPES, after_steps, make_batch, make_case, relative, small_config
+from trainer.layout.load import load_recipe
+
+QWEN2 = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+
+
+def check_gradients(case, tolerance=1e-5):
+    batch = make_batch(case.config)
+    loss, gradients = case.gradients(batch)
+    expected_loss, expected = case.reference_gradients(batch)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    worst, name = relative(gradients, expected)
+    assert worst < tolerance, f"{name} is off by {worst}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_gradients_and_ten_adamw_steps_equal_the_plain_model(recipe):
+    case = make_case(recipe)
+    check_gradients(case)
+    worst, name = after_steps(case, 10)
+    assert worst < 1e-4, f"{name} is off by {worst} after 10 steps"
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        {"scan": True, "remat": "none"},
+        {"scan": True, "remat": "save_matmuls"},
+        {"scan": False, "remat": "none"},
+        {"scan": False, "remat": "full"},
+        {"scan": False, "remat": "save_matmuls"},
+        {"experts": "dense"},
+    ],
+    ids=lambda compute: " ".join(f"{k}={v}" for k, v in compute.items()),
+)
+def test_scan_remat_and_experts_change_no_number(compute):
+    check_gradients(make_case("mixtral_ep", **compute))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=1,expert=8", "fsdp=4,expert=2", "fsdp=8,expert=1"])
+def test_meshes_that_differ_only_in_factors_agree(mesh):
+    check_gradients(make_case("mixtral_ep", mesh=mesh))
+
+
+@pytest.mark.parametrize(("recipe", "count"), [("mixtral_ep", 2), ("mixtral_ep", 4), ("llama_tp", 4)])
+def test_micro_batches_equal_one_big_batch(recipe, count):
+    # the balancing loss is a product of two means over the batch, so it alone depends on how the batch is cut
+    check_gradients(make_case(recipe, accumulation=count, router_loss=False))
+
+
+def test_the_auxiliary_loss_has_its_value_and_gradients_in_the_graph():
+    case, without = make_case("mixtral_ep"), make_case("mixtral_ep", router_loss=False)
+    batch = make_batch(case.config)
+    (loss, gradients), (plain_loss, plain) = case.gradients(batch), without.gradients(batch)
+    output = case.reference(**batch, output_router_logits=True, attention_mask=batch["input_ids"] * 0 + 1)
+    assert loss - plain_loss == pytest.approx(case.config.router_aux_loss_coef * output.aux_loss.item(), rel=1e-3)
+    router = "model.layers.0.mlp.gate.weight"
+    assert relative({router: gradients[router]}, {router: plain[router]})[0] > 1e-3
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_qwen2_with_its_biases_under_llama_tp(tied):
+    check_gradients(make_case("llama_tp", Qwen2Config(**QWEN2, num_key_value_heads=4, tie_word_embeddings=tied)))
+
+
+def test_qwen3_moe_with_its_query_and_key_norms_under_mixtral_ep():
+    config = Qwen3MoeConfig(
+        **QWEN2, num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    )
+    config.num_local_experts = 8
+    check_gradients(make_case("mixtral_ep", config))
+
+
+def test_tied_llama_under_llama_fsdp():
+    config = small_config(load_recipe("llama_fsdp"), tie_word_embeddings=True)
+    check_gradients(make_case("llama_fsdp", config))
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_comes_close():
+    case = make_case("mixtral_ep", dtype="bfloat16")
+    batch = make_batch(case.config)
+    loss, gradients = case.gradients(batch)
+    expected_loss, expected = case.reference_gradients(batch)
+    assert loss == pytest.approx(expected_loss, rel=1e-2)
+    name = "lm_head.weight"
+    assert relative({name: gradients[name]}, {name: expected[name]})[0] < 0.05
+    assert {str(p.dtype) for p in case.step.parameters.values()} == {"torch.float32"}

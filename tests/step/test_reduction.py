@@ -1,0 +1,73 @@
+"""A weight's gradient, kept apart by batch shard, is summed up and laid out as the weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+from torch.distributed.tensor import Shard
+
+from trainer.layout.partition import partition_spec
+from trainer.layout.recipe import Mesh
+from trainer.step import reduction
+from trainer.step.reduction import PartialGradient
+from trainer.xla import sharding
+from trainer.xla.mesh import build_mesh
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return build_mesh(Mesh(fsdp=2, expert=2, tensor=2))
+
+
+# batch axes, layout of a weight [8, 12], batch shards inserted behind this many dimensions
+CASES = {
+    "two axes on one dimension": (("fsdp", "expert"), {"fsdp": Shard(0), "expert": Shard(0)}, 0),
+    "two axes on two dimensions": (("fsdp", "expert"), {"fsdp": Shard(1), "expert": Shard(0)}, 0),
+    "a third axis splits weights alone": (("fsdp", "expert"), {"fsdp": Shard(1), "tensor": Shard(1)}, 0),
+    "not split": (("fsdp", "expert"), {}, 0),
+    "layers stacked": (("fsdp", "tensor"), {"fsdp": Shard(0), "tensor": Shard(1)}, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, name):
+    axes, layout, dim = CASES[name]
+    partial = PartialGradient(name, dim, axes, layout, 2, mesh)
+    values = torch.randn((3,) * dim + (partial.shards, 8, 12), generator=torch.Generator().manual_seed(0))
+    placed = sharding.place("a partial gradient", values, mesh, partial.spec)
+    total = partial.total(placed)
+    torch_xla.sync()
+    torch.testing.assert_close(sharding.fetch(total), values.sum(dim))
+    spec = (None,) * dim + partition_spec(layout, 2, ("fsdp", "expert", "tensor"))
+    sharding.check_placed({name: total}, mesh, {name: spec})
+
+
+def test_a_sum_ring_by_ring_is_the_sum(monkeypatch):
+    monkeypatch.setattr(reduction, "_LONGEST_RING", 4)
+    mesh = build_mesh(Mesh(fsdp=8))
+    partial = PartialGradient("in two rings", 0, ("fsdp",), {"fsdp": Shard(1)}, 2, mesh)
+    assert len(partial.sum.scatter) == 2
+    values = torch.randn((8, 8, 16), generator=torch.Generator().manual_seed(0))
+    total = partial.total(sharding.place("a partial gradient", values, mesh, partial.spec))
+    torch_xla.sync()
+    torch.testing.assert_close(sharding.fetch(total), values.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "expected"),
+    [
+        (8, 16, [8]),
+        (64, 64, [16, 4]),
+        (256, 256, [16, 16]),
+        (48, 48, [16, 3]),
+        (34, 34, [2, 17]),
+        # never all the devices at once, but for a prime number of them
+        (16, 16, [8, 2]),
+        (8, 8, [4, 2]),
+        (2, 2, [2]),
+        (1, 1, [1]),
+    ],
+)
+def test_a_long_axis_is_summed_over_ring_by_ring(size, devices, expected):
+    assert list(reduction._rings("fsdp", size, devices).values()) == expected

@@ -1,0 +1,165 @@
+"""One graph a step, compiled once; state sharded; a loss that is not finite changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+
+from tests.support.cases import make_batch, make_case, small_config
+from trainer.errors import UserError
+from trainer.layout.load import load_recipe
+from trainer.layout.partition import partition_spec
+from trainer.xla import sharding
+from trainer.xla.runtime import run_now
+
+
+def count(metric: str) -> int:
+    return (met.metric_data(metric) or (0,))[0]
+
+
+@pytest.fixture(scope="module")
+def case():
+    # a shape of its own: XLA would remember the step of another test, and no compile would be counted
+    return make_case("mixtral_ep", small_config(load_recipe("mixtral_ep"), intermediate_size=96))
+
+
+def test_sixty_steps_are_one_compile_sixty_executions_and_no_transfer_but_on_logging_steps(case):
+    torch_xla.sync()
+    before = {
+        name: count(name) for name in ("CompileTime", "ExecuteReplicatedTime", "ExecuteTime", "TransferFromDeviceTime")
+    }
+    for step in range(1, 61):
+        case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3 / step)
+        if step % 20 == 0:
+            case.step.read_metrics()
+    made = {name: count(name) - value for name, value in before.items()}
+    assert made["CompileTime"] == 1
+    assert made["ExecuteReplicatedTime"] + made["ExecuteTime"] == 60
+    assert made["TransferFromDeviceTime"] == 3
+    assert [
+        name for name in met.counter_names() if name.startswith("aten::") and "_local_scalar_dense" not in name
+    ] == []
+
+
+def test_a_lazy_tensor_that_garbage_keeps_alive_is_no_part_of_the_step(case):
+    case.step(make_batch(case.config), step=1, learning_rate=1e-3)
+    compiles = count("CompileTime")
+    kept = torch.ones(3, device="xla") * 2
+    case.step(make_batch(case.config), step=2, learning_rate=1e-3)
+    assert count("CompileTime") == compiles
+    assert kept.sum().item() == 6
+
+
+def test_optimizer_state_is_sharded_as_its_parameter_is_before_and_after_a_step(case):
+    case.step(make_batch(case.config), step=1, learning_rate=1e-3)
+    for entry in case.plan.parameters:
+        spec = partition_spec(entry.layout, len(entry.shape), tuple(case.plan.mesh))
+        tensors = (case.step.parameters[entry.name], *case.step.moments[entry.name])
+        for tensor in tensors:
+            sharding.check_placed({entry.name: tensor}, case.mesh, {entry.name: spec})
+
+
+def test_a_later_batch_of_another_shape_is_refused_by_name_before_it_compiles(case):
+    case.step(make_batch(case.config), step=1, learning_rate=1e-3)
+    batch = make_batch(case.config)
+    batch["labels"] = batch["labels"][:, :-2]
+    compiles = count("CompileTime")
+    with pytest.raises(UserError, match=r"'labels' is: shape \[32, 14\]"):
+        case.step(batch, step=2, learning_rate=1e-3)
+    assert count("CompileTime") == compiles
+
+
+def test_metrics_are_means_since_the_last_reading(case):
+    case.step.read_metrics()
+    losses = []
+    for step in (1, 2, 3):
+        batch = make_batch(case.config, seed=step)
+        losses.append(case.gradients(batch)[0])
+        case.step(batch, step=step, learning_rate=1e-12)
+    metrics = case.step.read_metrics()
+    assert metrics.steps == 3
+    assert metrics.loss == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert metrics.dropped_fraction == 0
+    assert metrics.bad_step == 0
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight_and_no_moment_and_names_the_first_such_step():
+    case = make_case("llama_fsdp")
+    case.step(make_batch(case.config), step=1, learning_rate=1e-3)
+    poisoned = "model.norm.weight"
+    with torch.no_grad():
+        case.step.parameters[poisoned].mul_(float("nan"))  # the next loss is NaN
+    run_now([case.step.parameters[poisoned]])
+
+    def state():
+        moments = {f"{k} moment {i}": m for k, both in case.step.moments.items() for i, m in enumerate(both)}
+        return {k: sharding.fetch(t.detach()) for k, t in {**case.step.parameters, **moments}.items() if k != poisoned}
+
+    before = state()
+    for step in (2, 3):
+        case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3)
+    assert all(torch.equal(before[name], value) for name, value in state().items())
+    assert case.step.read_metrics().bad_step == 2
+
+
+def test_clipping_caps_the_global_norm_and_reports_it_unclipped():
+    case = make_case("llama_fsdp")
+    batch = make_batch(case.config)
+    _, expected = case.reference_gradients(batch)
+    norm = torch.cat([g.flatten() for g in expected.values()]).norm().item()
+    case.step.max_grad_norm = norm / 7
+    case.step(batch, step=1, learning_rate=1e-3)
+    assert case.step.read_metrics().grad_norm == pytest.approx(norm, rel=1e-4)
+    first = {k: m[0].cpu() for k, m in case.step.moments.items()}
+    clipped = (
+        torch.cat([m.flatten() for m in first.values()]).norm().item() / 0.1
+    )  # first moment = (1 - beta1) * gradient
+    assert clipped == pytest.approx(norm / 7, rel=1e-3)
+
+
+def test_held_out_loss_is_the_cross_entropy_without_the_auxiliary_loss_and_ignores_padding_rows():
+    case = make_case("mixtral_ep", small_config(load_recipe("mixtral_ep"), intermediate_size=80))
+    batch, padded = make_batch(case.config), make_batch(case.config, seed=1)
+    padded["labels"][5:] = -100
+    total = tokens = 0.0
+    for part in (batch, padded):
+        scored = (part["labels"][:, 1:] != -100).sum().item()
+        total += case.reference(**part, output_router_logits=False).loss.item() * scored
+        tokens += scored
+    assert case.evaluation([batch, padded]) == pytest.approx(total / tokens, rel=1e-5)
+    assert case.evaluation.guard.compiles == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_transformers_own_attention_compiles_once_too(attention):
+    recipe = load_recipe("mixtral_ep")
+    case = make_case(recipe, small_config(recipe, num_hidden_layers=1, intermediate_size=112), attention=attention)
+    batches = [make_batch(case.config, seed=seed) for seed in range(2)]
+    expected = case.reference_gradients(batches[0])[0]
+    assert case.evaluation(batches) > 0
+    for step, batch in enumerate(batches, 1):
+        case.step(batch, step=step, learning_rate=0.0)
+        if step == 1:
+            assert case.step.read_metrics().loss == pytest.approx(expected, rel=1e-5)
+    assert (case.step.guard.compiles, case.evaluation.guard.compiles) == (1, 1)
+
+
+@pytest.mark.slow
+def test_dropout_compiles_once_and_draws_its_masks_from_the_seed_and_the_step_alone():
+    recipe = load_recipe("llama_fsdp")
+    config = small_config(recipe, num_hidden_layers=1, attention_dropout=0.3)
+
+    def losses(*steps: int) -> list[float]:
+        case = make_case(recipe, config, scan=False, remat="none", attention="eager")
+        found = []
+        for step in steps:
+            case.step(make_batch(config), step=step, learning_rate=0.0)  # another compile would be refused here
+            found.append(case.step.read_metrics().loss)
+        return found
+
+    one, two, three = losses(1, 2, 3)
+    assert one != two != three
+    assert losses(3) == [three]

@@ -1,0 +1,24 @@
+"""A real TPU compile, as tests/compile/captured/make_step.py left it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+from tests.support.paths import CAPTURED
+from trainer.compile.lowering import Argument, Lowered
+from trainer.xla.chips import CHIPS
+
+MESH = {"fsdp": 2, "expert": 4}
+GIB = 2**30
+V5P = CHIPS["v5p"]
+
+
+def captured(name: str) -> str:
+    return gzip.decompress((CAPTURED / f"{name}.gz").read_bytes()).decode()
+
+
+def captured_step() -> Lowered:
+    plain = json.loads((CAPTURED / "step.json").read_text())
+    plain["arguments"] = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in plain["arguments"])
+    return Lowered(hlo=gzip.decompress((CAPTURED / "step.hlo.pb.gz").read_bytes()), **plain)

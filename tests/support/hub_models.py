@@ -1,0 +1,100 @@
+"""Small models in the hub's format, saved by transformers itself, and ours placed on the devices from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from trainer.layout.load import load_recipe
+from trainer.layout.plan import ShardingPlan, make_plan
+from trainer.model import meta_model
+from trainer.step.build import assemble
+from trainer.weights.live import LiveWeights
+from trainer.weights.place import place_parameters
+from trainer.weights.sources import Source
+from trainer.xla.mesh import build_mesh
+
+SMALL = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+MOE = {"num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral_ep", {"model_type": "mixtral", "num_local_experts": 4, **MOE}),
+    "llama": ("llama_fsdp", {"model_type": "llama", "tie_word_embeddings": False}),
+    "llama, tied": ("llama_fsdp", {"model_type": "llama", "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "mixtral_ep",
+        {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64, "head_dim": 8, **MOE},
+    ),
+}
+
+
+def config_of(family: str, **changes: Any) -> PretrainedConfig:
+    return AutoConfig.for_model(**{**SMALL, **FAMILIES[family][1], **changes})
+
+
+def save_theirs(folder: Path, config: PretrainedConfig, *, seed: int = 0, **how: Any) -> PreTrainedModel:
+    """A random model of ``config``, written by transformers' own `save_pretrained`; norms and biases random as well."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    model.save_pretrained(folder, **how)
+    return model
+
+
+@dataclass
+class Placed:
+    model: PreTrainedModel
+    plan: ShardingPlan
+    mesh: Any
+    parameters: dict[str, torch.Tensor]
+
+    @property
+    def live(self) -> LiveWeights:
+        return LiveWeights(self.model, self.plan, self.mesh, self.parameters)
+
+
+def place(family: str, config: PretrainedConfig, source: Source, *, scan: bool = True) -> Placed:
+    """The family's recipe on 8 devices, its parameters from ``source``."""
+    recipe = load_recipe(FAMILIES[family][0])
+    recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
+    mesh = build_mesh(recipe.mesh)
+    model, plan = assemble(recipe, make_plan(recipe, meta_model(config), 8), config, mesh)
+    return Placed(model, plan, mesh, place_parameters(model, plan, mesh, source))
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What the safetensors files of ``folder`` hold; an index must name just that."""
+    tensors, where = {}, {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensors[name], where[name] = opened.get_tensor(name), file.name
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert content["weight_map"] == where
+        assert content["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    else:
+        assert set(where.values()) == {"model.safetensors"}
+    return tensors
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    """Equal names, dtypes and bytes."""
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    return all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,128 @@
+"""Saved under one recipe and mesh, resumed under another: the losses that follow against those of the run that went on.
+
+`python tests/support/resharding.py` prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.lives import TINY, Lives, write_text
+
+STEPS, SAVED, ROWS = 9, 6, 8
+MIXTRAL = {
+    **TINY,
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LLAMA = {**TINY, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out; ``batch_shards``: ways that its rows are split."""
+
+    recipe: str
+    devices: int
+    batch_shards: int
+    scan: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.recipe}, {self.devices} devices, {'scan' if self.scan else 'no scan'}"
+
+    def arguments(self, folder: Path) -> list[object]:
+        compute = f"scan={self.scan}" + ("" if self.scan else ",remat=none")
+        if self.recipe in ("mixtral_ep", "mixtral_ep_tp"):
+            compute += ",capacity_factor=4"  # all there are: nothing is dropped, whatever the groups
+        return [
+            *("--recipe", self.recipe, "--model", folder / f"{self.recipe.partition('_')[0]}.json"),
+            *("--dataset", folder / "text", "--sequence_length", 32, "--compute", compute),
+            *("--per_device_train_batch_size", ROWS // self.batch_shards, "--max_steps", STEPS, "--warmup_steps", 2),
+            *("--logging_steps", 1, "--save_steps", SAVED, "--learning_rate", 1e-3),
+        ]
+
+
+FSDP = Layout("mixtral_fsdp", 8, 8)
+EP_TP = Layout("mixtral_ep_tp", 8, 4)
+DENSE = Layout("llama_fsdp", 8, 8)
+DENSE_UNSCANNED = Layout("llama_fsdp", 8, 8, scan=False)
+PAIRS = [
+    (DENSE, DENSE),
+    (DENSE, Layout("llama_fsdp", 4, 4)),
+    (Layout("llama_fsdp", 4, 4), DENSE),
+    (DENSE, Layout("llama_tp", 8, 2)),
+    (DENSE, DENSE_UNSCANNED),
+    (DENSE_UNSCANNED, DENSE),
+    (FSDP, EP_TP),
+    (EP_TP, FSDP),
+    (EP_TP, Layout("mixtral_ep", 4, 4, scan=False)),
+]
+
+
+class Resharding:
+    """Runs in ``folder``; a run that several pairs start from is made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_text(folder)
+        (folder / "llama.json").write_text(json.dumps(LLAMA))
+        (folder / "mixtral.json").write_text(json.dumps(MIXTRAL))
+        self.unbroken: dict[Layout, Path] = {}
+
+    def difference(self, saved: Layout, resumed: Layout, servers: dict[int, Lives]) -> float:
+        """The largest relative difference of the losses of the steps after the resume."""
+        if saved not in self.unbroken:
+            self.unbroken[saved] = self._run(saved, servers, f"{len(self.unbroken)}")
+        whole = self.unbroken[saved]
+        path = whole / f"checkpoint-{SAVED}"
+        other = self._run(resumed, servers, f"{whole.name}-{hash(resumed)}", "--resume_from_checkpoint", path)
+        expected, found = _losses(whole), _losses(other)
+        assert len(expected) == len(found) == STEPS
+        return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+    def _run(self, layout: Layout, servers: dict[int, Lives], name: str, *more: object) -> Path:
+        output = self.folder / name
+        arguments = [*layout.arguments(self.folder), "--output_dir", output, *more]
+        if layout.devices not in servers:
+            servers[layout.devices] = Lives(layout.devices).__enter__()
+        code = servers[layout.devices].run(self.folder / f"{name}.log", *arguments)
+        assert code == 0, (self.folder / f"{name}.log").read_text()
+        return output
+
+
+def _losses(output: Path) -> list[float]:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from trainer.report.bars import tracked
+
+    console = Console(width=140)
+    title = f"losses of steps {SAVED + 1} to {STEPS} after a resume, against the run that went on"
+    table = Table("saved", "resumed", "largest relative difference", title=title)
+    servers: dict[int, Lives] = {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = Resharding(Path(folder))
+            for saved, resumed in tracked(console, "runs", PAIRS, len(PAIRS)):
+                difference = runs.difference(saved, resumed, servers)
+                table.add_row(str(saved), str(resumed), f"{difference:.1e}" if difference else "0, bit for bit")
+    finally:
+        for server in servers.values():
+            server.__exit__(None, None, None)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Texts for the tests of data, every way to write them down, and how to load them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from trainer.data.corpus import Corpus, load_corpus
+from trainer.data.documents import find_documents, split_documents
+
+TEXTS = [f"Story {i}.\n" + " ".join(f"{i * j % 97} is a number," for j in range(5 + i % 11)) for i in range(300)]
+
+
+def write_jsonl(path: Path, texts: list[str] = TEXTS, column: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text, "number": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps([{"text": text} for text in TEXTS]))
+    return path
+
+
+def write_parquet(path: Path, texts: list[str] = TEXTS) -> Path:
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
+    return path
+
+
+def write_text(path: Path) -> Path:
+    path.write_text("".join(TEXTS) + "\n" * 3 + "".join(text + "\n" for text in TEXTS))
+    return path
+
+
+def write_folder(path: Path) -> Path:
+    for i, text in enumerate(TEXTS):
+        folder = path / f"part{i % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{i}.md").write_text(text)
+    (path / ".hidden").mkdir()
+    (path / ".hidden" / "config.jsonl").write_text("{}")
+    (path / "picture.png").write_bytes(b"\x89PNG\xff")
+    return path
+
+
+def write_record_folder(path: Path) -> Path:
+    write_jsonl(path / "a" / "first.jsonl", TEXTS[:150])
+    write_jsonl(path / "b" / "second.jsonl", TEXTS[150:])
+    return path
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def documents_of(dataset: Path | str | None, scratch: Path, fraction: float = 0.05) -> dict[str, Dataset]:
+    """``train`` and ``heldout`` documents of ``dataset``."""
+    return split_documents(find_documents(None if dataset is None else str(dataset), "text"), scratch, fraction)
+
+
+def run_python(script: str, **environment: str) -> str:
+    """What ``script`` prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def load_small(cache_dir: Path | None, dataset: Path | str, **options: Any) -> Corpus:
+    """The corpus of ``dataset`` with a small tokenizer in rows of 32 tokens, but for ``options``."""
+    settings = {"tokenizer": None, "sequence_length": 32, "vocab_size": 300, "cache_dir": cache_dir}
+    return load_corpus(str(dataset), **{**settings, **options})
+
+
+def mixed(path: Path) -> Path:
+    write_jsonl(path / "a.jsonl")
+    (path / "readme.md").write_text("text")
+    return path
+
+
+BAD = {
+    "absent": (lambda d: d / "absent.jsonl", r"no such file or folder: .*absent\.jsonl"),
+    "absent folder": (lambda d: f"{d}/absent/", "no such file or folder"),
+    "empty file": (lambda d: written(d / "x.txt", b""), "an empty file"),
+    "empty folder": (lambda d: written(d / "none" / ".keep", b"").parent, "nothing in any file that ends in"),
+    "blank": (lambda d: written(d / "x.txt", b"\n \n"), "0 documents with text"),
+    "one document": (lambda d: write_jsonl(d / "x.jsonl", ["alone"]), "1 document with text"),
+    "not UTF-8": (lambda d: written(d / "x.txt", b"caf\xe9\n" * 99), r"UnicodeDecodeError.*0xe9"),
+    "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "JSON parse error"),
+    "malformed Parquet": (lambda d: written(d / "x.parquet", b"PAR1junk"), "[Pp]arquet"),
+    "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
+    "mixed kinds": (lambda d: mixed(d / "m"), r"json \(a\.jsonl\), text \(readme\.md\)"),
+    "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
+    "tokenised": (lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'), r"input_ids.*\n.*tokenised already"),
+    "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),
+    "too small": (lambda d: write_jsonl(d / "x.jsonl", ["a", "b", "c"]), "tokens in all"),
+}

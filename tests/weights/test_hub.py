@@ -1,0 +1,227 @@
+"""A checkpoint in the hub's format is the start of training: every layout of it, and all that can be wrong with one."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.hub_models import FAMILIES, config_of, place, save_theirs
+from trainer.errors import UserError
+from trainer.layout.load import load_recipe
+from trainer.layout.partition import partition_spec
+from trainer.layout.plan import make_plan
+from trainer.model import meta_model
+from trainer.weights import hub_read
+from trainer.xla import sharding
+from trainer.xla.mesh import build_mesh
+
+LAYOUTS = {"old keys": {}, "new keys": {"save_original_format": False}, "sharded": {"max_shard_size": "60KB"}}
+
+
+def opened(folder, config):
+    return hub_read.open_checkpoint(str(folder), meta_model(config))
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "layer by layer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_on_the_devices_is_that_of_transformers_own_model(tmp_path, family, layout, scan):
+    config = config_of(family)
+    theirs = save_theirs(tmp_path, config, **LAYOUTS[layout])
+    placed = place(family, config, opened(tmp_path, config), scan=scan)
+    for name, parameter in theirs.named_parameters():
+        values = placed.live(name)
+        assert torch.equal(values[tuple(slice(0, size) for size in values.shape)], parameter), name
+    head, embedding = placed.model.get_output_embeddings(), placed.model.get_input_embeddings()
+    assert (head.weight is embedding.weight) == bool(config.tie_word_embeddings)
+    assert all(t.device.type == "xla" for t in [*placed.model.parameters(), *placed.model.buffers()])
+    rebuilt = dict(placed.model.named_buffers())["model.rotary_emb.inv_freq"]
+    assert torch.equal(rebuilt.cpu(), dict(theirs.named_buffers())["model.rotary_emb.inv_freq"])
+
+
+def test_bfloat16_files_are_cast_to_what_weights_are_stored_in(tmp_path):
+    config = config_of("mixtral")
+    theirs = save_theirs(tmp_path, config)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    placed = place("mixtral", config, opened(tmp_path, config))
+    assert {parameter.dtype for parameter in placed.parameters.values()} == {torch.float32}
+    for name, parameter in theirs.named_parameters():
+        values = placed.live(name)
+        assert torch.equal(values[tuple(slice(0, size) for size in values.shape)], parameter.float()), name
+
+
+@pytest.mark.parametrize("layout", ["old keys", "new keys"])
+def test_a_host_with_half_of_the_shards_reads_half_of_the_bytes(tmp_path, layout):
+    config = config_of("mixtral")
+    save_theirs(tmp_path, config, **LAYOUTS[layout])
+    recipe = load_recipe("mixtral_fsdp")
+    mesh, plan = build_mesh(recipe.mesh), make_plan(recipe, meta_model(config), 8)
+    checkpoint = opened(tmp_path, config)
+    sharded = [entry for entry in plan.parameters if math.prod(entry.shape) == 8 * math.prod(entry.local_shape)]
+    assert len(sharded) > 15
+    for entry in sharded:
+        spec = partition_spec(entry.layout, len(entry.shape), tuple(plan.mesh))
+        before, values = checkpoint.bytes_read, checkpoint(entry.name)
+        for device in range(4):
+            values[sharding.shard_slices(entry.name, entry.shape, mesh, spec, device)]
+        assert checkpoint.bytes_read - before == math.prod(entry.shape) * 4 // 2, entry.name
+
+
+def test_the_bar_counts_every_byte_of_the_files_once(tmp_path):
+    config = config_of("mixtral")
+    theirs = save_theirs(tmp_path, config)
+    checkpoint = opened(tmp_path, config)
+    place("mixtral", config, checkpoint)
+    assert checkpoint.bytes_read == checkpoint.total_bytes == sum(p.nbytes for p in theirs.parameters())
+
+
+def test_a_hub_id_is_read_from_the_hubs_cache_without_network(tmp_path, monkeypatch):
+    config = config_of("llama")
+    snapshot = tmp_path / "models--someone--small" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--someone--small" / "refs").mkdir()
+    (tmp_path / "models--someone--small" / "refs" / "main").write_text(snapshot.name)
+    theirs = save_theirs(snapshot, config)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    values = hub_read.open_checkpoint("someone/small", meta_model(config))("model.norm.weight")
+    assert torch.equal(values[(slice(0, 64),)], theirs.model.norm.weight)
+
+
+def test_a_hub_id_that_is_in_no_cache_and_no_network_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"someone/none[\s\S]*the hub did not give its weights"):
+        hub_read.open_checkpoint("someone/none", meta_model(config_of("llama")))
+
+
+def test_tied_weights_may_be_there_once_under_either_name_or_twice_if_they_agree(tmp_path):
+    config = config_of("llama, tied")
+    theirs = save_theirs(tmp_path, config)
+    file, embedding = tmp_path / "model.safetensors", theirs.model.embed_tokens.weight
+    tensors = load_file(file)
+    other = {**tensors, "lm_head.weight": embedding.detach().clone()}
+    alone = {name: tensor for name, tensor in other.items() if name != "model.embed_tokens.weight"}
+    for content in (tensors, other, alone):
+        save_file(content, file)
+        values = opened(tmp_path, config)("model.embed_tokens.weight")
+        assert torch.equal(values[(slice(0, 256), slice(0, 64))], embedding)
+    save_file({**other, "lm_head.weight": embedding.detach() + 1}, file)
+    with pytest.raises(UserError, match=r"lm_head\.weight and model\.embed_tokens\.weight differ"):
+        opened(tmp_path, config)
+
+
+def test_what_transformers_itself_passes_over_is_no_error(tmp_path):
+    config = config_of("llama")
+    save_theirs(tmp_path, config)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    opened(tmp_path, config)
+
+
+def without(*names):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.startswith(names)}
+
+
+BROKEN = {
+    "missing": (without("model.norm", "model.layers.1.mlp"), "4 missing: model.layers.1.mlp.down_proj.weight, "),
+    "many missing": (without("model.layers"), r"27 missing: model.layers.0.[^\n]* and 19 more"),
+    "left over": (lambda t: {**t, "model.layers.7.extra": torch.ones(1)}, "1 left over: model.layers.7.extra"),
+    "misshapen": (
+        lambda t: {**t, "model.norm.weight": torch.ones(65)},
+        r"1 of another shape: model.norm.weight \[65\] where the config says \[64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_tensors_that_do_not_fit_the_config_are_listed(tmp_path, kind):
+    config = config_of("llama")
+    save_theirs(tmp_path, config)
+    change, message = BROKEN[kind]
+    file = tmp_path / "model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 4}, "missing: model.layers.3"),
+        ({"num_hidden_layers": 2}, "left over: model.layers.2"),
+        ({"num_local_experts": 8}, r"experts.down_proj \[4, 64, 128\] where the config says \[8, 64, 128\]"),
+        ({"vocab_size": 512}, "embed_tokens"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_the_weights_is_refused_with_what_differs(tmp_path, change, message):
+    save_theirs(tmp_path, config_of("mixtral"))
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, config_of("mixtral", **change))
+
+
+def test_an_expert_that_lacks_a_matrix_is_said_by_name(tmp_path):
+    save_theirs(tmp_path, config_of("mixtral"))
+    file = tmp_path / "model.safetensors"
+    save_file(without("model.layers.1.block_sparse_moe.experts.2.w1")(load_file(file)), file)
+    with pytest.raises(UserError, match=r"layers.1.mlp.experts.gate_up_proj[\s\S]*do not go together"):
+        opened(tmp_path, config_of("mixtral"))
+
+
+@pytest.mark.parametrize("kept", [-1000, 100, 5, 0], ids=["its end", "its tensors", "its header", "everything"])
+def test_a_truncated_file_is_named(tmp_path, kept):
+    save_theirs(tmp_path, config_of("llama"), max_shard_size="60KB")
+    file = tmp_path / "model-00002-of-00008.safetensors"
+    if not file.exists():
+        file = sorted(tmp_path.glob("model-00002-*"))[0]
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UserError, match=f"{file.name}[\\s\\S]*truncated or corrupt[\\s\\S]*download {file.name} again"):
+        opened(tmp_path, config_of("llama"))
+
+
+def test_a_corrupt_file_or_index_is_named(tmp_path):
+    save_theirs(tmp_path, config_of("llama"), max_shard_size="60KB")
+    file = sorted(tmp_path.glob("model-00003-*"))[0]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:8] + b"#" + whole[9:])
+    with pytest.raises(UserError, match=file.name):
+        opened(tmp_path, config_of("llama"))
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    with pytest.raises(UserError, match="git-lfs pointer"):
+        opened(tmp_path, config_of("llama"))
+    for content in ("{", "[]", "{}", '{"weight_map": 3}'):
+        (tmp_path / hub_read.INDEX).write_text(content)
+        with pytest.raises(UserError, match=hub_read.INDEX):
+            opened(tmp_path, config_of("llama"))
+
+
+def test_an_index_that_names_files_which_are_not_there_is_refused(tmp_path):
+    save_theirs(tmp_path, config_of("llama"), max_shard_size="60KB")
+    count = len({*json.loads((tmp_path / hub_read.INDEX).read_text())["weight_map"].values()})
+    absent = sorted(tmp_path.glob("*.safetensors"))[1]
+    absent.unlink()
+    with pytest.raises(UserError, match=f"names 1 files of {count} that are not there: {absent.name}"):
+        opened(tmp_path, config_of("llama"))
+
+
+def test_pickled_weights_are_refused_unopened_with_how_to_convert_them(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (pytest.fail, ("the pickle was opened",))
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    config_of("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"pytorch_model.bin[\s\S]*runs whatever code[\s\S]*save_pretrained"):
+        opened(tmp_path, config_of("llama"))
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    config = config_of("llama")
+    save_theirs(tmp_path, config)
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UserError, match="quantization_config"):
+        opened(tmp_path, config)

@@ -1,0 +1,58 @@
+"""Weights onto the devices, a layer at a time, from any source; and back from there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.cases import make_batch, make_case, small_config
+from trainer.layout.load import load_recipe
+from trainer.model import meta_model
+from trainer.weights.hub_write import export
+from trainer.weights.live import LiveWeights
+from trainer.weights.sources import seeded_init
+
+
+@pytest.fixture
+def config():
+    return small_config(load_recipe("mixtral_ep"))
+
+
+def whole(values):
+    return values[tuple(slice(0, size) for size in values.shape)]
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "layer by layer"])
+@pytest.mark.parametrize("recipe", ["mixtral_ep", "mixtral_ep_tp", "llama_tp"])
+def test_what_is_placed_comes_back_from_the_devices_under_the_models_own_names(recipe, scan):
+    case = make_case(recipe, scan=scan)
+    live = LiveWeights(case.step.loss.model, case.plan, case.mesh, case.step.parameters)
+    for name, parameter in case.reference.named_parameters():
+        assert (live(name).shape, live(name).dtype) == (tuple(parameter.shape), parameter.dtype)
+        assert torch.equal(whole(live(name)), parameter), name
+
+
+def test_the_exported_model_loads_on_plain_cpu_and_has_the_same_held_out_loss(tmp_path):
+    case = make_case("mixtral_ep")
+    for step in (1, 2, 3):
+        case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3)
+    batch = make_batch(case.config, seed=9)
+    ours = case.evaluation([batch])
+    live = LiveWeights(case.step.loss.model, case.plan, case.mesh, case.step.parameters)
+    export(tmp_path, meta_model(case.config), live)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded(**batch).loss.item() == pytest.approx(ours, rel=1e-4)
+
+
+def test_seeded_init_has_the_models_own_scale_and_depends_on_nothing_but_the_seed(config):
+    one, two, other = (seeded_init(meta_model(config), seed) for seed in (1, 1, 2))
+    names = [name for name, _ in meta_model(config).named_parameters()]
+    values = {name: one(name) for name in reversed(names)}
+    assert all(torch.equal(values[name], two(name)) for name in names)
+    embedding = values["model.embed_tokens.weight"]
+    assert embedding.std().item() == pytest.approx(config.initializer_range, rel=0.1)
+    assert torch.equal(values["model.norm.weight"], torch.ones(64))
+    assert not torch.equal(embedding, other("model.embed_tokens.weight"))
+    layers = [values[f"model.layers.{i}.mlp.experts.down_proj"] for i in range(2)]
+    assert not torch.equal(*layers)

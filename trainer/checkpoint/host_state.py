@@ -1,0 +1,45 @@
+"""What a checkpoint keeps of the host: random generators and versions."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, JSON-able."""
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=False)
+    return {
+        "python": [version, _as_text(np.array(words, dtype=np.uint32)), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": _as_text(legacy["state"]["key"])}},
+        "torch": _as_text(torch.get_rng_state().numpy()),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back as :func:`random_state` found them."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(_as_array(words, np.uint32).tolist()), gauss))
+    legacy = state["numpy"]
+    np.random.set_state({**legacy, "state": {**legacy["state"], "key": _as_array(legacy["state"]["key"], np.uint32)}})
+    torch.set_rng_state(torch.from_numpy(_as_array(state["torch"], np.uint8)))
+
+
+def _as_text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _as_array(text: str, dtype: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a state depends on."""
+    return {name: importlib.metadata.version(name) for name in ("shardwright", "torch", "torch_xla", "transformers")}

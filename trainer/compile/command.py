@@ -1,0 +1,131 @@
+"""A training job compiled for TPUs that are not here: what `scripts/compile.py` and `train.py --compile_only` call."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from trainer.arguments import TrainingArguments, option
+from trainer.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from trainer.compile.report import CompileReport
+    from trainer.compile.search import Tried
+
+
+DOES_NOT_FIT = 3
+
+
+@dataclass
+class CompileArguments:
+    """What to compile for, and what to make of it; the job itself is that of the training options."""
+
+    topology: str | None = option(None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …")
+    slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
+    search: bool = option(
+        False,
+        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches. "
+        "Minutes for each; what was tried is on the page and in the JSON too.",
+    )
+    report: str | None = option(None, "Write the report as an HTML page to this file.")
+    json: str | None = option(None, "Write the report as JSON to this file.")
+    compiler_options: str = option(
+        "",
+        "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
+        "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
+    )
+    compile_timeout: int = option(3600, "Seconds after which a compile is given up.")
+
+
+def main(words: list[str], description: str | None) -> int:
+    """`scripts/compile.py`: training options and compile options from a command line; the exit code."""
+    # Off every accelerator, and modules' names into the compiler's output: both before torch_xla is imported.
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log tells of its own deprecations
+    logging.disable(logging.WARNING)
+    import transformers
+
+    kinds: Any = (TrainingArguments, CompileArguments)
+    parser = transformers.HfArgumentParser(
+        kinds, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    args, options, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        parser.error(f"no option {unknown[0]}; {did_you_mean(unknown[0], known)}--help lists them")
+    transformers.logging.set_verbosity_error()
+    return run(args, options)
+
+
+def run(args: TrainingArguments, options: CompileArguments, console: Console | None = None) -> int:
+    """Compile the step, print and write the report; 0 if it fits, :data:`DOES_NOT_FIT` if not.
+
+    Raises:
+        UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
+    """
+    from trainer.compile.job import CompileJob
+    from trainer.compile.search import search
+    from trainer.compile.terminal import print_report
+
+    console = console or Console()
+    if options.topology is None:
+        raise UserError(
+            asked="a compile for a TPU",
+            found="no --topology",
+            why="how a step is split, and whether it fits, depends on the chips and their links",
+            instead="--topology v5p:4x4x4, or another of libtpu's names",
+        )
+    for path in filter(None, (options.report, options.json)):
+        _check_writable(path)
+    job = CompileJob.of(args, options)
+    with console.status(f"compiling for {options.topology} …"):
+        report = job.compile()
+    print_report(report, console)
+    _write(report, options, job.title, console)
+    if options.search:
+        tried, most = search(job, report, console)
+        _write(report, options, job.title, console, tried, most)
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def _write(
+    report: CompileReport,
+    options: CompileArguments,
+    title: str,
+    console: Console,
+    tried: Sequence[Tried] = (),
+    most: int | None = None,
+) -> None:
+    """The page and the JSON that were asked for; with what a search tried, and the largest batch it saw fit."""
+    from trainer.compile.page import write_page
+
+    if options.report:
+        write_page(report, Path(options.report), title=title, tried=[t.cells for t in tried])
+        console.print(f"page:    {options.report}", highlight=False)
+    if options.json:
+        plain = report.as_json()
+        if most is not None:
+            plain |= {"tried": [dataclasses.asdict(t) for t in tried], "largest_batch": most}
+        Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        console.print(f"json:    {options.json}", highlight=False)
+
+
+def _check_writable(path: str) -> None:
+    """A compile takes minutes: what can't be written is refused before."""
+    parent = Path(path).expanduser().absolute().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+        raise UserError(
+            asked=f"the report in {path}",
+            found=f"{parent} is no folder that can be written" if not parent.is_dir() else f"{path} can't be written",
+            why="it is written after minutes of compiling",
+            instead="a file in a folder that exists",
+        )

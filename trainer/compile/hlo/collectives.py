@@ -1,0 +1,176 @@
+"""Collectives of an HLO module: what kind, over which mesh axes, how many bytes, and on whose behalf.
+
+Bytes are a chip's: the output of an all-gather and an all-to-all, the operand of an all-reduce, a reduce-scatter and a
+collective-permute. *Wire bytes* are what a chip sends over its links when the group of n forms a ring: (n-1)/n of those
+bytes, twice for an all-reduce, all of them for a permute.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from trainer.compile.hlo.text import Computation, Instruction
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+_SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")
+_WRAPPED = re.compile(r"^[a-z]+\((.*)\)$")  # jvp(…), transpose(…)
+_NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: numbered by the lowering
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What collectives are grouped by.
+
+    Args:
+        axis: the mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` for a part of one.
+        module: who asked for it, as far as the compiler's metadata tells.
+        shape: of the operand, without layout; of the output for an all-gather.
+        group: devices in a group.
+        network: ``ici``, or ``dcn`` for what goes between slices.
+    """
+
+    kind: str
+    axis: str
+    module: str
+    shape: str
+    group: int
+    network: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Per chip; ``exposed_bytes`` are the wire bytes for which the schedule has nothing to compute meanwhile."""
+
+    count: float = 0
+    bytes: float = 0
+    wire_bytes: float = 0
+    exposed_bytes: float = 0
+
+    def plus(self, other: Traffic, times: float) -> Traffic:
+        return Traffic(
+            self.count + times * other.count,
+            self.bytes + times * other.bytes,
+            self.wire_bytes + times * other.wire_bytes,
+            self.exposed_bytes + times * other.exposed_bytes,
+        )
+
+
+def collective(
+    computation: Computation, instruction: Instruction, mesh: dict[str, int]
+) -> tuple[Collective, Traffic] | None:
+    """One instruction's, None if it communicates nothing: another opcode, a ``-done``, groups of one.
+
+    All of it is taken to be exposed; the caller knows what runs beside it.
+    """
+    if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
+        return _between_slices(computation, instruction)
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
+    size = sum(leaf.bytes for leaf in operands)
+    sizes = tuple(mesh.values())
+    if kind == "collective-permute":
+        pairs = _pairs(instruction.attribute(r"source_target_pairs=(\{\{.*?\}\})") or "")
+        moving = [(a, b) for a, b in pairs if a != b]
+        if not moving:
+            return None
+        axis, group, wire = _axes_of_pairs(mesh, moving), 2, size * len(moving) / math.prod(sizes)
+    else:
+        groups = replica_groups(instruction.attributes, math.prod(sizes))
+        group = len(groups[0])
+        if group == 1:
+            return None
+        axis = axes_of_group(mesh, groups[0])
+        size *= group if kind == "all-gather" else 1
+        wire = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+    shown = operands if kind != "all-gather" else _gathered(instruction, len(operands))
+    shape = ", ".join(map(str, shown))
+    return Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici"), Traffic(1, size, wire, wire)
+
+
+def _between_slices(computation: Computation, instruction: Instruction) -> tuple[Collective, Traffic]:
+    """The part of a collective that leaves the slice: the compiler makes it a send to the host, which sends it on."""
+    kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
+    leaf = computation.operands(instruction)[0].leaves[0]
+    key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
+    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes)
+
+
+def _gathered(instruction: Instruction, operands: int) -> list[object]:
+    outputs = list(instruction.leaves)
+    return [*outputs[operands : 2 * operands]] if instruction.opcode.endswith("-start") else [*outputs]
+
+
+def module_of(op_name: str) -> str:
+    """The module that an ``op_name`` holds, ``model.layers.*.mlp.experts``; else the operation; else an empty text.
+
+    An op_name is a path of scopes: modules where the lowering named them (recognised by their dots), and the
+    framework's own operations. Both may carry a number at the end, which is left out.
+    """
+    parts = []
+    for part in op_name.split("/"):
+        while match := _WRAPPED.match(part):
+            part = match[1]
+        if part:
+            parts.append(part)
+    modules = [_NUMBER.sub("", part) for part in parts if _SCOPE.match(_NUMBER.sub("", part))]
+    if modules:
+        return modules[-1]
+    backward = any("backward" in part for part in parts)
+    last = next((part for part in reversed(parts) if not _NUMBER.search(part)), "")
+    return f"{last} (backward)" if last and backward and "backward" not in last else last
+
+
+@lru_cache(maxsize=4096)
+def _iota(text: str) -> tuple[tuple[int, ...], ...]:
+    """Groups in the form ``[8,8]<=[64]T(1,0)``: an iota, reshaped, transposed, reshaped again."""
+    match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    assert match is not None, text
+    rows, dims, order = ([int(d) for d in (group or "").split(",") if d] for group in match.groups())
+    ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(rows)
+    return tuple(tuple(int(i) for i in row) for row in ids)
+
+
+def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of device ids among which a collective runs; all devices if it names none."""
+    match = re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\})", attributes)
+    if match is None:
+        return (tuple(range(devices)),)
+    return _iota(match[1]) if match[1].startswith("[") else _pairs(match[1])
+
+
+@lru_cache(maxsize=4096)
+def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
+
+
+def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
+    """The mesh axes along which a group's devices differ; ``within …`` if it holds only some of their devices."""
+    coordinates = np.array(np.unravel_index(np.asarray(group), tuple(mesh.values())))
+    spanned = [axis for axis, row in zip(mesh, coordinates, strict=True) if len(set(row.tolist())) > 1]
+    whole = math.prod(mesh[axis] for axis in spanned) == len(group)
+    return ("" if whole else "within ") + "×".join(spanned)
+
+
+def _axes_of_pairs(mesh: dict[str, int], pairs: Sequence[tuple[int, ...]]) -> str:
+    sizes = tuple(mesh.values())
+    ends = np.array(pairs)
+    changed = np.array(np.unravel_index(ends[:, 0], sizes)) != np.array(np.unravel_index(ends[:, 1], sizes))
+    return "×".join(axis for axis, differs in zip(mesh, changed.any(axis=1), strict=True) if differs)

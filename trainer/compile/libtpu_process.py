@@ -1,0 +1,138 @@
+"""The process that loads libtpu: ``python -m trainer.compile.libtpu_process FOLDER PARENT``. Only trainer.compile.libtpu starts it.
+
+It reads ``step.hlo.pb`` and ``request.json``, and leaves ``result.json`` (memory sizes in bytes, CPU seconds, or the
+compiler's error), ``optimised.hlo.gz`` and ``buffers.txt.gz`` (the compiler's list of what lives at the peak).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
+from jax.experimental import mesh_utils, topologies
+
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
+
+
+def main(folder: Path) -> None:
+    request = json.loads((folder / "request.json").read_text())
+    module = _annotated((folder / "step.hlo.pb").read_bytes(), request)
+    devices = _devices(request)
+    result: dict[str, Any] = {}
+    try:
+        compiled = _compile(module, devices, request["flags"])
+    except jax.errors.JaxRuntimeError as error:
+        result["error"] = str(error)
+        text = _dumped(folder, "after_optimizations.txt")
+    else:
+        sizes = compiled.get_compiled_memory_stats()
+        for size in _SIZES:
+            result[size] = getattr(sizes, f"{size}_size_in_bytes")
+            result[f"host_{size}"] = getattr(sizes, f"host_{size}_size_in_bytes")
+        result["peak"] = sizes.peak_memory_in_bytes
+        text = compiled.hlo_modules()[0].to_string()
+    _write(folder / "optimised.hlo.gz", text)
+    _write(folder / "buffers.txt.gz", _buffers(_dumped(folder, "buffer-assignment.txt")))
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    result["cpu_seconds"] = used.ru_utime + used.ru_stime
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def _annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
+    """The module as MLIR bytecode, its parameters and results with their shardings, donated ones with the output."""
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+        string, index = ir.StringAttr.get, ir.IntegerType.get_signless(32)
+        parameters = []
+        for sharding, output in request["arguments"]:
+            attributes: dict[str, Any] = {"mhlo.sharding": string(sharding)}
+            if output is not None:
+                attributes["tf.aliasing_output"] = ir.IntegerAttr.get(index, output)
+            parameters.append(ir.DictAttr.get(attributes))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(parameters)
+        outputs = [ir.DictAttr.get({"mhlo.sharding": string(s)}) for s in request["outputs"]]
+        main.attributes["res_attrs"] = ir.ArrayAttr.get(outputs)
+        return mlir.module_to_bytecode(module)
+
+
+def _devices(request: dict[str, Any]) -> list[Any]:
+    """The topology's devices in mesh order: as torch_xla's HybridMesh lays a mesh on a real slice."""
+    name, options = request["topology"]
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    described = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)
+    if options["num_slices"] == 1:
+        mesh = mesh_utils.create_device_mesh(request["mesh"], described.devices, allow_split_physical_axes=True)
+    else:
+        inside = [size // factor for size, factor in zip(request["mesh"], request["dcn"], strict=True)]
+        mesh = mesh_utils.create_hybrid_device_mesh(
+            inside, request["dcn"], described.devices, allow_split_physical_axes=True
+        )
+    return list(mesh.ravel())
+
+
+def _compile(module: bytes, devices: list[Any], flags: list[tuple[str, str]]) -> Any:
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array([[device.id for device in devices]]),
+        use_spmd_partitioning=True,
+        env_options_overrides=dict(flags),
+    )
+    return devices[0].client.compile(module, xla_client.DeviceList(tuple(devices)), options)
+
+
+def _dumped(folder: Path, ending: str) -> str:
+    """The last file that libtpu dumped of this ending, empty if there is none."""
+    found = sorted((folder / "dump").glob(f"module_*{ending}"))
+    return found[-1].read_text(errors="replace") if found else ""
+
+
+def _buffers(assignment: str) -> str:
+    """Of the buffer assignment: the allocations, and the buffers in HBM that are alive at the peak, with sizes."""
+    allocations, in_hbm, current = [], set(), False
+    for line in assignment.splitlines():
+        if line.startswith("allocation "):
+            allocations.append(line)
+            current = "color " not in line  # the others are in VMEM, on the host, …
+        elif current and (value := re.match(r" value: <\d+ (\S+) @", line)):
+            in_hbm.add(value[1].removesuffix("{}"))
+    peak = re.search(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n)*)", assignment, re.MULTILINE)
+    alive = [line for line in (peak[1].splitlines() if peak else ()) if _buffer(line) in in_hbm]
+    return "\n".join([*allocations, "peak:", *alive])
+
+
+def _buffer(line: str) -> str:
+    return line.split(":")[0].strip().removesuffix("{}")
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_bytes(gzip.compress(text.encode(), compresslevel=5))
+
+
+def _end_with(parent: int) -> None:
+    """A parent that is killed can't kill its child: Linux does, where it is asked to."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it was too late to ask
+        sys.exit("the parent is gone")
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        _end_with(int(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -1,0 +1,155 @@
+"""What would fit, or fit more: neighbours of a job, each compiled, none guessed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from trainer.compile.job import CompileJob
+from trainer.compile.report import CompileReport
+from trainer.errors import UserError
+from trainer.layout.recipe import Mesh
+from trainer.report.units import size
+from trainer.xla.chips import find_topology
+
+_MOST_TRIES = 12  # of batch sizes: minutes each
+_REMAT = ("none", "save_matmuls", "full", "offload")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One neighbour of a job, compiled; ``refused`` says why where it could not be."""
+
+    what: str
+    fits: bool = False
+    required_bytes: int | None = None
+    cycles_per_token: float | None = None
+    wall_seconds: float | None = None
+    refused: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """For :data:`trainer.compile.summary.TRIED_HEADER`."""
+        return (
+            self.what,
+            "can't be" if self.refused else "yes" if self.fits else "no",
+            size(self.required_bytes) if self.required_bytes is not None else "",
+            f"{self.cycles_per_token:,.0f}" if self.cycles_per_token is not None else "",
+            f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused,
+        )
+
+
+def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[list[Tried], int]:
+    """Compile neighbours of ``job``, printing each as it comes: what was tried, and the largest batch seen to fit.
+
+    A job that does not fit: its remat policies and its meshes at the same batch, then smaller batches. One that does:
+    larger batches.
+    """
+    console.print("\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
+    tried: list[Tried] = []
+
+    def attempt(what: str, other: CompileJob) -> Tried:
+        with console.status(f"compiling {what} …"):
+            result = _try(what, other)
+        tried.append(result)
+        name, fits, *rest = result.cells
+        console.print(f"{name}: {'fits' if fits == 'yes' else fits}: " + ", ".join(filter(None, rest)), highlight=False)
+        return result
+
+    if not report.fits:
+        for what, other in (*_other_remats(job), *_other_meshes(job)):
+            attempt(what, other)
+    limit = report.chip_hbm_bytes
+
+    def needed(result: CompileReport | Tried) -> float | None:
+        """What it requires, on the side of the limit where the compiler's verdict is: its messages round."""
+        if result.required_bytes is None:
+            return None
+        return min(result.required_bytes, limit) if result.fits else max(result.required_bytes, limit + 1)
+
+    most = largest_batch(
+        report.argument_bytes,
+        {job.args.per_device_train_batch_size: needed(report) or 0},
+        limit,
+        lambda rows: needed(attempt(f"{rows} rows a device", _with_batch(job, rows))),
+    )
+    console.print(
+        f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
+        highlight=False,
+    )
+    return tried, most
+
+
+def _try(what: str, job: CompileJob) -> Tried:
+    try:
+        found = job.compile()
+    except UserError as error:
+        return Tried(what, refused=str(error.found))
+    tokens = job.args.per_device_train_batch_size * job.args.sequence_length * job.args.gradient_accumulation_steps
+    cycles = found.estimated_cycles / tokens if found.fits else None
+    return Tried(what, found.fits, found.required_bytes, cycles, found.wall_seconds)
+
+
+def largest_batch(
+    arguments: float, known: Mapping[int, float], limit: float, attempt: Callable[[int], float | None]
+) -> int:
+    """The largest batch a device that was seen to fit; 0: not even one row.
+
+    Memory is close to linear in the batch, but not near the limit, where the compiler spends time to save some. So the
+    next to try is where a line meets the limit; an eighth more, as long as all fits; the middle, after a try that left
+    more than half of what was open.
+
+    Args:
+        arguments: bytes that any batch requires.
+        known: batch → bytes that it requires.
+        limit: bytes there are.
+        attempt: bytes that a batch requires, None if it can't be compiled.
+    """
+    sizes = {0: arguments, **known}
+    middle = False
+    for _ in range(_MOST_TRIES):
+        low = max((batch for batch, needed in sizes.items() if needed <= limit), default=None)
+        if low is None:  # the arguments alone are too large
+            return 0
+        high = min((batch for batch, needed in sizes.items() if needed > limit and batch > low), default=None)
+        if high is not None and high - low == 1:
+            break
+        if high is None:
+            line = (limit - arguments) / max(sizes[low] - arguments, 1) * low
+            batch = max(math.floor(min(line, 8 * low)), low + -(-low // 8))
+        elif middle:
+            batch = (low + high) // 2
+        else:
+            line = low + (limit - sizes[low]) / (sizes[high] - sizes[low]) * (high - low)
+            batch = min(max(math.floor(line), low + 1), high - 1)
+        found = attempt(batch)
+        sizes[batch] = math.inf if found is None else found
+        left = batch - low if sizes[batch] > limit else math.inf if high is None else high - batch
+        middle = high is not None and not middle and 2 * left > high - low
+    return max(batch for batch, needed in sizes.items() if needed <= limit)
+
+
+def _with_batch(job: CompileJob, batch: int) -> CompileJob:
+    return replace(job, args=replace(job.args, per_device_train_batch_size=batch))
+
+
+def _other_remats(job: CompileJob) -> Iterator[tuple[str, CompileJob]]:
+    for remat in _REMAT:
+        if remat != job.recipe.compute.remat:
+            recipe = replace(job.recipe, compute=replace(job.recipe.compute, remat=remat))
+            yield f"remat {remat}", replace(job, recipe=recipe)
+
+
+def _other_meshes(job: CompileJob) -> Iterator[tuple[str, CompileJob]]:
+    """A factor of two moved from one axis to another, within a slice."""
+    mesh = job.recipe.mesh
+    sizes = mesh.ici_sizes(find_topology(str(job.options.topology), job.options.slices).devices)
+    for giver, taker in itertools.permutations(sizes, 2):
+        if sizes[giver] % 2 == 0:
+            moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
+            recipe = replace(job.recipe, mesh=Mesh(dcn=mesh.dcn, **moved))
+            yield "mesh " + " × ".join(f"{axis}={n}" for axis, n in moved.items()), replace(job, recipe=recipe)

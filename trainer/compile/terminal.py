@@ -1,0 +1,63 @@
+"""A CompileReport on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.compile.report import CompileReport
+from trainer.compile.summary import (
+    MODULE_HEADER,
+    ROOFS,
+    ROWS,
+    fact_rows,
+    flag,
+    memory_parts,
+    module_rows,
+    verdict,
+    what_for,
+    where_it_runs,
+)
+from trainer.report.units import size
+
+
+def print_report(report: CompileReport, console: Console) -> None:
+    """The report on a terminal: the verdict, what fills the HBM, the roofline, collectives, buffers."""
+    console.print(Text(verdict(report), style="bold green" if report.fits else "bold red"))
+    console.print(Text(where_it_runs(report)))
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    for what, number in [*((n, size(b)) for n, b in memory_parts(report) if b), *fact_rows(report)]:
+        facts.add_row(Text(what), Text(number))
+    console.print(facts)
+    roofs = Table("roofline (estimate)", "seconds", "", box=None, pad_edge=False)
+    for name, seconds in report.roofline.times.items():
+        roofs.add_row(
+            Text(ROOFS[name]), f"{seconds:,.4f}", "█" * round(30 * seconds / max(report.roofline.seconds, 1e-12))
+        )
+    console.print(roofs)
+    _print_table(
+        console,
+        ("collective", "axis", "a step", "bytes", "sent", "exposed", "for"),
+        [
+            (x.kind, x.axis, f"{x.count:,.0f}", size(x.bytes), size(x.wire_bytes), size(x.exposed_bytes), what_for(x))
+            for x in report.collectives[:ROWS]
+        ],
+    )
+    _print_table(console, MODULE_HEADER, module_rows(report))
+    for line in report.unplanned:
+        console.print(Text(f"unplanned: {flag(line)}", style="yellow"))
+    _print_table(
+        console,
+        ("largest buffers", "of HBM", "shape", "whose"),
+        [(size(b.bytes), f"{b.bytes / report.chip_hbm_bytes:.1%}", b.shape, b.module) for b in report.largest_buffers],
+    )
+
+
+def _print_table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)

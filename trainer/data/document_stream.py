@@ -1,0 +1,114 @@
+"""Where a stream of documents comes from: files or the hub, read part by part (file by file), from any document on."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import datasets
+from datasets import Features, IterableDataset
+
+from trainer.cache import digest
+from trainer.data.documents import text_documents
+from trainer.data.sources import Files, HubDataset, cause, check_text_column, locate, pick_splits, unreadable
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents that are read when they are asked for, and never kept.
+
+    Args:
+        asked: what the user asked for, as errors say it.
+        identity: names the documents, on every machine alike, for a person to read.
+        parts: how many files there are; a folder of text files has one document in each.
+        read: (part, document) -> (what the document is known by, its text) from that document on. Of text files it is
+            the name, of records the text itself.
+        heldout: what the dataset itself holds out.
+    """
+
+    asked: str
+    identity: str
+    parts: int
+    read: Callable[[int, int], Iterator[tuple[str, str | None]]]
+    heldout: Stream | None = None
+
+    def documents(self) -> Iterator[tuple[str, str | None]]:
+        """All of them, part after part."""
+        return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
+
+
+def find_stream(dataset: str | None, text_column: str) -> Stream:
+    """The stream that ``--dataset`` names; None is the standard library. The first documents are looked at.
+
+    Raises:
+        UserError: nothing is there, or nothing to read, or no column of text. ``read`` raises it where a stream breaks.
+    """
+    where = locate(dataset)
+    if isinstance(where, Files) and where.kind == "text":
+        names = list(where.files)
+        return Stream(
+            where.asked,
+            _identity(where),
+            len(names),
+            lambda part, document: itertools.islice(text_documents(where, names[part]), document, None),
+        )
+    try:
+        splits, identity = _open(where)
+    except Exception as error:  # offline, not found, malformed, …: of many types
+        raise unreadable(where, error) from error
+    train, heldout = pick_splits(splits, where.asked)
+    streams = [_records(where, splits[name], text_column, identity) for name in [train, *heldout]]
+    return streams[0] if len(streams) == 1 else Stream(**{**vars(streams[0]), "heldout": streams[1]})
+
+
+def _identity(where: Files) -> str:
+    """Of the files' names and sizes: a copy on another machine is the same data."""
+    sizes = {name: path.stat().st_size for name, path in where.files.items()}
+    return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
+
+
+def _open(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:
+    """The splits of records, by name, and what names them."""
+    if isinstance(where, Files):
+        with tempfile.TemporaryDirectory() as cache:  # the builder makes it and leaves nothing in it
+            builder = datasets.load_dataset_builder(where.kind, data_files=where.by_split(), cache_dir=cache)
+            return builder.as_streaming_dataset(), _identity(where)
+    builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
+    # of a dataset on the hub `datasets` takes the commit for the hash
+    identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
+    return builder.as_streaming_dataset(), identity
+
+
+def _records(where: Files | HubDataset, split: IterableDataset, text_column: str, identity: str) -> Stream:
+    try:
+        columns = split.features or _columns_of(split)
+    except Exception as error:
+        raise unreadable(where, error) from error
+    check_text_column(columns, text_column, where.asked)
+
+    def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
+        # `skip` is exact in every kind of file (the tests count), and drops whole Arrow tables unconverted
+        records = split.select_columns(text_column).shard(split.num_shards, part).skip(document)
+        try:
+            for record in records:
+                yield record[text_column] or "", record[text_column]
+        except Exception as error:  # what a network or a file can do: of many types
+            raise UserError(
+                asked=f"{where.asked}: documents of its part {part + 1} of {split.num_shards}",
+                found=cause(error),
+                why="the stream broke off; what was trained on is in the last checkpoint",
+                instead="the same command with --resume_from_checkpoint latest, when the data can be read again",
+            ) from error
+
+    return Stream(where.asked, f"{identity}, {text_column}", split.num_shards, read)
+
+
+def _columns_of(split: IterableDataset) -> Features:
+    """What `datasets` does not say of a file that it has not read, such as a JSON array."""
+    first = next(iter(split), None)
+    if first is None:
+        raise ValueError("no records")
+    return datasets.Dataset.from_list([first]).features

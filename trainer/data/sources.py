@@ -1,0 +1,174 @@
+"""Where text comes from: the standard library, local files or the hub, as documents to train on and held-out ones."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from trainer.errors import UserError
+
+SUFFIXES = {
+    "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
+    "json": [".json", ".jsonl"],
+    "parquet": [".parquet"],
+}
+
+
+KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is left alone
+STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files of one kind, by their path under the dataset's folder and sorted by it."""
+
+    asked: str
+    files: Mapping[str, Path]
+    kind: str
+    is_folder: bool = True
+    skip_undecodable: bool = False
+
+    def by_split(self) -> dict[str, list[str]]:
+        """Paths of the files of each split; in a folder, the names of files say their splits as they do on the hub."""
+        paths: dict[str, list[str]] = {}
+        for name, path in self.files.items():
+            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(str(path))
+        return paths
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub: ``id``, ``id:configuration``, ``id@revision`` or ``id@revision:configuration``."""
+
+    asked: str
+    name: str
+    revision: str | None
+    configuration: str | None
+
+
+def locate(dataset: str | None) -> Files | HubDataset:
+    """What ``--dataset`` names; None is the standard library. Nothing is read.
+
+    Raises:
+        UserError: nothing is there, or nothing to read.
+    """
+    if dataset is None:
+        files = _files(Path(os.__file__).parent, "*.py", STDLIB_LEFT_OUT)
+        return Files("the standard library", files, "text", skip_undecodable=True)
+    asked, path = f"--dataset {dataset}", Path(dataset).expanduser()
+    if path.exists():
+        return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
+    if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
+        raise UserError(
+            asked=asked,
+            found=f"no such file or folder: {path.absolute()}",
+            why="it looks like a path, and nothing lies there",
+            instead="the path of a text, JSON-lines or Parquet file or folder, or a hub id: roneneldan/TinyStories",
+        )
+    place, _, configuration = dataset.partition(":")
+    name, _, revision = place.partition("@")
+    return HubDataset(asked, name, revision or None, configuration or None)
+
+
+def _files(root: Path, pattern: str, left_out: set[str]) -> dict[str, Path]:
+    """Files under ``root`` by their path relative to it and sorted by it, but hidden ones and those in ``left_out``."""
+    files = {}
+    for path in root.rglob(pattern):
+        parts = path.relative_to(root).parts
+        if not left_out.intersection(parts) and not any(part.startswith(".") for part in parts) and path.is_file():
+            files["/".join(parts)] = path
+    return dict(sorted(files.items()))
+
+
+def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
+    """The files at ``path`` and the one kind that they are of; a file that was named itself may have any suffix."""
+    if path.is_file():
+        files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
+    else:
+        files = {name: file for name, file in _files(path, "*", set()).items() if file.suffix.lower() in KIND_OF}
+        kinds = {KIND_OF[file.suffix.lower()]: name for name, file in files.items()}
+    if len(kinds) > 1:
+        raise UserError(
+            asked=asked,
+            found="files of several kinds: " + ", ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items())),
+            why="which of them hold the text to train on can't be told",
+            instead="a folder with files of one kind, or the path of one file",
+        )
+    if not any(file.stat().st_size for file in files.values()):
+        raise UserError(
+            asked=asked,
+            found="an empty file" if path.is_file() else f"nothing in any file that ends in {', '.join(KIND_OF)}",
+            why="there is no text to train on",
+            instead="a text, JSON-lines or Parquet file, or a folder of such files",
+        )
+    return files, next(iter(kinds))
+
+
+def _split_of(name: str) -> str:
+    """The split of a file in a dataset folder, such as ``test-00000-of-00001.parquet`` or ``validation/1.jsonl``."""
+    match = re.match(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])", name.lower())
+    return match[1] if match else "train"
+
+
+def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
+    """The error of records that `datasets` can't open."""
+    if isinstance(where, Files):
+        return UserError(
+            asked=where.asked,
+            found=cause(error),
+            why=f"it can't be read as {where.kind}",
+            instead="files with one JSON object a line (.jsonl), or Parquet files",
+        )
+    return UserError(
+        asked=where.asked,
+        found=cause(error),
+        why=f"no file or folder is called that, and the hub gives no dataset {where.name}",
+        instead="an existing path, or the id of a hub dataset that this machine can reach or has in its cache "
+        "(id:configuration where it has several), such as roneneldan/TinyStories",
+    )
+
+
+def cause(error: Exception) -> str:
+    """What went wrong: `datasets` wraps it in an error that only says that it failed."""
+    inner = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+    return f"{type(inner or error).__name__}: {inner or error}"
+
+
+def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
+    """The split to train on, and the one to hold out if there is one.
+
+    Raises:
+        UserError: which is to be trained on can't be told.
+    """
+    train = next(iter(names)) if len(names) == 1 else "train"
+    if train not in names:
+        raise UserError(
+            asked=asked,
+            found=f"the splits {', '.join(names)}",
+            why="none of them is called train",
+            instead="a dataset with a split called train, or the path of one of its files",
+        )
+    return train, [name for name in HELDOUT_SPLITS if name in names and name != train][:1]
+
+
+def check_text_column(columns: Mapping[str, Any], text_column: str, asked: str) -> None:
+    """Refuse ``columns`` (name -> feature) in which ``text_column`` is not one of strings.
+
+    Raises:
+        UserError: lists the columns.
+    """
+    if getattr(columns.get(text_column), "dtype", None) not in ("string", "large_string"):
+        tokenised = "; what is tokenised already can't be used" if "input_ids" in columns else ""
+        raise UserError(
+            asked=f"{asked}: the text in its column {text_column!r}",
+            found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
+            why=f"there is no such column of text{tokenised}",
+            instead="--text_column with the name of a column of strings",
+        )

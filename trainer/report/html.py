@@ -1,0 +1,75 @@
+"""Pieces of an HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+
+def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    longest = max((value for _, value, _ in rows), default=0) or 1
+    cells = "".join(
+        f'<tr><th>{escape(name)}</th><td class="bar"><svg width="100%" height="14">'
+        f'<rect class="c0" width="{100 * value / longest:.2f}%" height="14"/></svg></td>'
+        f'<td class="n">{escape(text)}</td></tr>'
+        for name, value, text in rows
+    )
+    return f"<table>{cells}</table>" if rows else "<p>None.</p>"
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
+    """``numbers``: so many leading columns are right-aligned."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        kind = (' class="n"' if number < numbers else "" for number in range(len(row)))
+        return "".join(f"<{tag}{c}>{escape(cell)}</{tag}>" for cell, c in zip(row, kind, strict=True))
+
+    lines = [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
+    if any(header):
+        lines.insert(0, f"<tr>{cells(header, 'th')}</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+_LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c")
+_DARK = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8")
+
+
+def _variables(colors: Sequence[str]) -> str:
+    return "".join(f"--c{number}: {color}; " for number, color in enumerate(colors))
+
+
+STYLE = (
+    """
+:root { color-scheme: light dark; --ink: #1d2126; --paper: #fdfdfc; --line: #d5d9de;
+  --good: #1a7f4b; --bad: #b3261e; --flag: #8a5a00; LIGHT}
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #16191d; --line: #3a4048;
+  --good: #5fd38d; --bad: #ff8a80; --flag: #f2c14e; DARK} }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.3rem; }
+h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+.verdict { font-size: 1.5rem; font-weight: 600; margin: .2rem 0; }
+.good { color: var(--good); }
+.bad { color: var(--bad); }
+.flag { color: var(--flag); margin: .2rem 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; font-weight: normal; padding: .2rem .8rem .2rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+.wide tr:first-child > th { font-weight: 600; }
+th.n, td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.bar { width: 55%; }
+.legend span { margin-right: 1.2rem; white-space: nowrap; }
+.legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .3rem; }
+.limit { fill: var(--ink); }
+.frame { fill: none; stroke: var(--line); }
+pre { overflow-x: auto; font-size: .85rem; }
+""".replace("LIGHT", _variables(_LIGHT)).replace("DARK", _variables(_DARK))
+    + "".join(f".c{n} {{ fill: var(--c{n}); }} .k{n} {{ background: var(--c{n}); }}\n" for n in range(len(_LIGHT)))
+)
+
+
+HEAD = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    "<title>{title}</title><style>{style}</style>"
+)

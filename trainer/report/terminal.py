@@ -1,0 +1,86 @@
+"""What a person sees of a run: the progress bar, the log lines, the loss curve, the closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from transformers import TrainerCallback
+
+# log key -> how a person reads it
+_FORMATS = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "held-out loss {:.4f}",
+    "learning_rate": "lr {:.3g}",
+    "grad_norm": "grad norm {:.3f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "dropped_fraction": "dropped {:.2%}",
+    "compiles": "{} compiles",
+    "save_pause": "save pause {:.3f} s",
+    "saved_step": "checkpoint-{} written",
+    "save_bytes": "{:,} bytes",
+    "save_seconds": "in {:.2f} s",
+}
+
+
+class ProgressCallback(TrainerCallback):
+    """A live bar (step, loss, tokens/s, time left) on a terminal; a line at each logging step everywhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress: Progress | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            expand=True,
+        )
+        self.task = self.progress.add_task(
+            "train", total=state.max_steps, completed=state.global_step, numbers="compiling the step …"
+        )
+        self.first_step = state.global_step + 1
+        self.progress.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.progress is not None:
+            if state.global_step == self.first_step:  # compiled
+                self.progress.update(self.task, numbers="")
+            self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        text = "  ".join(form.format(logs[key]) for key, form in _FORMATS.items() if logs.get(key) is not None)
+        self.console.print(f"step {state.global_step:>6}  {text}", highlight=False, soft_wrap=True)
+        if self.progress is not None and "loss" in logs:
+            numbers = f"loss {logs['loss']:.3f}  {logs['tokens_per_second']:,.0f} tokens/s"
+            self.progress.update(self.task, numbers=numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+
+def closing_table(rows: Sequence[tuple[str, str]]) -> Table:
+    """Two columns: what, and how much."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for what, value in rows:
+        table.add_row(what, value)
+    return table

@@ -1,0 +1,69 @@
+"""The model's loss on one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
+from transformers import PreTrainedModel
+
+from models import partial_gradients, side_outputs
+from models.attention.interface import masks_without_reads
+from models.local_ops import LocalOps
+from trainer.step.reduction import PartialGradient
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Loss:
+    """The model's loss on one micro-batch, its parameters cast and laid out just before use.
+
+    Args:
+        prepare: (name, parameter) -> what the forward uses, by name; for parameters that the layer stack leaves alone.
+        inside: names of the parameters that the layer stack prepares.
+        partials: name -> partial gradient, of the parameters whose gradient is reduced once a step.
+        router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prepare: Callable[[str, torch.Tensor], Tensors],
+        inside: frozenset[str],
+        partials: Mapping[str, PartialGradient],
+        router_loss: bool,
+    ) -> None:
+        self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
+        self.router_loss = router_loss
+
+    def __call__(
+        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, *, training: bool
+    ) -> tuple[torch.Tensor, Tensors]:
+        """The loss summed over scored targets and divided by ``tokens``; the mean of each metric that layers record.
+
+        Args:
+            parameters: by name; the leaves of partial gradients too, where these are wanted.
+        """
+        self.model.train(training)
+        prepared: Tensors = {}
+        for name, parameter in parameters.items():
+            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
+        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens, "use_cache": False}
+        if hasattr(self.model.config, "output_router_logits"):
+            inputs["output_router_logits"] = self.router_loss and training
+        packed = "segment_ids" in batch
+        if self.router_loss and training and packed:  # it leaves padding out, by a mask of one layer's tokens
+            inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
+        with LocalOps(), masks_without_reads(), side_outputs.joined(*([] if packed else ["router_logits"])):
+            output, recorded = side_outputs.collect_metrics(
+                lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
+            )
+        return output.loss, {name: torch.cat(values).mean() for name, values in recorded.items()}
+
+
+def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """How many targets of ``labels`` [..., S] are scored: the first is never a target, -100 is ignored; a 0-d float."""
+    return (labels[..., 1:] != -100).to(torch.float32).sum()

@@ -1,0 +1,240 @@
+"""TrainStep: forward, backward, gradient layout, accumulation, clipping and AdamW as one XLA computation.
+
+Nothing in it reads the device: the learning rate and the step count go in as data, the metrics stay on the device until
+`read_metrics`, and a loss that is not finite turns the update into a no-op on the device itself, so that the last good
+state is kept even though the host hears of it only at the next logging step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+
+# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
+from torch_xla.experimental.scan import _scan_impl_pytree
+
+from models import scopes
+from trainer.arrays import Array
+from trainer.layout.partition import PartitionSpec
+from trainer.step.compile_guard import CompileGuard
+from trainer.step.loss import Loss, Tensors, scored_tokens
+from trainer.step.optimizer import AdamW, clip_factor, global_norm
+from trainer.xla import sharding
+from trainer.xla.batch import batch_spec, place_batch
+from trainer.xla.runtime import run_now
+
+Specs = Mapping[str, PartitionSpec]
+MOMENTS = ("first moment", "second moment")
+METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What the device has gathered since the last reading.
+
+    Args:
+        loss: mean over the steps since then; nats a token, auxiliary loss included.
+        grad_norm: of the last step, before clipping.
+        dropped_fraction: (token, choice) pairs that no expert had room for, mean over layers and steps; None where no
+            layer has a capacity.
+        steps: optimizer steps since the last reading.
+        bad_step: the first step whose loss or gradient norm was not finite; 0 if none was.
+    """
+
+    loss: float
+    grad_norm: float
+    dropped_fraction: float | None
+    steps: int
+    bad_step: int
+
+
+class TrainStep:
+    """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
+
+    Args:
+        parameters: name -> placed parameter, the very tensors that ``loss`` trains.
+        specs: name -> partition spec of the parameter, its gradient and its two moments.
+        accumulation: micro-batches a step.
+        moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
+        restored: values of moments and metrics by their names in :attr:`state`; default: zeros.
+        seed: with the step's number, the seed of what is random on the device (dropout).
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        parameters: Tensors,
+        specs: Specs,
+        mesh: xs.Mesh,
+        batch_axes: tuple[str, ...],
+        optimizer: AdamW,
+        *,
+        accumulation: int,
+        max_grad_norm: float,
+        moment_dtype: torch.dtype = torch.float32,
+        restored: Callable[[str], Array] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.seed = seed
+        self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
+        self.specs = {**specs, **{name: partial.spec for name, partial in loss.partials.items()}}
+        self.optimizer, self.accumulation, self.max_grad_norm = optimizer, accumulation, max_grad_norm
+        # created sharded: left to the first step they would appear replicated, or move the weights
+        self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for parameter_name, parameter in parameters.items():
+            first, second = (
+                sharding.place(name, restored(name), mesh, specs[parameter_name], moment_dtype)
+                if restored
+                else sharding.zeros(name, parameter, moment_dtype, mesh, specs[parameter_name])
+                for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
+            )
+            self.moments[parameter_name] = first, second
+        metrics = restored("metrics") if restored else torch.zeros(len(METRICS))
+        self.metrics = sharding.place("metrics", metrics, mesh, (None,))
+        self.guard = CompileGuard("train step", expected=1)
+        self.metrics_read = True  # so the next step begins a new mean
+
+    def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
+        """Run step number ``step`` (from 1) on host tensors of [rows, ...], rows = micro-batch rows x accumulation."""
+        self.guard.before(batch)
+        # Without it torch_xla derives each step's seed in the graph, from the one before: it grows, and compiles anew.
+        # Above 1, since those two numbers become part of the graph.
+        xm.set_rng_state(2 + zlib.crc32(f"{self.seed}/{step}".encode()))
+        placed = self.trace(batch, step=step, learning_rate=learning_rate)
+        if self.guard.first:
+            planned = {name: batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
+            sharding.check_placed(placed, self.mesh, planned)
+        self.metrics_read = False
+        run_now(list(self.state.values()))
+        self.guard.after()
+
+    @property
+    def state(self) -> Tensors:
+        """Everything that a step replaces, by name: parameters, moments, metrics."""
+        moments = {
+            f"{name} {moment}": tensor
+            for name, both in self.moments.items()
+            for moment, tensor in zip(MOMENTS, both, strict=True)
+        }
+        return {**self.parameters, **moments, "metrics": self.metrics}
+
+    def trace(self, batch: Tensors, *, step: int, learning_rate: float) -> Tensors:
+        """Build the step's graph, which ends in :attr:`state`, and run nothing; returns the batch as placed."""
+        scalars = torch.tensor([learning_rate, float(step), float(self.metrics_read)])
+        placed = place_batch(
+            {name: _by_micro_batch(t, self.accumulation) for name, t in batch.items()}, self.mesh, self.batch_axes
+        )
+        self._trace(placed, sharding.place("scalars", scalars, self.mesh, (None,)))
+        return placed
+
+    def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
+        """Fetch the metrics: the one device-to-host transfer of a run, on logging steps; the means begin anew."""
+        loss, grad_norm, dropped, steps, bad_step = self.metrics.cpu().tolist()
+        self.metrics_read |= and_begin_anew
+        count = max(int(steps), 1)
+        return StepMetrics(
+            loss=loss / count,
+            grad_norm=grad_norm,
+            dropped_fraction=None if dropped < 0 else dropped / count,
+            steps=int(steps),
+            bad_step=int(bad_step),
+        )
+
+    def _trace(self, batch: Tensors, scalars: torch.Tensor) -> None:
+        learning_rate, step, fresh = scalars.unbind()
+        loss, gradients, recorded = self.loss_and_gradients(batch)
+        norm = global_norm(gradients.values())
+        loss_sum, _, dropped_sum, steps, bad_step = self.metrics.unbind()
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        good = finite & (bad_step == 0)
+        factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else torch.ones_like(norm)
+        with torch.no_grad(), scopes.scope("optimizer"):
+            for name, parameter in self.parameters.items():
+                gradient = gradients[name].to(torch.float32) * factor
+                updated, moments = self.optimizer.update(
+                    name, parameter, gradient, self.moments[name], learning_rate, step
+                )
+                olds = (parameter, *self.moments[name])
+                for old, new in zip(olds, (updated, *moments), strict=True):
+                    kept = torch.where(good, new.to(old.dtype), old)
+                    kept = sharding.constrain(kept, self.mesh, self.specs[name])
+                    old.copy_(kept)
+            loss_sum, dropped_sum, steps = (
+                torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)
+            )
+            dropped = recorded.get("dropped_fraction", -torch.ones_like(loss))
+            values = (
+                loss_sum + loss,
+                norm,
+                dropped_sum + dropped,
+                steps + 1,
+                torch.where(good | (bad_step != 0), bad_step, step),
+            )
+            self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
+
+    def loss_and_gradients(self, batch: Tensors) -> tuple[torch.Tensor, Tensors, Tensors]:
+        """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...]."""
+        count = self.accumulation
+        # mean over micro-batches of sum/(tokens/count): tokens weigh equally whichever micro-batch they are in, and an
+        # auxiliary loss, a mean already, is averaged
+        tokens = scored_tokens(batch["labels"]) / count
+        if count == 1:
+            return self._micro_batch(self.parameters, {k: t.squeeze(1) for k, t in batch.items()}, tokens)
+
+        partials = self.loss.partials
+        found: set[str] = set()
+
+        def zero_partials() -> Tensors:
+            return {k: partial.zeros(self.parameters[partial.parameter]) for k, partial in partials.items()}
+
+        def body(carry: Any, micro_batch: Tensors) -> tuple[Any, Any]:
+            loss_sum, tokens, sums, parameters = carry
+            loss, gradients, recorded = self._micro_batch(parameters | zero_partials(), micro_batch, tokens)
+            found.update(gradients)
+            sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
+            return (loss_sum + loss / count, tokens, sums, parameters), recorded
+
+        # parameters go in through the carry: what the loop closes over is copied, and the old state was not donated
+        current = {k: p.detach() for k, p in self.parameters.items()}
+        zeros = {k: torch.zeros_like(p) for k, p in current.items()} | zero_partials()
+        zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
+        init = (torch.zeros((), device=tokens.device), tokens, zeros, current)
+        (loss, _, sums, _), recorded = _scan_impl_pytree(body, init, {k: t.transpose(0, 1) for k, t in batch.items()})
+        gradients = {k: sums[k] for k in current}
+        for k, partial in partials.items():
+            if k in found:  # here, once a step, gradients cross devices
+                gradients[partial.parameter] = gradients[partial.parameter] + partial.total(sums[k])
+        gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
+        return loss, gradients, {name: values.mean() for name, values in recorded.items()}
+
+    def _micro_batch(
+        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, Tensors, Tensors]:
+        with torch.enable_grad():
+            leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+            loss, recorded = self.loss(leaves, batch, tokens, training=True)
+            # a parameter has no gradient of its own where all of it is partial
+            # on this thread: a scope is a thread's own
+            with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
+                found = torch.autograd.grad(
+                    loss, list(leaves.values()), allow_unused=len(leaves) > len(self.parameters)
+                )
+        gradients = {k: self._constrain_gradient(k, g) for k, g in zip(leaves, found, strict=True) if g is not None}
+        return loss.detach(), gradients, recorded
+
+    def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return sharding.constrain(gradient, self.mesh, self.specs[name])
+
+
+def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """[rows*count, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split.
+
+    Neighbours go to different micro-batches, so that a process's share of the global batch is one of each of them.
+    """
+    return tensor.reshape(-1, count, *tensor.shape[1:]) if tensor.dim() else tensor

@@ -1,0 +1,78 @@
+"""Batches on the mesh: each tensor's rows over the batch axes, whatever its rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch_xla.distributed.spmd as xs
+
+from trainer.arrays import Slices
+from trainer.errors import UserError
+from trainer.layout.partition import PartitionSpec
+from trainer.xla.mesh import AbstractMesh, local_devices
+from trainer.xla.sharding import place, shard_slices
+
+
+def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
+    """The layout of a batch tensor of any rank: dimension 0 over the batch axes, the rest (and scalars) replicated."""
+    return (tuple(batch_axes), *([None] * (rank - 1))) if rank else ()
+
+
+def place_batch(batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Move a batch of tensors of mixed rank to the devices, each as :func:`batch_spec` says.
+
+    Of several processes each gives its rows alone, those that :func:`batch_share` says.
+    """
+    index, count = batch_share(mesh, batch_axes)
+    return {
+        name: place(name, t if count == 1 or not t.dim() else HostRows(name, t, index, count), mesh, spec)
+        for name, t in batch.items()
+        for spec in [batch_spec(t.dim(), batch_axes)]
+    }
+
+
+class HostRows:
+    """A batch tensor [rows, ...] of which this process holds share number ``index`` of ``count``; see :class:`Array`.
+
+    Raises:
+        UserError: reading rows that another process holds.
+    """
+
+    def __init__(self, name: str, held: torch.Tensor, index: int, count: int) -> None:
+        self.name, self.held, self.first = name, held, index * len(held)
+        self.shape, self.dtype = (count * len(held), *held.shape[1:]), held.dtype
+
+    def __getitem__(self, where: Slices) -> torch.Tensor:
+        first, last, _ = where[0].indices(self.shape[0])
+        if first < self.first or last > self.first + len(self.held):
+            raise UserError(
+                asked=f"rows {first} to {last - 1} of {self.name}",
+                found=f"this process holds rows {self.first} to {self.first + len(self.held) - 1}",
+                why="each process reads its own share of the global batch and no other",
+                instead="the share that trainer.xla.batch.batch_share gives for this mesh",
+            )
+        return self.held[(slice(first - self.first, last - self.first), *where[1:])]
+
+
+def batch_share(mesh: xs.Mesh, batch_axes: Sequence[str], devices: Sequence[int] | None = None) -> tuple[int, int]:
+    """(index, count): which of ``count`` equal shares of a batch's rows ``devices`` need; (0, 1) is all of it.
+
+    Processes that hold replicas of the same rows get the same share, and one whose devices need no whole share, as the
+    mesh lies, gets them all.
+
+    Args:
+        devices: numbers in the mesh; default: this process's.
+    """
+    if devices is None:
+        if isinstance(mesh, AbstractMesh):  # which no process has devices of
+            return 0, 1
+        devices = local_devices()
+    parts = math.prod(mesh.shape()[axis] for axis in batch_axes)
+    spec = batch_spec(1, batch_axes)
+    needed = sorted({shard_slices("rows", (parts,), mesh, spec, device)[0].start for device in devices})
+    first, held = needed[0], len(needed)
+    if needed != list(range(first, first + held)) or first % held or parts % held:
+        return 0, 1
+    return first // held, parts // held

@@ -1,0 +1,181 @@
+"""TPU generations and their slices: what a chip can do, and what libtpu must be told to compile for one.
+
+A name is libtpu's: ``v5p:4x4x4``, generation and chips along each dimension. The generations are those that libtpu
+0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import UserError, did_you_mean
+
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peaks of one chip.
+
+    Args:
+        libtpu: how libtpu calls the generation.
+        config: libtpu's chip configuration; megacore makes one device of a chip's two cores. None: its default.
+        flops: bf16 multiply-adds × 2 a second.
+        hbm_bytes: what a program can use, of the size less what the system reserves: as libtpu 0.0.21's out-of-memory
+            errors tell both.
+        hbm_bandwidth: bytes/s.
+        links, link_bandwidth: ICI links, and bytes/s each way of each.
+        dcn_bandwidth: bytes/s a chip to other slices.
+        clock: Hz, of the compiler's estimated cycles: flops over the multiply-adds × 2 a cycle of all its MXUs.
+        pod: the largest slice.
+    """
+
+    name: str
+    libtpu: str
+    config: str | None
+    flops: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+    links: int
+    link_bandwidth: float
+    dcn_bandwidth: float
+    clock: float
+    pod: tuple[int, ...]
+
+    def missing_flags(self, given: str) -> dict[str, str]:
+        """What a run on this chip adds to ``given``, the text of LIBTPU_INIT_ARGS: compiler flag → value."""
+        named = {word.lstrip("-").partition("=")[0] for word in given.split()}
+        return {name: value for name, value in FLAGS[self.name].items() if name not in named}
+
+    @property
+    def ici_bandwidth(self) -> float:
+        """Bytes/s that a chip can send over all of its links together."""
+        return self.links * self.link_bandwidth
+
+
+# FLOPs, HBM bandwidth, ICI: https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e (ICI of the last three: 400,
+# 1,200 and 800 GB/s a chip, both ways together); v4's links: https://arxiv.org/abs/2304.01433.
+# DCN: the same pages, 50 Gbps a chip of v5p, 6.4 and 25.6 Tbps a pod of 256 v5e and v6e; v4's:
+# https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
+# 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", "v4", "megacore", 275e12, 32 * _GIB - 1280 * _MIB, 1200e9, 6, 50e9, 6.25e9, 1.05e9, (16, 16, 16)),
+        Chip("v5e", "v5e", None, 197e12, 16 * _GIB - 258 * _MIB, 819e9, 4, 50e9, 3.125e9, 1.5e9, (16, 16)),
+        Chip("v5p", "v5", "megacore", 459e12, 96 * _GIB - 263 * _MIB, 2765e9, 6, 100e9, 6.25e9, 1.75e9, (16, 16, 24)),
+        Chip("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16)),
+    )
+}
+
+
+# What torch_xla 2.9 puts into LIBTPU_INIT_ARGS on a TPU host (torch_xla/__init__.py, _setup_libtpu_flags): with it, a
+# compile here is the one there.
+_TORCH_XLA = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+
+
+_TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true", **_TORCH_XLA}
+# Ours: docs/tpu.md, "Compiler flags", tells what they change, and what was tried beside them.
+_EXCHANGE = {"xla_tpu_enable_async_all_to_all": "true"}
+_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+# Chip → compiler flags that a run sets there, and a compile for it, unless the user did.
+FLAGS: dict[str, dict[str, str]] = {
+    "v4": _TORCH_XLA,
+    "v5e": _TORCH_XLA_V5 | _VMEM,
+    "v5p": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
+    "v6e": _TORCH_XLA,
+}
+
+
+# Slices smaller than a cube (v4, v5p) and all there are (v5e, v6e): the pages above.
+_SMALL = {3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), 2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One slice's chips, times ``slices`` joined by DCN."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape) * self.slices
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """Which dimensions have links that close the ring.
+
+        v4 and v5p slices of whole 4×4×4 cubes are joined by optical switches in all three; v5e and v6e have them where
+        a dimension is as long as the pod.
+        """
+        if len(self.shape) == 3:
+            return (all(size % 4 == 0 for size in self.shape),) * 3
+        return (*(size == pod for size, pod in zip(self.shape, self.chip.pod, strict=True)), False)
+
+    def libtpu(self) -> tuple[str, dict[str, Any]]:
+        """Name and options for ``jax.experimental.topologies.get_topology_desc``."""
+        options: dict[str, Any] = {
+            "chips_per_host_bounds": (1, 1, 1) if math.prod(self.shape) == 1 else (2, 2, 1),
+            "num_slices": self.slices,
+            "wrap": self.wrap,
+        }
+        if self.chip.config is not None:
+            options["chip_config_name"] = self.chip.config
+        return f"{self.chip.libtpu}:{'x'.join(map(str, self.shape))}", options
+
+
+def topologies(chip: Chip) -> list[Topology]:
+    """The slices of a generation, small ones first: as rented, and whole cubes up to the pod, dimensions ascending."""
+    shapes = [*_SMALL[len(chip.pod)]]
+    if len(chip.pod) == 3:
+        longest = max(chip.pod)
+        cubes = itertools.combinations_with_replacement(range(4, longest + 1, 4), 3)
+        shapes += [c for c in cubes if all(a <= b for a, b in zip(c, chip.pod, strict=True))]
+    else:
+        shapes.append(chip.pod)  # type: ignore[arg-type]
+    return [Topology(chip, shape) for shape in sorted(shapes, key=lambda s: (math.prod(s), s))]
+
+
+def find_topology(name: str, slices: int = 1) -> Topology:
+    """The topology called ``name``, ``slices`` times.
+
+    Raises:
+        UserError: there is none of that name; it lists those there are, the nearest first.
+    """
+    if slices < 1:
+        raise UserError(
+            asked=f"{slices} slices of {name}",
+            found="a number below 1",
+            why="a run takes place on at least one slice",
+            instead="--slices 1",
+        )
+    known = {t.name: t for chip in CHIPS.values() for t in topologies(chip)}
+    if name in known:
+        return Topology(known[name].chip, known[name].shape, slices)
+    generation = name.partition(":")[0]
+    shown = [n for n in known if n.startswith(f"{generation}:")] or _few(list(known))
+    raise UserError(
+        asked=f"topology {name}",
+        found="no slice of that name" if generation in CHIPS else f"no TPU generation {generation!r}",
+        why="libtpu compiles for the links and chips of a real slice",
+        instead=did_you_mean(name, known) + "one of: " + ", ".join(shown),
+    )
+
+
+def _few(names: list[str]) -> list[str]:
+    """Of every generation the slices up to 512 chips."""
+    return [n for n in names if math.prod(int(size) for size in n.partition(":")[2].split("x")) <= 512]
