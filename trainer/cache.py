@@ -25,13 +25,21 @@ def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: 
     made = scratch / folder.name
     made.mkdir()
     build(made)
+    publish(made, folder)
+    return load(folder)
+
+
+def publish(made: Path, folder: Path) -> None:
+    """Rename the finished folder ``made`` to ``folder``, so that it appears in one piece.
+
+    If another process has put its own there meanwhile, that one stays: equal keys have equal content.
+    """
     folder.parent.mkdir(exist_ok=True)
     try:
         made.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else another process was faster; what it made is the same
+        if not folder.is_dir():
             raise
-    return load(folder)
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:

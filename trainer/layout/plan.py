@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
 from trainer.layout.partition import shards_of
 from trainer.layout.recipe import Layout, Placement, Recipe, layout_text
+from trainer.layout.stacking import is_stacked, layer_names
 
 _MOMENTS = 2  # that AdamW keeps of every weight
 
@@ -70,8 +71,13 @@ class ShardingPlan:
 
     def members(self, name: str) -> list[str]:
         """The model's own names behind a listed one: itself, or its layers' where it is stacked."""
-        prefix, star, rest = name.partition(".*.")
-        return [f"{prefix}.{i}.{rest}" for i in range(self[name].shape[0])] if star else [name]
+        return layer_names(name, self[name].shape[0]) if is_stacked(name) else [name]
+
+    @cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """Name → partition spec of every parameter."""
+        axes = tuple(self.mesh)
+        return {entry.name: partition_spec(entry.layout, len(entry.shape), axes) for entry in self.parameters}
 
     @property
     def devices(self) -> int:
