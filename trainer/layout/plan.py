@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from trainer.errors import UserError
 from trainer.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
-from trainer.layout.partition import shards_of
+from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
 from trainer.layout.recipe import Layout, Placement, Recipe, layout_text
 from trainer.layout.stacking import is_stacked, layer_names
 
