@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from models import scopes
 from models.jax_call import Manual, jax, jax_call
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 SUFFIX = " by batch shard"
 

@@ -1,4 +1,4 @@
-"""Names of stacked parameters: ``model.layers.*.x`` holds ``model.layers.0.x``, ``model.layers.1.x``, … in one tensor."""
+"""Names of stacked parameters: ``layers.*.x`` holds ``layers.0.x``, ``layers.1.x``, … of all layers in one tensor."""
 
 from __future__ import annotations
 
