@@ -17,7 +17,7 @@ from typing import Any
 
 import speed
 from rich.table import Table
-from speed import model_config, run
+from speed import model_config, resolved_job, run
 
 from trainer.errors import exit_code
 
@@ -97,25 +97,17 @@ def saves(job: dict[str, Any]) -> dict[str, float]:
     import torch
     from transformers import TrainerState
 
-    from trainer.arguments import TrainingArguments
     from trainer.checkpoint import manifest
     from trainer.checkpoint.read import folder_of
     from trainer.checkpoint.write import CheckpointWriter
-    from trainer.layout.load import load_recipe
-    from trainer.layout.plan import make_plan
-    from trainer.model import meta_model
     from trainer.step.build import build
     from trainer.storage import Folder
     from trainer.weights.sources import seeded_init
     from trainer.xla.mesh import build_mesh
-    from trainer.xla.runtime import init_runtime
 
-    init_runtime()
-    recipe, config = load_recipe(job["recipe"]), model_config(job)
-    model = meta_model(config)
-    args = TrainingArguments(recipe=job["recipe"])
-    plan, mesh = make_plan(recipe, model, 8), build_mesh(recipe.mesh)
-    state = build(recipe, args, config, plan, mesh, seeded_init(model, 0)).step.state
+    resolved = resolved_job(job, model_config(job))
+    mesh = build_mesh(resolved.recipe.mesh)
+    state = build(resolved, mesh, seeded_init(resolved.model, 0)).step.state
     times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
 
     def clocked(name: str, work: Any) -> None:
@@ -225,29 +217,27 @@ def watch_memory(job: dict[str, Any]) -> dict[str, float]:
 
 def _placing(job: dict[str, Any]) -> Any:
     """() -> a new model's plan, and what places its parameters (default: from the checkpoint in the job's folder)."""
-    from trainer.layout.load import load_recipe
-    from trainer.layout.plan import make_plan
-    from trainer.model import load_config, meta_model
-    from trainer.step.build import assemble
-    from trainer.weights import hub_read
+    import copy
+
+    from transformers import AutoConfig
+
+    from trainer.weights.hub_read import open_checkpoint
     from trainer.weights.place import place_parameters
     from trainer.weights.sources import Source
     from trainer.xla.mesh import build_mesh
-    from trainer.xla.runtime import init_runtime
 
-    init_runtime()
-    recipe = load_recipe(job["recipe"])
-    config = load_config(job["folder"], recipe)
-    mesh, plain = build_mesh(recipe.mesh), meta_model(config)
-    plain_plan = make_plan(recipe, plain, 8)
+    resolved = resolved_job(job, AutoConfig.from_pretrained(job["folder"]))
+    mesh = build_mesh(resolved.recipe.mesh)
 
     def fresh() -> Any:
-        model, plan = assemble(recipe, plain_plan, config, mesh)
+        model = copy.deepcopy(resolved.assembled)
 
         def place(source: Source | None = None) -> Any:
-            return place_parameters(model, plan, mesh, source or hub_read.open_checkpoint(job["folder"], plain))
+            return place_parameters(
+                model, resolved.stored, mesh, source or open_checkpoint(job["folder"], resolved.model)
+            )
 
-        return plan, place
+        return resolved.stored, place
 
     return fresh
 

@@ -149,41 +149,50 @@ def random_rows(job: dict[str, Any], vocab_size: int) -> Any:
     return datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
 
 
-def ours(job: dict[str, Any]) -> dict[str, float]:
-    """Our step, as the trainer builds it."""
+def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
+    """The trainer's Job for a worker's: its recipe on ``config`` and the 8 devices of this process."""
     from dataclasses import replace
 
-    import torch
-    from transformers import PreTrainedTokenizerFast
-
     from trainer.arguments import TrainingArguments
-    from trainer.data.corpus import Corpus
+    from trainer.job import Job
     from trainer.layout.load import load_recipe
-    from trainer.trainer import Trainer
+    from trainer.model import meta_model
     from trainer.xla.runtime import init_runtime
 
     init_runtime()
-    import torch_xla.core.xla_model as xm
-
     recipe = load_recipe(job["recipe"])
     recipe = replace(recipe, compute=replace(recipe.compute, scan=job.get("scan", True)))
+    return Job(recipe, TrainingArguments(recipe=job["recipe"], **options), 8, config, meta_model(config))
+
+
+def ours(job: dict[str, Any]) -> dict[str, float]:
+    """Our step, as the trainer builds it."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from trainer.data.corpus import Corpus
+    from trainer.data.rows import StoredRows
+    from trainer.trainer import Trainer
+    from trainer.xla.runtime import wait_for_devices
+
     config = model_config(job)
     rows = random_rows(job, config.vocab_size)
-    args = TrainingArguments(
-        recipe=job["recipe"],
+    resolved = resolved_job(
+        job,
+        config,
         sequence_length=job["sequence_length"],
         per_device_train_batch_size=job["rows"] // 8,
         max_steps=job["steps"],
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
-    trainer = Trainer(recipe, args, config, Corpus(rows, rows, tokenizer))
+    trainer = Trainer(resolved, Corpus(StoredRows(rows), StoredRows(rows), tokenizer))
     ids = torch.tensor(rows["input_ids"][:])
     steps = []
     for step in range(1, job["steps"] + 1):
         wall, cpu = time.perf_counter(), time.process_time()
         trainer.train_step({"input_ids": ids, "labels": ids}, step=step, learning_rate=1e-4)
         trace = time.perf_counter() - wall
-        xm.wait_device_ops()
+        wait_for_devices()
         steps.append((time.perf_counter() - wall, time.process_time() - cpu, trace))
     return measured(job, steps)
 
@@ -226,9 +235,10 @@ def theirs(job: dict[str, Any]) -> dict[str, float]:
 
 
 def empty_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
 
-    return Tokenizer(models.BPE())
+    return Tokenizer(BPE())
 
 
 if __name__ == "__main__":

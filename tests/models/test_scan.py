@@ -8,12 +8,10 @@ from torch import nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
 from models import scan
+from tests.support.jobs import job_of
 from trainer.errors import UserError
-from trainer.layout.plan import make_plan
 from trainer.layout.recipe import Compute, Mesh, Recipe
 from trainer.model import meta_model
-from trainer.step.build import assemble
-from trainer.xla.mesh import build_mesh
 
 SMALL = {
     "vocab_size": 64,
@@ -65,6 +63,5 @@ def test_layers_that_differ_are_refused_with_what_differs_and_the_way_out(config
         compute=Compute(scan=True),
     )
     recipe = Recipe(mesh=recipe.mesh, batch=recipe.batch, parameters={}, optional=recipe.parameters)
-    plan = make_plan(recipe, meta_model(config), 8)
     with pytest.raises(UserError, match=rf"(?s)({difference}).*Compute\(scan=False"):
-        assemble(recipe, plan, config, build_mesh(recipe.mesh))
+        job_of(recipe, config)

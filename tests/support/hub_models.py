@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan, make_plan
-from trainer.model import meta_model
-from trainer.step.build import assemble
+from trainer.layout.plan import ShardingPlan
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source
@@ -73,8 +73,9 @@ def place(family: str, config: PretrainedConfig, source: Source, *, scan: bool =
     recipe = load_recipe(FAMILIES[family][0])
     recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
     mesh = build_mesh(recipe.mesh)
-    model, plan = assemble(recipe, make_plan(recipe, meta_model(config), 8), config, mesh)
-    return Placed(model, plan, mesh, place_parameters(model, plan, mesh, source))
+    job = job_of(recipe, config)
+    model = copy.deepcopy(job.assembled)
+    return Placed(model, job.stored, mesh, place_parameters(model, job.stored, mesh, source))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

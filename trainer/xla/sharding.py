@@ -149,7 +149,7 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
 
 def planned_sharding(mesh: DeviceMesh, spec: PartitionSpec) -> str:
     """XLA's own text of the sharding that ``spec`` means on ``mesh``."""
-    return _planned(_layout_text(mesh, spec))
+    return _planned(layout_text(mesh, spec))
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -162,7 +162,8 @@ def _planned(layout: str) -> str:
     return torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
 
 
-def _layout_text(mesh: DeviceMesh, spec: PartitionSpec) -> str:
+def layout_text(mesh: DeviceMesh, spec: PartitionSpec) -> str:
+    """``spec`` on ``mesh`` as text, since an operation's arguments are plain data; :func:`op_sharding` reads it."""
     return as_text((tuple(mesh.shape().items()), device_order(mesh), spec))
 
 
@@ -197,7 +198,7 @@ def constrain(tensor: torch.Tensor, mesh: DeviceMesh, spec: PartitionSpec) -> to
     It works out of place in both directions, and AOTAutograd sees one opaque operation, so it may stand inside a
     scanned layer.
     """
-    return _constrain(tensor, _layout_text(mesh, spec))
+    return _constrain(tensor, layout_text(mesh, spec))
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
