@@ -15,7 +15,7 @@ from trainer.data.corpus import load_corpus
 from trainer.data.row_stream import RowStream
 from trainer.errors import UserError
 from trainer.job import effective_recipe
-from trainer.layout.plan import check_global_batch, make_plan
+from trainer.layout.plan import make_plan
 from trainer.model import load_config, meta_model
 from trainer.storage import Folder
 from trainer.trainer import Trainer
@@ -35,7 +35,6 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
     model = meta_model(config)
     console.print(f"devices: {init_runtime()}")
     plan = make_plan(recipe, model, xr.global_runtime_device_count())
-    check_global_batch(plan, args.per_device_train_batch_size * plan.batch_shards)
     console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}", highlight=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"model:   {type(model).__name__}, {parameters:,} parameters", highlight=False)
@@ -68,6 +67,9 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
     console.print(f"output:  {folder}", highlight=False)
     trainer.train()
     return trainer
+
+
+train = run
 
 
 def _say_where_it_goes_on(resume: RunCheckpoint, folder: Folder, args: TrainingArguments, console: Console) -> None:

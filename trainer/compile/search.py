@@ -12,7 +12,7 @@ from rich.console import Console
 from trainer.compile.job import CompileJob
 from trainer.compile.report import CompileReport
 from trainer.errors import UserError
-from trainer.layout.recipe import Mesh
+from trainer.layout.mesh import Mesh
 from trainer.report.units import size
 from trainer.xla.chips import find_topology
 

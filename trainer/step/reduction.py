@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch_xla.distributed.spmd as xs
-from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from models import partial_gradients
 from models.jax_call import Manual
 from trainer.layout.partition import PartitionSpec, partition_spec
+from trainer.layout.placement import Shard
 from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.layout.recipe import Layout, Recipe
 from trainer.model import experts_modules

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
-from trainer.layout.recipe import Mesh
+from trainer.layout.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch_xla.distributed.spmd import Mesh as XlaMesh
