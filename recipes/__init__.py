@@ -1,1 +1,1 @@
-"""One file a recipe: data, not code."""
+"""The recipes that ship with Shardwright, one file each: data, not code."""

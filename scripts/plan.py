@@ -5,27 +5,28 @@ python scripts/plan.py --recipe mixtral_ep --model docs/configs/mixtral_8x7b.jso
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 
-# Planning touches no device: transformers must not load torch_xla, which takes time and picks one.
+# No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.cli import Parser
 from trainer.errors import exit_code
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ParameterPlan, ShardingPlan, make_plan
 from trainer.layout.recipe import layout_text
 from trainer.model import load_config, meta_model
+from trainer.report.units import size
 
 
 def main() -> int | None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .py file")
     parser.add_argument("--model", help="hub id, folder, or config.json; default: the recipe's own small model")
     parser.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
@@ -44,7 +45,7 @@ def main() -> int | None:
 
 
 def print_plan(plan: ShardingPlan) -> None:
-    """The plan as a table that fits the terminal, or, where output is piped, as wide as it needs."""
+    """Prints the plan as a table that fits the terminal, or as wide as it needs where the output is piped."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=200)
@@ -52,20 +53,21 @@ def print_plan(plan: ShardingPlan) -> None:
     console.print(f"mesh: {sizes} = {plan.devices} devices\n", highlight=False)
     console.print(_table(_rows(plan), console.width))
     totals = plan.totals
-    console.print(
-        "\na device holds"
-        f"\n  parameters   {_bytes(totals['parameters_bytes']):>11}"
-        f"\n  gradients    {_bytes(totals['gradients_bytes']):>11}"
-        f"\n  AdamW state  {_bytes(totals['optimizer_bytes']):>11}"
-        f"\n  together     {_bytes(sum(totals.values())):>11}",
-        highlight=False,
-    )
+    held = {
+        "parameters": totals["parameters_bytes"],
+        "gradients": totals["gradients_bytes"],
+        "AdamW state": totals["optimizer_bytes"],
+        "together": sum(totals.values()),
+    }
+    console.print("\na device holds", highlight=False)
+    for what, count in held.items():
+        console.print(f"  {what:<12} {size(count, decimals=2):>11}", highlight=False)
     axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch) or "no axis splits it"
     console.print(f"the global batch must be divisible by {plan.batch_shards} ({axes})", highlight=False)
 
 
 def _rows(plan: ShardingPlan) -> list[list[str]]:
-    """Cells, one row for each pattern and shape under it; bytes are those of all its parameters together."""
+    """The table's cells: a row for each pattern and shape, with the bytes of all its parameters together."""
     groups: dict[tuple[str, tuple[int, ...]], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         groups.setdefault((parameter.pattern, parameter.shape), []).append(parameter)
@@ -76,14 +78,14 @@ def _rows(plan: ShardingPlan) -> list[list[str]]:
             "×".join(map(str, shape)) or "scalar",
             "\n".join(f"{axis}: {text}" for axis, text in layout_text(parameters[0].layout).items()) or "replicated",
             "×".join(map(str, parameters[0].local_shape)) or "scalar",
-            _bytes(sum(parameter.bytes_per_device for parameter in parameters)),
+            size(sum(parameter.bytes_per_device for parameter in parameters), decimals=2),
         ]
         for (pattern, shape), parameters in groups.items()
     ]
 
 
 def _table(rows: list[list[str]], width: int) -> Table:
-    """A table of at most ``width`` characters, in which the pattern alone gives way, at its dots."""
+    """A table of at most ``width`` characters. Where that is too narrow, patterns are broken at their dots."""
     titles = ["pattern", "match", "shape", "placements", "on a device", "bytes"]
     columns = list(zip(titles, *rows, strict=True))
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
@@ -93,27 +95,19 @@ def _table(rows: list[list[str]], width: int) -> Table:
         number = title in ("match", "bytes")
         table.add_column(title, justify="right" if number else "left", no_wrap=title != "pattern")
     for pattern, *cells in rows:
-        # Text, because rich would read [qkv] as markup
+        # as Text, since rich would take [qkv] for markup
         table.add_row(Text(_break_at_dots(pattern, room)), *map(Text, cells))
     return table
 
 
 def _break_at_dots(name: str, width: int) -> str:
+    """``name`` in lines of at most ``width`` characters, each after the first indented by one."""
     lines = [""]
     for segment in name.replace(".", ".\0").split("\0"):
         if lines[-1] and len(lines[-1]) + len(segment) > width:
             lines.append(" ")
         lines[-1] += segment
     return "\n".join(lines)
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
 if __name__ == "__main__":

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
-from trainer.errors import INTERRUPTED, PREEMPTED, did_you_mean, exit_code
+from trainer.cli import parse
+from trainer.errors import INTERRUPTED, PREEMPTED, exit_code
 
-EXIT_CODES = (
-    f"Exit codes: 0 done; 2 something asked for can't be; {PREEMPTED} SIGTERM came and a checkpoint was written (go on "
-    f"with --resume_from_checkpoint latest); {INTERRUPTED} Ctrl-C."
-)
+EXIT_CODES = f"""Exit codes:
+  0    done
+  2    something asked for can't be
+  {PREEMPTED}   SIGTERM came and a checkpoint was written: go on with --resume_from_checkpoint latest
+  {INTERRUPTED}  Ctrl-C
+"""
+COMPILE_ONLY = {
+    "--compile_only": "Compile the step for --topology, train nothing: the same as scripts/compile.py, "
+    "whose --help says more."
+}
 
 
 def main() -> int:
-    others = [word for word in sys.argv[1:] if word not in ("--compile_only", "--compile-only")]
-    if len(others) < len(sys.argv[1:]):  # before anything opens a device
+    words = [word for word in sys.argv[1:] if word not in ("--compile_only", "--compile-only")]
+    if len(words) < len(sys.argv[1:]):  # before anything opens a device
         from trainer.compile.command import main as compile_only
 
-        return compile_only(others, "Compile the step for a TPU, and train nothing.")
+        return compile_only(words, "Compile the step for a TPU, and train nothing.")
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -29,24 +35,14 @@ def main() -> int:
 
     from trainer.arguments import TrainingArguments
 
-    kinds: Any = TrainingArguments
-    parser = transformers.HfArgumentParser(kinds, description=__doc__, epilog=EXIT_CODES)
-    parser.add_argument(
-        "--compile_only",
-        action="store_true",
-        help="Compile the step for --topology, train nothing: the same as scripts/compile.py, whose --help says more.",
-    )
-    args, _, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        parser.error(f"no option {unknown[0]}; {did_you_mean(unknown[0], known)}--help lists them")
-    from trainer.run import run
+    (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
+    from trainer.run import train
 
     logging.disable(logging.NOTSET)
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    stop = run(args).stop
+    stop = train(args).stop
     return PREEMPTED if stop.preempted else INTERRUPTED if stop.interrupted else 0
 
 

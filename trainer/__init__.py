@@ -1,1 +1,31 @@
-"""Shardwright: train Hugging Face models across TPU pods from a sharding recipe that a person can read."""
+"""Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
+
+What a recipe is written with is imported here at once, and loads neither torch nor transformers. The rest of the public
+face (Trainer, TrainingArguments, train) is imported when it is first asked for. `docs/api.md` lists every public name.
+"""
+
+from typing import TYPE_CHECKING
+
+from trainer.errors import UserError
+from trainer.layout.mesh import Mesh
+from trainer.layout.placement import Replicate, Shard
+from trainer.layout.recipe import Compute, Recipe
+from trainer.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from trainer.arguments import TrainingArguments
+    from trainer.run import train
+    from trainer.trainer import Trainer
+
+__all__ = [
+    "Compute",
+    "Mesh",
+    "Recipe",
+    "Replicate",
+    "Shard",
+    "Trainer",
+    "TrainingArguments",
+    "UserError",
+    "train",
+]
+__getattr__, __dir__ = lazy_names(__name__, Trainer="trainer", TrainingArguments="arguments", train="run")

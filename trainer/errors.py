@@ -1,4 +1,4 @@
-"""The one error a user of Shardwright is meant to read."""
+"""UserError, the one error that a user is meant to read, and the exit codes that scripts end with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterable
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved, the same command goes on from there
+PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
 
 
 class UserError(Exception):
-    """Something the user asked for can't be; scripts print it without a traceback and exit with code 2.
+    """What the user asked for can't be. Scripts print it without a traceback and exit with code 2.
 
     Args:
         asked: what was asked, e.g. ``recipe mixtral_ep: mesh axis 'expert' of size 3``.
@@ -26,13 +26,13 @@ class UserError(Exception):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? `` for the nearest of ``known``, or the empty string; reads well before a list."""
+    """``did you mean 'x'? `` with the nearest of ``known``, to be put before a list; empty where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}? " if near else ""
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Run a script's ``main``: a UserError is printed to stderr and becomes exit code 2, Ctrl-C becomes 130."""
+    """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C."""
     try:
         return main() or 0
     except UserError as error:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from trainer.arguments import TrainingArguments
+from trainer.cli import parse
 from trainer.compile.arguments import CompileArguments
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.compile.report import CompileReport
@@ -33,14 +33,7 @@ def main(words: list[str], description: str | None) -> int:
     logging.disable(logging.WARNING)
     import transformers
 
-    kinds: Any = (TrainingArguments, CompileArguments)
-    parser = transformers.HfArgumentParser(
-        kinds, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    args, options, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        parser.error(f"no option {unknown[0]}; {did_you_mean(unknown[0], known)}--help lists them")
+    args, options = parse([TrainingArguments, CompileArguments], words, description)
     transformers.logging.set_verbosity_error()
     return run(args, options)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from trainer.compile.job import CompileJob
 from trainer.compile.report import CompileReport
 from trainer.errors import UserError
-from trainer.layout.recipe import Mesh
+from trainer.layout.mesh import Mesh
 from trainer.report.units import size
 
 _MOST_TRIES = 12  # of batch sizes: minutes each

@@ -1,4 +1,4 @@
-"""What a recipe must satisfy against one model's shapes and one mesh; each check raises a UserError."""
+"""What must hold between a recipe, a model's shapes and a mesh. Each check raises UserError where it does not."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import nn
 
 from trainer.errors import UserError, did_you_mean
 from trainer.layout.partition import partition_spec, shards_of
-from trainer.layout.recipe import Layout, Placement, Recipe, layout_text, matches
+from trainer.layout.placement import Placement
+from trainer.layout.recipe import Layout, Recipe, layout_text, matches
 
-_LISTED = 16  # kinds of parameter; a decoder has fewer, so an empty recipe is answered with all of them
+_LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe is answered with all of them
 
 
 def collapse(name: str) -> str:
-    """A parameter's name with its layer and expert numbers as ``*``: what a recipe line for it looks like."""
+    """A parameter's name with ``*`` in place of layer and expert numbers, as a recipe line for it would read."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _listing(names: Iterable[str], notes: Mapping[str, str]) -> str:
-    """Names grouped by ``collapse``, one a line with a note and a count; the first few groups."""
+    """Names, one kind (see ``collapse``) a line, each with its note and count; at most ``_LISTED`` kinds."""
     groups = Counter(f"{collapse(name)} {notes[name]}" for name in names)
     lines = [f"{group}" + (f", {count} of them" if count > 1 else "") for group, count in groups.items()]
     if len(lines) > _LISTED:
@@ -32,7 +33,11 @@ def _listing(names: Iterable[str], notes: Mapping[str, str]) -> str:
 
 
 def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Parameter name → the one pattern it matches."""
+    """Parameter name → the pattern of the one line that it matches.
+
+    Raises:
+        UserError: a parameter that no line matches, or two; a line that is not optional and matches nothing.
+    """
     patterns = [*recipe.parameters, *recipe.optional]
     hits = {name: [pattern for pattern in patterns if matches(pattern, name)] for name in names}
     used = {pattern for found in hits.values() for pattern in found}
@@ -69,6 +74,7 @@ def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def check_tied(recipe: Recipe, aliases: Mapping[str, str], layouts: Mapping[str, Layout]) -> None:
+    """Raises UserError unless both names of each tied parameter have one layout."""
     for alias, name in aliases.items():
         if layouts[alias] != layouts[name]:
             raise UserError(
@@ -80,6 +86,7 @@ def check_tied(recipe: Recipe, aliases: Mapping[str, str], layouts: Mapping[str,
 
 
 def check_dimensions(recipe: Recipe, name: str, shape: tuple[int, ...], layout: Layout) -> None:
+    """Raises UserError unless the parameter has every dimension that its layout splits."""
     for axis, shard in shards_of(layout).items():
         if shard.dim >= len(shape):
             raise UserError(
@@ -96,7 +103,10 @@ def check_divisible(
     layouts: Mapping[str, Mapping[str, Placement]],
     mesh: Mapping[str, int],
 ) -> None:
-    """All parameters with a dimension that its axes do not divide, in one error that mends the first."""
+    """Raises UserError unless every dimension is divisible by the sizes of the axes that split it.
+
+    The error lists all parameters that fail, and says what would mend the first.
+    """
     bad: dict[str, tuple[int, list[str]]] = {}
     for name, parameter in names.items():
         spec = partition_spec(layouts[name], parameter.dim(), tuple(mesh))
@@ -123,6 +133,7 @@ def check_divisible(
 
 
 def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str, int]) -> list[str]:
+    """Advice: sizes of ``axis`` with which ``axes`` together would divide ``size``; may be empty."""
     others = math.prod(mesh[other] for other in axes if other != axis)
     devices = math.prod(mesh.values())
     fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and size % (n * others) == 0]
@@ -132,7 +143,7 @@ def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str,
 def _dimensions_that_divide(
     shape: tuple[int, ...], dim: int, axes: list[str], layout: Layout, mesh: Mapping[str, int]
 ) -> list[str]:
-    """Other dimensions that ``axes`` would divide together with the axes that are there already."""
+    """Advice: other dimensions that ``axes`` would divide, beside the axes that split them already; may be empty."""
     shards = shards_of(layout)
     fit = [
         f"Shard({other})"
@@ -144,6 +155,7 @@ def _dimensions_that_divide(
 
 
 def check_activations(recipe: Recipe, model: nn.Module) -> None:
+    """Raises UserError unless each line of ``activations`` names a module of the model."""
     modules = [name for name, _ in model.named_modules() if name]
     for pattern in recipe.activations:
         if not any(matches(pattern, name) for name in modules):

@@ -1,4 +1,4 @@
-"""Recipes by name or path: the file is run, and what it defines is checked."""
+"""Loading a recipe by its name or its file's path: the file is run, and its variable ``recipe`` is taken."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainer.layout.recipe import Recipe
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """The recipe of that name in ``recipes/``, or of the file at that path (ends in ``.py``).
+    """The recipe of that name in ``recipes/``, or the one in the file at that path, which ends in ``.py``.
 
     Raises:
-        UserError: no such recipe, a file that defines none, or one that fails (with file and line).
+        UserError: there is no such recipe; the file defines none, or fails (its line is named).
     """
     if name_or_path.endswith(".py"):
         path = Path(name_or_path)
@@ -50,13 +50,14 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def _shipped_recipes() -> dict[str, Path]:
+    """Name → file of each recipe in ``recipes/``."""
     folder = importlib.resources.files("recipes")
     files = sorted(Path(str(folder)).glob("[!_]*.py"))
     return {file.stem: file for file in files}
 
 
 def _run_file(path: Path) -> dict[str, Any]:
-    """The file's variables after running it; what stops it becomes a UserError that names file and line."""
+    """Runs the file and returns its variables. Whatever stops it becomes a UserError that names file and line."""
     variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         source = path.read_text(encoding="utf-8")
@@ -83,7 +84,7 @@ def _run_file(path: Path) -> dict[str, Any]:
 
 
 def _check_repeated_keys(tree: ast.Module, path: Path) -> None:
-    """Refuse ``{"fsdp": Shard(0), "fsdp": Shard(1)}``: Python silently keeps the last alone."""
+    """Refuses a key that stands twice in one table, of which Python would keep only the last without a word."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Dict):
             continue

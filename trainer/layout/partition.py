@@ -1,31 +1,32 @@
-"""A layout in torch_xla's convention, a partition spec: per dimension None, an axis, or several."""
+"""Partition specs: a layout turned round, from axis → dimension into dimension → axes, as torch_xla takes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed.tensor import Shard
-
 from trainer.errors import UserError
+from trainer.layout.placement import Shard
 from trainer.layout.recipe import Layout, layout_text
 
+# per dimension of the tensor: None (not split), the axis that splits it, or several in mesh order
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 
 def shards_of(layout: Layout) -> dict[str, Shard]:
+    """The axes of ``layout`` that split a dimension; those that replicate are left out."""
     return {axis: placement for axis, placement in layout.items() if isinstance(placement, Shard)}
 
 
 def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> PartitionSpec:
-    """``layout`` in torch_xla's convention: per dimension None, an axis, or a tuple of axes in mesh order.
+    """The partition spec of a tensor that has ``layout``: ``rank`` entries, one for each of its dimensions.
 
     Args:
         layout: axis → placement.
-        rank: dimensions of the tensor.
-        mesh_axes: every axis of the mesh, in its order.
+        rank: how many dimensions the tensor has.
+        mesh_axes: all axes of the mesh, in its order.
 
     Raises:
-        UserError: a dimension the tensor lacks, or an axis the mesh lacks.
+        UserError: the layout names a dimension that the tensor lacks, or an axis that the mesh lacks.
     """
     shards = shards_of(layout)
     for axis, shard in shards.items():

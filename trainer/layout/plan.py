@@ -1,4 +1,4 @@
-"""Recipe × model × devices → plan: where every parameter goes, checked before a byte is allocated. Pure."""
+"""A plan: a recipe resolved against one model's shapes and one mesh, checked before a byte is allocated. Pure data."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from trainer.errors import UserError
 from trainer.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
 from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
-from trainer.layout.recipe import Layout, Placement, Recipe, layout_text
+from trainer.layout.placement import Placement, Shard
+from trainer.layout.recipe import Layout, Recipe, layout_text
 from trainer.layout.stacking import is_stacked, layer_names
 
-_MOMENTS = 2  # that AdamW keeps of every weight
+_MOMENTS = 2  # AdamW keeps two of every weight
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """One parameter: its global ``shape``, the layout that ``pattern`` gives it, and what one device holds.
+    """Where one parameter goes, and what one device holds of it.
 
-    ``layout`` names the sharding axes only, in mesh order; ``bytes_per_device`` counts the weight alone.
+    Args:
+        name: as ``named_parameters()`` gives it, or a stack's (see `trainer.layout.stacking`).
+        pattern: of the recipe's line that it matches.
+        shape: of the whole parameter.
+        dtype: what it is stored in.
+        layout: the axes that split it, in mesh order; those that replicate it are left out.
+        local_shape: of one device's share.
+        bytes_per_device: of that share, without gradient and optimizer state.
     """
 
     name: str
@@ -37,7 +44,7 @@ class ParameterPlan:
     bytes_per_device: int
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """The axes that split a dimension, in mesh order."""
+        """The axes that split dimension ``dim``, in mesh order."""
         return tuple(axis for axis, placement in self.layout.items() if placement == Shard(dim))
 
 
@@ -48,10 +55,10 @@ class ShardingPlan:
     Args:
         mesh: axis → devices along it, in mesh order.
         batch: axes that split the batch's rows.
-        parameters: each distinct parameter once, under the name that ``named_parameters()`` gives it.
-        aliases: a tied parameter's other name → the name it is listed under.
+        parameters: each parameter once; one that is tied stands under the first of its names.
+        aliases: a tied parameter's other name → the name under which it stands in ``parameters``.
         activations: pattern of module names → layout of that module's output.
-        optimizer_dtype: what AdamW's two moments of every weight are stored in.
+        optimizer_dtype: what AdamW's moments are stored in.
     """
 
     mesh: dict[str, int]
@@ -66,11 +73,15 @@ class ShardingPlan:
         return {parameter.name: parameter for parameter in self.parameters}
 
     def __getitem__(self, name: str) -> ParameterPlan:
-        """The parameter of that name or alias; KeyError if the plan has none."""
+        """The parameter of that name or alias.
+
+        Raises:
+            KeyError: the plan has none.
+        """
         return self._by_name[self.aliases.get(name, name)]
 
     def members(self, name: str) -> list[str]:
-        """The model's own names behind a listed one: itself, or its layers' where it is stacked."""
+        """The model's own names of a parameter: of a stack its layers' names, of any other its name alone."""
         return layer_names(name, self[name].shape[0]) if is_stacked(name) else [name]
 
     @cached_property
@@ -81,16 +92,17 @@ class ShardingPlan:
 
     @property
     def devices(self) -> int:
+        """How many devices the mesh has."""
         return math.prod(self.mesh.values())
 
     @property
     def batch_shards(self) -> int:
-        """How many ways the batch's rows are split: what the global batch must be divisible by."""
+        """Into how many parts the batch axes split the rows. The global batch must be divisible by it."""
         return math.prod(self.mesh[axis] for axis in self.batch)
 
     @property
     def totals(self) -> dict[str, int]:
-        """Bytes per device. Gradients have the weights' dtype and layout; AdamW's moments theirs."""
+        """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of AdamW's moments."""
         weights = sum(parameter.bytes_per_device for parameter in self.parameters)
         elements = sum(math.prod(parameter.local_shape) for parameter in self.parameters)
         return {
@@ -100,7 +112,7 @@ class ShardingPlan:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-able: the mesh, each parameter's layout and share, and totals in bytes per device."""
+        """The mesh, each parameter's layout and share, and the totals in bytes per device, as values for JSON."""
         return {
             "mesh": self.mesh,
             "parameters": [
@@ -118,9 +130,9 @@ class ShardingPlan:
         }
 
     def stacked(self, prefix: str, count: int) -> ShardingPlan:
-        """The plan of a scanned model: ``PREFIX.<i>.REST`` for i < ``count`` become one ``PREFIX.*.REST``.
+        """The plan of the model with its ``count`` layers stacked: ``PREFIX.0.REST``, … become one ``PREFIX.*.REST``.
 
-        The stacked parameter has shape ``[count, ...]``; its shards move up by one dimension.
+        A stack has shape ``[count, ...]``, so each axis splits one dimension further than in the layer.
 
         Raises:
             UserError: the layers differ in parameters, shapes or layouts, or share a parameter.
@@ -153,6 +165,7 @@ class ShardingPlan:
 
 
 def _check_alike(prefix: str, first: dict[str, ParameterPlan], layer: dict[str, ParameterPlan], index: int) -> None:
+    """Raises UserError unless layers 0 and ``index`` have the same parameters in shape, dtype and layout."""
     for rest in sorted(first.keys() ^ layer.keys()) or ([] if first else ["any parameter"]):
         raise _not_alike(prefix, f"layers 0 and {index} do not both have {rest}")
     for rest, one in first.items():
@@ -175,6 +188,7 @@ def _not_alike(prefix: str, found: str) -> UserError:
 
 
 def _stack(name: str, layer: ParameterPlan, count: int) -> ParameterPlan:
+    """The plan of ``count`` parameters such as ``layer``, stacked along a new dimension in front."""
     return replace(
         layer,
         name=name,
@@ -185,19 +199,6 @@ def _stack(name: str, layer: ParameterPlan, count: int) -> ParameterPlan:
     )
 
 
-def check_global_batch(plan: ShardingPlan, rows: int) -> None:
-    """Raise UserError unless the batch axes divide ``rows``, the global batch's number of sequences."""
-    if rows < 1 or rows % plan.batch_shards:
-        axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch)
-        below = max(rows - rows % plan.batch_shards, plan.batch_shards)
-        raise UserError(
-            asked=f"a global batch of {rows} rows",
-            found=f"the batch axes split it {plan.batch_shards} ways ({axes})",
-            why="every device along the batch axes takes the same number of rows",
-            instead=f"{below} or {below + plan.batch_shards} rows",
-        )
-
-
 def make_plan(
     recipe: Recipe,
     model: nn.Module,
@@ -206,15 +207,16 @@ def make_plan(
     weight_dtype: torch.dtype | None = None,
     optimizer_dtype: torch.dtype = torch.float32,
 ) -> ShardingPlan:
-    """Resolve ``recipe`` for ``model`` (any module, also on meta) on ``devices`` devices; allocates nothing.
+    """Resolves ``recipe`` for ``model`` on ``devices`` devices. Reads shapes alone and allocates nothing.
 
     Args:
-        weight_dtype: what weights are stored in; None: each as ``model`` has it.
+        model: any module, also one on meta.
+        weight_dtype: what weights are stored in; None: what ``model`` has them in.
         optimizer_dtype: what AdamW's moments are stored in.
 
     Raises:
-        UserError: the mesh does not fit; a parameter that no line or two lines match; a line that matches
-            nothing; a dimension out of range or not divisible; tied names whose layouts differ.
+        UserError: the mesh does not fit the devices; a parameter matches no line, or two; a line matches nothing; a
+            dimension is out of range or not divisible; the names of a tied parameter have different layouts.
     """
     mesh = recipe.mesh.sizes(devices)
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -239,6 +241,7 @@ def make_plan(
 
 
 def _in_mesh_order(layout: Layout, mesh: Mapping[str, int]) -> dict[str, Placement]:
+    """The axes of ``layout`` that split a dimension, in the mesh's order."""
     shards = shards_of(layout)
     return {axis: shards[axis] for axis in mesh if axis in shards}
 

@@ -1,20 +1,19 @@
-"""A recipe: the readable table that says where every tensor of a model lives. Data only; needs no device."""
+"""A recipe: the readable table that says where every tensor of a model lives, and how the step computes. Data only."""
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch.distributed.tensor import Replicate, Shard
-
 from trainer.errors import UserError, did_you_mean
+from trainer.layout.mesh import Mesh, check_axis
+from trainer.layout.placement import Placement, Replicate, Shard
 
-Placement = Shard | Replicate
-Layout = Mapping[str, Placement]
+Layout = Mapping[str, Placement]  # axis -> placement, of one tensor
 _CHOICES = {
     "dtype": (None, "float32", "bfloat16"),
     "experts": (None, "dense", "capacity", "dropless"),
@@ -25,96 +24,9 @@ _CHOICES = {
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted ``name`` fits ``pattern``, segment by segment: ``*`` never crosses a dot."""
+    """Whether ``name`` matches ``pattern``. Both are compared between their dots, so ``*`` never crosses one."""
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
-
-
-@dataclass(frozen=True, init=False)
-class Mesh:
-    """Named axes in order, from the one that communicates least to the one that communicates most.
-
-    Args:
-        dcn: DCN factor per axis (1 where unnamed); their product is the number of slices.
-        axes: ICI factor per axis; one may be -1, which takes what is left. An axis has ICI × DCN devices.
-
-    Raises:
-        UserError: no axis, a size that is not a positive integer, two -1, or a DCN axis that the mesh lacks.
-    """
-
-    axes: dict[str, int]
-    dcn: dict[str, int]
-
-    def __init__(self, *, dcn: Mapping[str, int] | None = None, **axes: int) -> None:
-        object.__setattr__(self, "axes", dict(axes))
-        object.__setattr__(self, "dcn", {axis: (dcn or {}).get(axis, 1) for axis in axes})
-        if not axes:
-            raise UserError(
-                asked="Mesh() without axes",
-                found="no axis name",
-                why="layouts place tensors on named axes",
-                instead="Mesh(fsdp=-1)",
-            )
-        for axis in dcn or {}:
-            _check_axis(axis, axes, f"Mesh(dcn={{{axis!r}: ...}})")
-        for axis, size in [*self.dcn.items(), *((axis, size) for axis, size in axes.items() if size != -1)]:
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise UserError(
-                    asked=f"mesh axis {axis!r} with a factor of {size!r}",
-                    found=f"{self}",
-                    why="a factor counts devices, from 1 up; one ICI factor alone may be -1 (what is left)",
-                    instead=f"{axis}=1, or {axis}=-1",
-                )
-        if sum(size == -1 for size in axes.values()) > 1:
-            raise UserError(
-                asked=f"{self}",
-                found="-1 on more than one axis",
-                why="only one axis can take what is left",
-                instead="give every axis but one a size",
-            )
-
-    def __str__(self) -> str:
-        """The constructor call that makes this mesh, with only the DCN factors that differ from 1."""
-        parts = [f"{axis}={size}" for axis, size in self.axes.items()]
-        slices = {axis: factor for axis, factor in self.dcn.items() if factor != 1}
-        return f"Mesh({', '.join(parts + ([f'dcn={slices}'] if slices else []))})"
-
-    def ici_sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis within one slice, in order, with -1 resolved.
-
-        Raises:
-            UserError: the mesh does not fit ``devices``.
-        """
-        fixed = math.prod(size for size in self.axes.values() if size != -1) * math.prod(self.dcn.values())
-        has_rest = -1 in self.axes.values()
-        if devices < 1 or devices % fixed or (fixed != devices and not has_rest):
-            raise UserError(
-                asked=f"{self} on {devices} devices",
-                found=f"its sizes multiply to {fixed}{' × what is left' if has_rest else ''}",
-                why="every device has exactly one place in the mesh",
-                instead=f"{self._that_fits(devices)}, or {fixed} devices",
-            )
-        return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
-
-    def dcn_sizes(self) -> dict[str, int]:
-        """Slices along each axis, in order."""
-        return dict(self.dcn)
-
-    def sizes(self, devices: int) -> dict[str, int]:
-        """Devices along each axis (ICI × DCN), in order. Raises UserError if they do not fit ``devices``."""
-        return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
-
-    def _that_fits(self, devices: int) -> Mesh:
-        """The nearest mesh of the same axes whose sizes multiply to ``devices`` exactly."""
-        left, dcn, ici = max(devices, 1), {}, {}
-        for axis, factor in self.dcn.items():
-            dcn[axis] = math.gcd(factor, left)
-            left //= dcn[axis]
-        rest = next((axis for axis, size in self.axes.items() if size == -1), next(iter(self.axes)))
-        for axis, size in reversed(self.axes.items()):
-            ici[axis] = 1 if axis == rest else math.gcd(size, left)
-            left //= ici[axis]
-        return Mesh(dcn=dcn, **{axis: left if axis == rest else ici[axis] for axis in self.axes})
 
 
 @dataclass(frozen=True)
@@ -122,18 +34,20 @@ class Compute:
     """How the step computes, apart from layout.
 
     Args:
-        dtype: what matrix products run in; None: bfloat16 on a TPU, float32 elsewhere. How weights and optimizer
-            state are stored is an option of the run, not of the recipe.
-        experts: ``dropless`` (exact, each expert on its own tokens), ``capacity`` (GShard: tokens beyond an expert's
-            capacity are dropped), ``dense`` (exact, every expert on every token), or None: no experts.
-        capacity_factor: slots per expert over a perfectly balanced load; only ``capacity`` reads it.
-        router_loss: train with the model's own load-balancing loss (its ``router_aux_loss_coef``) too.
+        dtype: what matrix products run in. None: bfloat16 on a TPU, float32 elsewhere. What weights and optimizer
+            state are stored in is an option of the run, not of the recipe.
+        experts: ``dropless`` (exact; each expert computes its own tokens), ``capacity`` (GShard: an expert drops the
+            tokens beyond its capacity), ``dense`` (exact; every expert computes every token), or None: no experts.
+        capacity_factor: an expert's slots for tokens, over those of a perfectly balanced load; for ``capacity`` alone.
+        router_loss: add the model's own load-balancing loss, times its ``router_aux_loss_coef``.
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
-        remat: what backward recomputes: nothing, every layer, or all but matrix products; ``offload`` is ``full`` with
-            the layers' inputs in the host's memory meanwhile (on a TPU; elsewhere it is ``full``).
-        scan: run equal decoder layers as one scanned layer, stored stacked.
-        reduce_gradients: sum gradients over devices once a ``step``, or once a ``micro_batch``: more communication, for
-            models whose gradients do not fit on a device undivided by the batch axes. The same with one micro-batch.
+        remat: what the backward computes again: nothing (``none``), whole layers (``full``), or all but the matrix
+            products (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a
+            TPU.
+        scan: store equal decoder layers stacked, and run them as one scanned layer.
+        reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates
+            more; it is for models whose gradients fit on a device only when the batch axes split them. With one
+            micro-batch the two are the same.
 
     Raises:
         UserError: a value that is none of these.
@@ -178,20 +92,21 @@ class Compute:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The whole truth about layout, and how the step computes.
+    """Where every tensor of a model lives on a mesh, and how the step computes.
 
     Args:
-        mesh: the device grid's axes.
+        mesh: the grid of devices.
         batch: mesh axes that split the batch's rows.
-        parameters: pattern of parameter names → layout; each line matches some, each parameter one line.
-        optional: further lines, for parameters that only some models have: these may match nothing.
+        parameters: pattern of parameter names → layout. Each parameter matches exactly one line, and each line at
+            least one parameter.
+        optional: more such lines, for parameters that only some models have; these may match nothing.
         activations: pattern of module names → layout of that module's output.
-        compute: precision, experts, attention, remat, scan.
-        model: transformers config values with ``model_type``: the small model to use when none is asked for.
-        name: set by ``load_recipe``.
+        compute: how the step computes.
+        model: values of a transformers config, ``model_type`` among them: the model used where none is asked for.
+        name: the file's, set by ``load_recipe``.
 
     Raises:
-        UserError: something of the wrong kind, an axis that the mesh lacks, or a pattern in both tables.
+        UserError: a value of the wrong kind, an axis that the mesh lacks, or a pattern in both tables.
     """
 
     mesh: Mesh
@@ -208,7 +123,7 @@ class Recipe:
         _check_kind("compute", self.compute, Compute, 'Compute(dtype="float32")')
         _check_kind("batch", self.batch, tuple, 'batch=("fsdp",): one name in brackets needs the comma')
         for axis in self.batch:
-            _check_axis(axis, self.mesh.axes, f"batch={self.batch}")
+            check_axis(axis, self.mesh.axes, f"batch={self.batch}")
         if len(set(self.batch)) < len(self.batch):
             raise UserError(
                 asked=f"batch={self.batch}",
@@ -236,10 +151,10 @@ class Recipe:
             )
 
     def with_mesh(self, text: str) -> Recipe:
-        """This recipe on other ICI factors, e.g. ``fsdp=2,expert=4``; axes keep their order and DCN factors.
+        """This recipe with other ICI factors, e.g. ``fsdp=2,expert=4``. Axes keep their order and DCN factors.
 
         Raises:
-            UserError: not ``axis=size,...``, or not the same axes.
+            UserError: ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
         """
         pairs = [part.split("=") for part in text.split(",")]
         whole = all(len(pair) == 2 and pair[1].strip().removeprefix("-").isdecimal() for pair in pairs)
@@ -258,7 +173,7 @@ class Recipe:
         """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.
 
         Raises:
-            UserError: not ``name=value,...``, or a name or value that `Compute` has not.
+            UserError: ``text`` is not ``name=value,...``, or `Compute` has no such name or value.
         """
         names = [f.name for f in fields(Compute)]
         changes = {}
@@ -274,11 +189,11 @@ class Recipe:
             try:
                 changes[name] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
-                changes[name] = value  # a word: remat=full
+                changes[name] = value  # no Python literal but a word, as in remat=full
         return replace(self, compute=replace(self.compute, **changes))
 
     def as_dict(self) -> dict[str, Any]:
-        """The effective recipe as JSON-able values, in the recipe's own terms."""
+        """The recipe as values that JSON can hold, under the names that the recipe itself uses."""
         tables = {
             table: {pattern: layout_text(layout) for pattern, layout in getattr(self, table).items()}
             for table in ("parameters", "optional", "activations")
@@ -294,7 +209,7 @@ class Recipe:
 
 
 def layout_text(layout: Layout) -> dict[str, str]:
-    """``{"fsdp": Shard(0)}`` as ``{"fsdp": "Shard(0)"}``."""
+    """A layout in words: ``{"fsdp": Shard(0)}`` becomes ``{"fsdp": "Shard(0)"}``."""
     return {
         axis: f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
         for axis, placement in layout.items()
@@ -302,6 +217,7 @@ def layout_text(layout: Layout) -> dict[str, str]:
 
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
+    """Raises UserError unless ``value`` is of ``kind``."""
     if not isinstance(value, kind):
         raise UserError(
             asked=f"{what}={value!r}",
@@ -311,22 +227,13 @@ def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
         )
 
 
-def _check_axis(axis: str, known: Iterable[str], where: str) -> None:
-    if axis not in known:
-        raise UserError(
-            asked=f"{where}: axis {axis!r}",
-            found=f"the mesh has {', '.join(known)}",
-            why="a tensor can only be placed along an axis of the mesh",
-            instead=did_you_mean(str(axis), known) + "name one of the mesh's axes, or add this one to Mesh(...)",
-        )
-
-
 def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> None:
+    """Raises UserError unless ``layout`` places tensors along axes of ``mesh``; ``where`` says which line it is."""
     _check_kind(f"{where}: the pattern", pattern, str, '"model.layers.*.mlp.gate.weight"')
     _check_kind(f"{where}: the layout", layout, Mapping, '{"fsdp": Shard(0)}, or {} to replicate')
-    assert isinstance(layout, Mapping)
+    assert isinstance(layout, Mapping)  # checked just above; this tells mypy
     for axis, placement in layout.items():
-        _check_axis(axis, mesh.axes, where)
+        check_axis(axis, mesh.axes, where)
         if not isinstance(placement, Shard | Replicate) or (isinstance(placement, Shard) and placement.dim < 0):
             raise UserError(
                 asked=f"{where}: {axis!r}: {placement!r}",

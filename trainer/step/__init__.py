@@ -1,1 +1,19 @@
-"""..."""
+"""The training step: forward, backward, gradient reduction, clipping and AdamW as one XLA computation.
+
+It is built once from a recipe and a plan, compiled once, and run for every batch; a later compile stops the run.
+The evaluation step stands beside it.
+"""
+
+from typing import TYPE_CHECKING
+
+from trainer.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from trainer.step.compile_guard import CompileGuard
+    from trainer.step.eval_step import EvalStep
+    from trainer.step.train_step import StepMetrics, TrainStep
+
+__all__ = ["CompileGuard", "EvalStep", "StepMetrics", "TrainStep"]
+__getattr__, __dir__ = lazy_names(
+    __name__, CompileGuard="compile_guard", EvalStep="eval_step", StepMetrics="train_step", TrainStep="train_step"
+)

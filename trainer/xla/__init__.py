@@ -1,13 +1,25 @@
-"""The only home of torch_xla in the trainer: devices and their flags, the mesh, tensors and batches laid out on it.
+"""XLA: the devices, and every tensor's place on them.
 
-Another backend would stand beside this room, and nothing else would move.
+Other packages say where a tensor should lie; this one makes torch_xla put it there, and checks that it did.
+A second backend would stand beside it.
 """
 
 import logging
+from typing import TYPE_CHECKING
 
-# torch_xla logs which device it takes as it is imported; `init_runtime` returns a sentence that says it better
+from trainer.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from trainer.xla.chips import find_topology
+    from trainer.xla.mesh import build_mesh
+    from trainer.xla.runtime import init_runtime
+
+# torch_xla logs which device it takes when it is imported; `init_runtime` returns a sentence that says it better
 _disabled = logging.root.manager.disable
 logging.disable(logging.WARNING)
 import torch_xla  # noqa: E402, F401
 
 logging.disable(_disabled)
+
+__all__ = ["build_mesh", "find_topology", "init_runtime"]
+__getattr__, __dir__ = lazy_names(__name__, build_mesh="mesh", find_topology="chips", init_runtime="runtime")

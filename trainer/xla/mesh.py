@@ -16,7 +16,7 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from trainer.errors import UserError
 from trainer.layout.partition import PartitionSpec
-from trainer.layout.recipe import Mesh
+from trainer.layout.mesh import Mesh
 from trainer.xla.runtime import init_runtime
 
 DeviceMesh: TypeAlias = xs.Mesh  # torch_xla's, which only this package names

@@ -1,0 +1,35 @@
+"""``Shard`` and ``Replicate``: DTensor's own placements, under names that load torch only when one is made.
+
+``Shard(0)`` here returns a ``torch.distributed.tensor.Shard(0)``, and ``isinstance`` accepts exactly what it accepts
+there. Importing torch takes seconds; so a recipe can be written, and Mesh, Compute and Recipe imported, without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Replicate, Shard
+else:
+
+    class _DTensors(type):
+        """The type of a name that stands for the class of that name in ``torch.distributed.tensor``."""
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            import torch.distributed.tensor
+
+            return getattr(torch.distributed.tensor, cls.__name__)(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            dtensor = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing is an instance yet
+            return dtensor is not None and isinstance(instance, getattr(dtensor, cls.__name__))
+
+    class Shard(metaclass=_DTensors):
+        """``Shard(dim)``: an axis cuts dimension ``dim`` of a tensor into equal parts."""
+
+    class Replicate(metaclass=_DTensors):
+        """``Replicate()``: every device along an axis holds the whole tensor."""
+
+
+Placement = Shard | Replicate
