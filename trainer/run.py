@@ -45,7 +45,7 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
         resume.check_model(plan)
         _say_where_it_goes_on(resume, folder, args, console)
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
-    source = hub_read.open_checkpoint(given, model) if given else None
+    source = hub_read.open_hub_weights(given, model) if given else None
     with console.status("reading and tokenising the data …"):
         corpus = load_corpus(
             args.dataset,

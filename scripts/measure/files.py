@@ -245,7 +245,7 @@ def _placing(job: dict[str, Any]) -> Any:
         model, plan = assemble(recipe, plain_plan, config, mesh)
 
         def place(source: Source | None = None) -> Any:
-            return place_parameters(model, plan, mesh, source or hub_read.open_checkpoint(job["folder"], plain))
+            return place_parameters(model, plan, mesh, source or hub_read.open_hub_weights(job["folder"], plain))
 
         return plan, place
 

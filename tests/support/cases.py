@@ -9,6 +9,7 @@ import torch
 import torch_xla
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.support.fetched import unstacked
 from trainer.layout.load import load_recipe
 from trainer.layout.partition import partition_spec
 from trainer.layout.plan import ShardingPlan, make_plan
@@ -18,7 +19,6 @@ from trainer.step.build import assemble, make_loss
 from trainer.step.eval_step import EvalStep
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.train_step import TrainStep
-from trainer.weights.live import unstacked
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.batch import place_batch

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_xla.distributed.spmd import Mesh as XlaMesh
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from trainer.layout.partition import PartitionSpec
 from trainer.xla.runtime import init_runtime
+
+# what the rooms above this one say for torch_xla's own mesh
+DeviceMesh: TypeAlias = xs.Mesh
 
 
 def build_mesh(mesh: Mesh) -> XlaMesh:

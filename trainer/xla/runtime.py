@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     pass
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 
 # Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
@@ -114,6 +115,18 @@ def run_now(tensors: list[torch.Tensor]) -> None:
     whim of the garbage collector, so that one day the step has an output more and compiles again.
     """
     torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
+
+
+def wait_for_devices() -> None:
+    """Return when the devices have done all that was launched on them."""
+    xm.wait_device_ops()
+
+
+def device_kind() -> str:
+    """``CPU``, ``TPU``, …: the kind of device that this process computes on."""
+    import torch_xla.runtime as xr
+
+    return xr.device_type() or ""
 
 
 def compile_count() -> int:

@@ -97,6 +97,11 @@ def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: xs.Mesh, spec
     return place(name, torch.zeros((), dtype=dtype).expand(like.shape), mesh, spec)
 
 
+def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
+    """Zeros that the devices make themselves, each its shard, once they are run; the host holds none of them."""
+    return constrain(torch.zeros(tuple(shape), dtype=dtype, device=torch_xla.device()), mesh, spec)
+
+
 def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
     """(where it lies in the whole, values on the host) of each shard of this process's devices, replicas left out.
 
