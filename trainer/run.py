@@ -18,7 +18,7 @@ from trainer.job import Job
 from trainer.output import claim, find_output
 from trainer.storage import Folder
 from trainer.trainer import Trainer
-from trainer.weights.hub_read import open_checkpoint, reading
+from trainer.weights.hub_read import open_hub_weights, reading
 from trainer.xla.runtime import device_count, init_runtime
 
 
@@ -39,7 +39,7 @@ def train(args: TrainingArguments, console: Console | None = None) -> Trainer:
         args.resume_from_checkpoint, output, console, accept=lambda found: _check_resume(found, job)
     )
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
-    source = open_checkpoint(given, job.model) if given else None
+    source = open_hub_weights(given, job.model) if given else None
     claim(output)
 
     # ---- devices, data, weights ----

@@ -221,7 +221,7 @@ def _placing(job: dict[str, Any]) -> Any:
 
     from transformers import AutoConfig
 
-    from trainer.weights.hub_read import open_checkpoint
+    from trainer.weights.hub_read import open_hub_weights
     from trainer.weights.place import place_parameters
     from trainer.weights.sources import Source
     from trainer.xla.mesh import build_mesh
@@ -234,7 +234,7 @@ def _placing(job: dict[str, Any]) -> Any:
 
         def place(source: Source | None = None) -> Any:
             return place_parameters(
-                model, resolved.stored, mesh, source or open_checkpoint(job["folder"], resolved.model)
+                model, resolved.stored, mesh, source or open_hub_weights(job["folder"], resolved.model)
             )
 
         return resolved.stored, place

@@ -28,8 +28,8 @@ from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, folder_of, o
 from trainer.checkpoint.write import CheckpointWriter, expired, run_texts
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
+from trainer.layout.mesh import Mesh
 from trainer.layout.plan import make_plan
-from trainer.layout.recipe import Mesh
 from trainer.model import meta_model
 from trainer.storage import Folder, StorageError
 from trainer.xla import sharding

@@ -30,8 +30,9 @@ from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import Lowered, lower
 from trainer.compile.report import CompileReport
 from trainer.layout.load import load_recipe
+from trainer.layout.mesh import Mesh
 from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Mesh, Recipe
+from trainer.layout.recipe import Recipe
 from trainer.step.build import build
 from trainer.step.train_step import TrainStep
 from trainer.weights.sources import seeded_init

@@ -16,9 +16,10 @@ from transformers import AutoConfig
 from tests.support.paths import ROOT
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
+from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
 from trainer.layout.plan import check_global_batch, make_plan
-from trainer.layout.recipe import Mesh, Recipe
+from trainer.layout.recipe import Recipe
 from trainer.model import load_config, meta_model
 
 

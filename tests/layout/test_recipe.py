@@ -11,12 +11,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import recipes
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
-from trainer.layout.recipe import Compute, Mesh, Recipe, matches
+from trainer.layout.mesh import Mesh
+from trainer.layout.recipe import Compute, Recipe, matches
 
 SHIPPED = ["llama_fsdp", "llama_tp", "mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp"]
 OWN = """
 from torch.distributed.tensor import Shard
-from trainer.layout.recipe import Compute, Mesh, Recipe
+from trainer.layout.mesh import Mesh
+from trainer.layout.recipe import Compute, Recipe
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1),

@@ -10,7 +10,8 @@ from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 from models import scan
 from tests.support.jobs import job_of
 from trainer.errors import UserError
-from trainer.layout.recipe import Compute, Mesh, Recipe
+from trainer.layout.mesh import Mesh
+from trainer.layout.recipe import Compute, Recipe
 from trainer.model import meta_model
 
 SMALL = {

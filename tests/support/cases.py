@@ -9,6 +9,7 @@ import torch
 import torch_xla
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.support.fetched import unstacked
 from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan

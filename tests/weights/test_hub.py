@@ -24,7 +24,7 @@ LAYOUTS = {"old keys": {}, "new keys": {"save_original_format": False}, "sharded
 
 
 def opened(folder, config):
-    return hub_read.open_checkpoint(str(folder), meta_model(config))
+    return hub_read.open_hub_weights(str(folder), meta_model(config))
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "layer by layer"])
@@ -88,14 +88,14 @@ def test_a_hub_id_is_read_from_the_hubs_cache_without_network(tmp_path, monkeypa
     (tmp_path / "models--someone--small" / "refs" / "main").write_text(snapshot.name)
     theirs = save_theirs(snapshot, config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    values = hub_read.open_checkpoint("someone/small", meta_model(config))("model.norm.weight")
+    values = hub_read.open_hub_weights("someone/small", meta_model(config))("model.norm.weight")
     assert torch.equal(values[(slice(0, 64),)], theirs.model.norm.weight)
 
 
 def test_a_hub_id_that_is_in_no_cache_and_no_network_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"someone/none[\s\S]*the hub did not give its weights"):
-        hub_read.open_checkpoint("someone/none", meta_model(config_of("llama")))
+        hub_read.open_hub_weights("someone/none", meta_model(config_of("llama")))
 
 
 def test_tied_weights_may_be_there_once_under_either_name_or_twice_if_they_agree(tmp_path):

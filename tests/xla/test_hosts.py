@@ -86,7 +86,7 @@ def test_hosts_score_every_held_out_row_once_in_batches_of_one_shape() -> None:
 
 def test_a_placed_share_is_the_global_batch_on_the_devices() -> None:
     """As far as one process can go: its share is the whole, read through the same slices."""
-    from trainer.layout.recipe import Mesh
+    from trainer.layout.mesh import Mesh
     from trainer.xla.mesh import build_mesh
 
     mesh = build_mesh(Mesh(fsdp=4, tensor=2))

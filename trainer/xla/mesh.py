@@ -15,8 +15,8 @@ import torch_xla.runtime as xr
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from trainer.errors import UserError
-from trainer.layout.partition import PartitionSpec
 from trainer.layout.mesh import Mesh
+from trainer.layout.partition import PartitionSpec
 from trainer.xla.runtime import init_runtime
 
 DeviceMesh: TypeAlias = xs.Mesh  # torch_xla's, which only this package names

@@ -96,6 +96,11 @@ def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, s
     return place(name, torch.zeros((), dtype=dtype).expand(like.shape), mesh, spec)
 
 
+def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
+    """Lazy zeros: each device makes its own shard when they are run, and the host holds none of them."""
+    return constrain(torch.zeros(tuple(shape), dtype=dtype, device=torch_xla.device()), mesh, spec)
+
+
 def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
     """The shards on this process's devices: (where each lies in the whole, its values on the host). No replica is
     listed twice, and nothing is compiled.
