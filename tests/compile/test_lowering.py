@@ -26,7 +26,7 @@ from tests.support.marking import InPlace, donating_no_base, in_place
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 from trainer.arguments import TrainingArguments
-from trainer.compile.libtpu import compile_for
+from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import Lowered, lower
 from trainer.compile.report import CompileReport
 from trainer.layout.load import load_recipe
@@ -246,7 +246,7 @@ def gradient_memory(
     plan = make_plan(recipe, meta_model(config), 8)
     with marked(how):
         lowered = donating_no_base(lower(recipe, args, config, plan))
-    return lowered, compile_for(lowered, "v5e:2x4", cache_dir=cache, timeout=600)
+    return lowered, compile_for(lowered, Target("v5e:2x4", timeout=600), cache_dir=cache)
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from trainer.arguments import TrainingArguments
 from trainer.compile.command import CompileArguments
-from trainer.compile.libtpu import compile_for
+from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import lower
-from trainer.compile.report import CompileReport
+from trainer.compile.report import CompileReport, Expected
 from trainer.errors import UserError
 from trainer.layout.plan import make_plan
 from trainer.layout.recipe import Recipe
@@ -54,16 +54,18 @@ class CompileJob:
         rows = args.per_device_train_batch_size * plan.batch_shards * args.gradient_accumulation_steps
         crossed = [axis for name in experts_modules(model)[:1] for axis in plan[f"{name}.down_proj"].axes_of(0)]
         dcn = self.recipe.mesh.dcn_sizes()
-        return compile_for(
-            lower(self.recipe, args, config, plan),
+        target = Target(
             where.name,
             slices=options.slices,
             dcn=dcn if math.prod(dcn.values()) > 1 else None,
             flags=flags,
             timeout=options.compile_timeout,
+        )
+        expected = Expected(
             model_flops=training_flops(model, config, rows, args.sequence_length),
             exchange=crossed[0] if crossed else None,
         )
+        return compile_for(lower(self.recipe, args, config, plan), target, expected)
 
 
 def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
