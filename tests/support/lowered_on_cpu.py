@@ -1,7 +1,7 @@
 """A lowered step run on 8 virtual CPU devices by jax's runtime: ``python tests/support/lowered_on_cpu.py FOLDER``.
 
-It is a process of its own so that torch_xla has no part in it. It reads ``step.hlo.pb``, ``request.json`` (shardings and
-aliases as trainer.compile.libtpu_process takes them, and the results' shapes) and ``inputs.npz`` (the whole arguments
+It is a process of its own so that torch_xla has no part in it. It reads ``step.hlo.pb``, ``request.json`` (the results'
+shapes, and shardings and aliases as trainer.compile.libtpu_process takes them) and ``inputs.npz`` (the whole arguments
 ``0``, ``1``, …), and leaves ``outputs.npz`` (the whole results).
 """
 

@@ -1,8 +1,8 @@
 """The process that loads libtpu; only trainer.compile.libtpu starts it.
 
-``python -m trainer.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and leaves
-there ``result.json`` (memory sizes in bytes and CPU seconds, or the compiler's error), ``optimised.hlo.gz`` and
-``buffers.txt.gz`` (the allocations, and the buffers alive at the peak). It ends with the process PARENT.
+``python -m trainer.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and
+leaves there ``result.json`` (memory sizes in bytes and CPU seconds, or the compiler's error), ``optimised.hlo.gz`` and
+``buffers.txt.gz`` (the allocations, and the buffers alive at the peak). It ends when the process PARENT does.
 """
 
 from __future__ import annotations
@@ -119,11 +119,8 @@ def _buffers(assignment: str) -> str:
         elif hbm and (value := re.match(r" value: <\d+ (\S+) @", line)):
             in_hbm.add(value[1].removesuffix("{}"))
     peak = re.search(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n)*)", assignment, re.MULTILINE)
-    alive = [
-        line
-        for line in (peak[1].splitlines() if peak else ())
-        if line.split(":")[0].strip().removesuffix("{}") in in_hbm
-    ]
+    lines = peak[1].splitlines() if peak else []
+    alive = [line for line in lines if line.split(":")[0].strip().removesuffix("{}") in in_hbm]
     return "\n".join([*allocations, "peak:", *alive])
 
 
