@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from trainer.arguments import TrainingArguments
 from trainer.compile.arguments import CompileArguments
-from trainer.compile.libtpu import Expected, Target, compile_for
+from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import lower
-from trainer.compile.report import CompileReport
+from trainer.compile.report import CompileReport, Expected
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.model import experts_modules, training_flops
