@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch_xla.runtime as xr
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, whole_steps
-from trainer.data.corpus import load_corpus
-from trainer.data.row_stream import RowStream
+from trainer.data.corpus import DataOptions, load_corpus
+from trainer.data.tokenizer import open_tokenizer
 from trainer.errors import UserError
 from trainer.job import effective_recipe
 from trainer.layout.plan import check_global_batch, make_plan
@@ -46,23 +46,18 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
         _say_where_it_goes_on(resume, folder, args, console)
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
     source = hub_read.open_checkpoint(given, model) if given else None
-    with console.status("reading and tokenising the data …"):
-        corpus = load_corpus(
-            args.dataset,
-            tokenizer=_tokenizer(args),
-            sequence_length=args.sequence_length,
-            vocab_size=config.get_text_config().vocab_size,
-            isolate_documents=args.isolate_documents,
-            text_column=args.text_column,
-            seed=args.seed,
-            streaming=args.streaming,
-            shuffle_rows=args.shuffle_rows,
-        )
-    train = corpus.train
-    tokens = "a stream" if isinstance(train, RowStream) else f"{len(train) * args.sequence_length:,} tokens"
-    console.print(
-        f"data:    {tokens} to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
+    options = DataOptions(
+        dataset=args.dataset,
+        sequence_length=args.sequence_length,
+        text_column=args.text_column,
+        isolate_documents=args.isolate_documents,
+        streaming=args.streaming,
+        shuffle_rows=args.shuffle_rows,
     )
+    with console.status("reading and tokenising the data …"):
+        corpus = load_corpus(options, _tokenizer(args), config.get_text_config().vocab_size)
+    tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
+    console.print(f"data:    {tokens} to train on, {corpus.heldout.tokens:,} held out", highlight=False)
     with hub_read.reading(source, console) if source else contextlib.nullcontext():
         trainer = Trainer(recipe, args, config, corpus, source=source, resume=resume, console=console)
     console.print(f"output:  {folder}", highlight=False)
@@ -105,14 +100,4 @@ def _tokenizer(args: TrainingArguments) -> PreTrainedTokenizerBase | None:
         local = Path(args.model)
         if not local.exists() or (local.is_dir() and any(local.glob("tokenizer*"))):
             name = args.model
-    if name is None:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of many kinds; each means that this name gave no tokenizer
-        raise UserError(
-            asked=f"the tokenizer of {name}",
-            found=f"{type(error).__name__}: {error}",
-            why="text must be turned into the model's tokens",
-            instead="--tokenizer with a hub id or a folder that holds tokenizer.json",
-        ) from error
+    return None if name is None else open_tokenizer(name)

@@ -19,6 +19,7 @@ from trainer.checkpoint.read import RunCheckpoint, folder_of, open_checked
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
 from trainer.data.batches import TrainingBatches, heldout_batches
 from trainer.data.corpus import Corpus
+from trainer.data.tokenizer import check_vocabulary
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.layout.plan import make_plan
@@ -81,7 +82,7 @@ class Trainer:
         self.plain_plan = make_plan(self.recipe, self.plain_model, devices, **args.state_dtypes)
         self._rows = args.per_device_train_batch_size * self.plain_plan.batch_shards
         self.tokens_per_step = self._rows * args.gradient_accumulation_steps * args.sequence_length
-        self._check_vocabulary()
+        check_vocabulary(corpus.tokenizer, config.get_text_config().vocab_size)
         self.mesh = build_mesh(self.recipe.mesh)
         self._share = batch_share(self.mesh, self.recipe.batch)  # of each batch's rows, this process's
         rows, (index, count) = self._rows * args.gradient_accumulation_steps, self._share
@@ -311,16 +312,6 @@ class Trainer:
         )
 
     # ---- parts ----
-
-    def _check_vocabulary(self) -> None:
-        vocabulary, known = len(self.corpus.tokenizer), self.config.get_text_config().vocab_size
-        if vocabulary > known:
-            raise UserError(
-                asked=f"a tokenizer of {vocabulary} tokens",
-                found=f"the model's embedding has {known} rows",
-                why="a token beyond them has no embedding",
-                instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size",
-            )
 
     def _write_out(self, unigram: float) -> None:
         """State, curve and model (which a preempted run has no time for); waits for the checkpoint under way."""

@@ -158,6 +158,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
 
     from trainer.arguments import TrainingArguments
     from trainer.data.corpus import Corpus
+    from trainer.data.rows import StoredRows
     from trainer.layout.load import load_recipe
     from trainer.trainer import Trainer
     from trainer.xla.runtime import init_runtime
@@ -176,7 +177,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
         max_steps=job["steps"],
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
-    trainer = Trainer(recipe, args, config, Corpus(rows, rows, tokenizer))
+    trainer = Trainer(recipe, args, config, Corpus(StoredRows(rows), StoredRows(rows), tokenizer))
     ids = torch.tensor(rows["input_ids"][:])
     steps = []
     for step in range(1, job["steps"] + 1):
