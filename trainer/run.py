@@ -12,7 +12,7 @@ from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, whole_steps
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.sources import locate
-from trainer.data.tokenizer import check_vocab_size, check_vocabulary, open_tokenizer
+from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.output import claim, find_output
@@ -61,11 +61,8 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
         local = Path(args.model)
         if not local.exists() or (local.is_dir() and any(local.glob("tokenizer*"))):
             name = args.model
-    if name is None:
-        check_vocab_size(vocabulary)
-        return None
-    tokenizer = open_tokenizer(name)
-    check_vocabulary(tokenizer, vocabulary)
+    tokenizer = None if name is None else open_tokenizer(name)
+    check_tokenizer(tokenizer, vocabulary)
     return tokenizer
 
 
@@ -102,8 +99,7 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
     with console.status("reading and tokenising the data …"):
         corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
     tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
-    heldout = f"{len(corpus.heldout) * args.sequence_length:,} held out"
-    console.print(f"data:    {tokens} to train on, {heldout}", highlight=False)
+    console.print(f"data:    {tokens} to train on, {corpus.heldout.tokens:,} held out", highlight=False)
     return corpus
 
 

@@ -20,6 +20,7 @@ from trainer.checkpoint.read import RunCheckpoint, folder_of, open_checked
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
 from trainer.data.batches import TrainingBatches, heldout_batches
 from trainer.data.corpus import Corpus
+from trainer.data.tokenizer import check_vocabulary
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.job import Job
@@ -71,6 +72,7 @@ class Trainer:
         self.folder = Folder(str(self.args.output_dir))
 
         # ---- batches, and where they go on ----
+        check_vocabulary(corpus.tokenizer, job.config.get_text_config().vocab_size)
         self.mesh = build_mesh(job.recipe.mesh)
         self._share = batch_share(self.mesh, job.recipe.batch)
         index, count = self._share
