@@ -11,7 +11,7 @@ from models.jax_call import Manual
 from models.op_arguments import as_text, from_text
 
 MANUAL = Manual((("data", 2), ("tensor", 4)), ((("data", "tensor"), None),), (("data",),))
-VALUES = [None, True, 1, 1.0, 0.1, math.inf, "a \"quoted\" text", (), ((), (1, (2.0, None))), MANUAL, (MANUAL, False)]
+VALUES = [None, True, 1, 1.0, 0.1, math.inf, 'a "quoted" text', (), ((), (1, (2.0, None))), MANUAL, (MANUAL, False)]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)

@@ -16,7 +16,7 @@ import torch_xla
 from transformers import PretrainedConfig
 
 from models import jax_call
-from models.scan import DecoderLayers
+from models.layers import DecoderLayers
 from trainer.arguments import TrainingArguments
 from trainer.layout.partition import PartitionSpec
 from trainer.layout.plan import ShardingPlan

@@ -14,11 +14,13 @@ import torch_xla.distributed.spmd as xs
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models import jax_call, scan, scopes
-from models.attention import splash
-from models.attention.interface import NAME, register_attention
-from models.experts import capacity, dropless
-from models.experts.interface import register_experts
+from models import jax_call, layers, scopes
+from models.attention import interface as attention_interface
+from models.attention.interface import NAME
+from models.attention.splash import KernelLayout
+from models.experts import interface as experts_interface
+from models.experts.capacity import Capacity
+from models.experts.dropless import Dropless
 from models.partial_gradients import SUFFIX
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
@@ -104,15 +106,16 @@ def assemble(
         UserError: the recipe's compute policy does not fit the model.
     """
     compute, model, plan = recipe.compute, meta_model(config), plain_plan
-    name = compute.attention if compute.attention != NAME else _register_attention(plain_plan, mesh)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(compute.attention)
+    if compute.attention == NAME:
+        attention_interface.bind(model, _kernel_layout(plain_plan, mesh))
     if compute.experts is not None:
         _set_experts(recipe, plain_plan, model, mesh)
     try:
         if compute.scan:
-            plan = plan.stacked(*scan.stack_layers(model))
+            plan = plan.stacked(*layers.stack_layers(model))
         elif compute.remat != "none":
-            scan.wrap_layers(model)
+            layers.wrap_layers(model)
     except ValueError as error:
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(scan={compute.scan}, remat={compute.remat!r})",
@@ -155,7 +158,7 @@ def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, 
 
     inside: frozenset[str] = frozenset()
     for module in model.modules():
-        if isinstance(module, scan.DecoderLayers):
+        if isinstance(module, layers.DecoderLayers):
             module.configure(prepare, recipe.compute.remat)
             inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
     kept = partials if recipe.compute.reduce_gradients == "step" else {}
@@ -175,42 +178,37 @@ def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mes
             instead="Compute(experts=None), or a mixture-of-experts model",
         )
     kind = str(recipe.compute.experts)
+    model.set_experts_implementation(kind)
     if kind == "dense":
-        model.set_experts_implementation(kind)
         return
     expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)
-    function: Callable[..., torch.Tensor]
+    kernel: Capacity | Dropless
     if kind == "capacity":
-        function = capacity.Capacity(
+        kernel = Capacity(
             factor=recipe.compute.capacity_factor,
             groups=plan.batch_shards,
             batch_axes=recipe.batch,
             expert_axes=expert_axes,
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
-        detail = str(function.factor)
     else:
         parameters = [key for key, _ in model.get_submodule(names[0]).named_parameters()]
         entries = {key: plan[f"{names[0]}.{key}"] for key in parameters}
         specs = {key: partition_spec(e.layout, len(e.shape), tuple(plan.mesh)) for key, e in entries.items()}
-        function = dropless.Dropless(
+        kernel = Dropless(
             axes=tuple(plan.mesh.items()),
             batch_axes=recipe.batch,
             expert_axes=expert_axes,
             weight_specs=specs,
             order=device_order(mesh),
         )
-        detail = str(specs)
-    # the registry is one for the process, the layouts are this plan's: a name for each
-    name = f"{kind} {detail} over {plan.mesh} {device_order(mesh)}, batch {plan.batch}, experts {expert_axes}"
-    register_experts(name, function)
-    model.set_experts_implementation(name)
+    experts_interface.bind(model, names, kernel)
 
 
-def _register_attention(plan: ShardingPlan, mesh: xs.Mesh) -> str:
-    """The name of our attention on ``mesh``: rows split by the batch axes, heads by the others."""
+def _kernel_layout(plan: ShardingPlan, mesh: xs.Mesh) -> KernelLayout:
+    """How the attention kernel's inputs lie on ``mesh``: rows split by the batch axes, heads by the others."""
     heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
-    return register_attention(splash.KernelLayout(tuple(plan.mesh.items()), plan.batch, heads, device_order(mesh)))
+    return KernelLayout(tuple(plan.mesh.items()), plan.batch, heads, device_order(mesh))
 
 
 def _constrain_output(layout: Layout, mesh: xs.Mesh, axes: tuple[str, ...]) -> Callable[[nn.Module, Any, Any], Any]:
