@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import pkgutil
+from collections.abc import Hashable
 from typing import Any
 
 _ATOMS = (type(None), bool, int, float, str)
@@ -41,7 +42,7 @@ def _encoded(value: Any) -> Any:
     if type(value) is tuple:
         return [_encoded(entry) for entry in value]
     kind = type(value)
-    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:
+    if dataclasses.is_dataclass(kind) and issubclass(kind, Hashable):  # a dataclass that is not frozen has no hash
         fields = {field.name: _encoded(getattr(value, field.name)) for field in dataclasses.fields(kind)}
         return {f"{kind.__module__}:{kind.__qualname__}": fields}
     raise TypeError(f"a {kind.__name__} has no text: only plain values, tuples and frozen dataclasses have one")

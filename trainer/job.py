@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models import scan
 from models.attention.interface import NAME as OUR_ATTENTION
+from models.layers import stack_layers, wrap_layers
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
@@ -132,9 +132,9 @@ def _assemble(
         model.set_experts_implementation(compute.experts)
     try:
         if compute.scan:
-            return model, scan.stack_layers(model)
+            return model, stack_layers(model)
         if compute.remat != "none":
-            scan.wrap_layers(model)
+            wrap_layers(model)
         return model, None
     except ValueError as error:
         raise UserError(

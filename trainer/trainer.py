@@ -194,7 +194,7 @@ class Trainer:
             self.console.print(f"{word} after step {state.global_step}: {what}", highlight=False, soft_wrap=True)
 
     def _log_evaluate_save(self, control: TrainerControl) -> None:
-        """What follows a step. A stop by signal saves before it logs, so that the saved state is that of a run that went on."""
+        """What follows a step. A stop by signal saves before it logs: what is saved is as in a run that went on."""
         logging = control.should_log or control.should_evaluate or control.should_training_stop
         if logging:
             self._log_metrics()
@@ -304,7 +304,7 @@ class Trainer:
         self.console.print(f"the best weights are those of {best}", highlight=False, soft_wrap=True)
 
     def _write_out(self, unigram: float) -> None:
-        """Write state, curve and (unless preempted, when time is short) the model; wait for the checkpoint under way."""
+        """Write state, curve and, unless preempted, the model; then wait for the checkpoint under way."""
         self._write_state(unigram)
         if not self.stop.preempted:
             self.save_model(self.folder / "model")

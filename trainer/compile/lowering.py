@@ -15,7 +15,7 @@ import torch
 import torch_xla
 
 from models import jax_call
-from models.scan import DecoderLayers
+from models.layers import DecoderLayers
 from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.step.build import Built, build

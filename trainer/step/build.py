@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models import jax_call, scan, scopes
+from models import jax_call, scopes
 from models.attention import interface as attention
 from models.attention.splash import KernelLayout
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
+from models.layers import DecoderLayers
 from models.partial_gradients import SUFFIX, Tensors
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
@@ -110,7 +111,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     prepare = _Prepare(job, mesh, partials)
     inside: frozenset[str] = frozenset()
     for module in model.modules():
-        if isinstance(module, scan.DecoderLayers):
+        if isinstance(module, DecoderLayers):
             module.configure(prepare, compute.remat)
             inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
     kept = partials if compute.reduce_gradients == "step" else {}
