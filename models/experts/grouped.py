@@ -100,7 +100,7 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
 
 
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
-    """The number of visits; and a function of a visit's number: its group, its first row, which rows are the group's."""
+    """The number of visits, and a function of a visit: its group, its first row, which rows are the group's."""
     end_G = jnp.cumsum(sizes_G)
     start_G = end_G - sizes_G
     first_G = start_G // tile
