@@ -153,7 +153,7 @@ def test_progress_bars_of_datasets_are_left_as_they_were(load: Callable[..., Cor
     assert not datasets.are_progress_bars_disabled()
 
 
-def test_what_is_of_data_needs_no_device() -> None:
+def test_no_module_of_data_imports_torch_xla() -> None:
     folder = Path(trainer.data.__file__).parent
     modules = [f"trainer.data.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
     script = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; print(sorted(sys.modules))"

@@ -1,6 +1,6 @@
 """No row is seen twice or missed: over epochs, kills, other batch sizes and numbers of processes, stored or streamed.
 
-Every word of these texts is written once in one document, so that a token says which document and place it is from.
+No word of these texts comes twice, so that a token says which document and which place in it it is from.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(rng: np.random.Generator, count: int) -> list[str]:
-    """``count`` documents of 1 to 40 words, some empty, no word twice."""
+    """``count`` documents of at most 39 words, some of them empty. No word comes twice."""
     words = iter(range(1, WORDS))
     lengths = rng.integers(1, 40, count) * (rng.random(count) > 0.1)
     return [" ".join(f"w{next(words)}" for _ in range(length)) for length in lengths]
@@ -79,7 +79,7 @@ def write(path: Path, kind: str, written_texts: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a run: ``steps`` are checkpointed, ``lost`` more are not, and then it is killed."""
+    """A part of a run: a checkpoint is written after ``steps`` steps, and the run is killed ``lost`` steps later."""
 
     batch_size: int
     processes: int
@@ -99,7 +99,7 @@ def train(
     seed: int,
     tamper: Callable[[dict[str, Any]], None] = lambda cursor: None,
 ) -> np.ndarray:
-    """The rows of all checkpointed steps in the order of training, put together from all processes."""
+    """The rows of the steps before each leg's checkpoint, of all processes, in the order of training."""
     seen: list[np.ndarray] = []
     cursor: str | None = None
     for leg in legs:
@@ -135,14 +135,14 @@ def draw_legs(rng: np.random.Generator, rows: int) -> list[Leg]:
 
 
 def unbroken(rows: Rows, seed: int) -> Iterator[tuple[np.ndarray, float]]:
-    """Each row of one process that takes one at a time and is never stopped, and the epochs done after it."""
+    """(row, epochs done after it) of a run of one process that takes one row at a time and is never stopped."""
     batches = TrainingBatches(rows, 1, seed=seed)
     for batch in batches:
         yield columns(batch)[0], batches.epoch
 
 
 def check(rows: Rows, legs: list[Leg], seed: int) -> int:
-    """The rows of ``legs`` are those of a run that was never stopped, in its order; returns how many."""
+    """Asserts that the rows of ``legs`` are those of a run that is never stopped, in its order; returns how many."""
     seen = train(rows, legs, seed)
     expected = [row for row, _ in zip((row for row, _ in unbroken(rows, seed)), range(len(seen)), strict=False)]
     np.testing.assert_array_equal(seen, np.stack(expected))
@@ -210,22 +210,18 @@ def test_a_streams_tokens_each_come_once_an_epoch_whatever_was_killed_and_change
         assert len(held_back) < length, "less than a row waits for the third epoch"
         assert all(count[token] == 1 for token in held_back)
         assert heldout <= left_out, "no held-out token is trained on"
-        assert (
-            all(
-                not (words := {int(w[1:]) for w in text.split()}) & left_out or words <= left_out
-                for text in written_texts
-            )
-            or kind == "text file"
-        ), "documents are held out whole"
+        if kind != "text file":  # whose documents are not ours: it is cut at line ends
+            for words in ({int(w[1:]) for w in text.split()} for text in written_texts):
+                assert not words & left_out or words <= left_out, "documents are held out whole"
     print(f"streamed: {CASES} cases, {resumes} resumes, {counted} rows")
 
 
-# ---- the tests' own edge, and what is refused ----
+# ---- wrong cursors are found out, or refused ----
 
 
 @pytest.fixture(params=["stored", "streamed"])
 def small(request, tokenizer, tmp_path) -> Rows:
-    """60 documents in rows of 8 tokens; as a stream in windows of 7 rows."""
+    """60 documents in rows of 8 tokens; streamed, in windows of 7 rows."""
     written_texts = texts(np.random.default_rng(5), 60)
     if request.param == "stored":
         return stored(written_texts, Packer(tokenizer, 8, False))
