@@ -1,4 +1,4 @@
-"""Documents: found, read whole, split by what they are called, and refused with a reason."""
+"""Stored documents: found, read whole, split by their names or texts, and refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: every kind of source, nothing stored, held-out documents kept apart, and a clear end when one breaks off."""
+"""Streamed rows: of every kind of dataset, nothing stored, held-out documents kept apart, and what ends a stream."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("write", [write_jsonl, write_json, write_parquet, write_text], ids=lambda f: f.__name__)
 def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    """Whatever `datasets` reads at once: it gives exact positions in each kind of file, at any distance."""
+    """`datasets` skips exactly so many records in each kind of file, however many it reads at once."""
     stream = find_stream(str(write(tmp_path / f"texts.{write.__name__.removeprefix('write_')}")), "text")
     whole = list(stream.documents())
     for document in (0, 1, 9, len(whole) - 1, len(whole)):
@@ -255,7 +255,8 @@ def test_a_stream_that_became_shorter_is_refused_by_a_cursor_beyond_its_end(
         next(again)
 
 
-BREAKING = """if True:
+# the two of `datasets.config` that it sets are semi-private: datasets/config.py, datasets 5.2
+STEPS_OF_A_RUN = """if True:
     import hashlib, json, os, urllib.request, datasets
     from trainer.data.batches import TrainingBatches
     from trainer.data.corpus import DataOptions, load_corpus
@@ -293,7 +294,7 @@ def test_a_hub_that_is_lost_stops_the_run_with_the_cause_and_it_goes_on_later_as
         ) -> tuple[list[str], str, dict[str, Any]]:
             hub.limit = 1 << 40
             script = f"DATASET, TOKENIZER, STEPS, CURSOR, LIMIT = {(dataset, tokenizer, steps, cursor, str(limit))}\n"
-            return json.loads(run_python(script + BREAKING, HF_HOME=str(tmp_path / "hub"), **hub.environment))
+            return json.loads(run_python(script + STEPS_OF_A_RUN, HF_HOME=str(tmp_path / "hub"), **hub.environment))
 
         whole, said, cursor = steps_of_a_run(400, {})
         assert (len(whole), said) == (400, "")
