@@ -40,9 +40,13 @@ def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"model:   {type(model).__name__}, {parameters:,} parameters", highlight=False)
     folder = args.claim_output_dir(recipe.name)
-    resume = find_checkpoint(args.resume_from_checkpoint, folder, console)
+
+    def accept(found: RunCheckpoint) -> None:
+        found.check_model(plan)
+        _check_steps_left(found, args)
+
+    resume = find_checkpoint(args.resume_from_checkpoint, folder, console, accept)
     if resume is not None:
-        resume.check_model(plan)
         _say_where_it_goes_on(resume, folder, args, console)
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
     source = hub_read.open_hub_weights(given, model) if given else None
@@ -81,6 +85,10 @@ def _say_where_it_goes_on(resume: RunCheckpoint, folder: Folder, args: TrainingA
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _check_steps_left(resume: RunCheckpoint, args: TrainingArguments) -> None:
+    """Raises UserError if the checkpoint lies beyond the run's last step."""
     if resume.step > args.max_steps:
         raise UserError(
             asked=f"--max_steps {args.max_steps} from {resume.folder}",

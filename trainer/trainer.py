@@ -93,7 +93,7 @@ class Trainer:
         restored = None
         if resume is not None:
             resume.check_model(self.plain_plan)
-            source = restored = resume.source
+            source = restored = resume
             self.rate = args.learning_rate or resume.host["learning_rate"]
         source = source or seeded_init(self.plain_model, args.seed)
         with self.console.status("placing the weights on the devices …"):
@@ -294,7 +294,7 @@ class Trainer:
         self._log_saved(self.checkpoints.wait())
         if best == str(folder_of(self.folder, self.state.global_step)):
             return
-        source = open_checked(Folder(best), self.console).source
+        source = open_checked(Folder(best), self.console)
         # step, evaluation and export share this dict: all see the new weights, the old are freed one by one
         self.parameters.clear()
         self.parameters.update(place_parameters(self.model, self.plan, self.mesh, source))

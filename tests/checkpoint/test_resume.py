@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
 
 from tests.support.lives import Lives, tiny_run, write_text
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Layout, Resharding
 from trainer.arguments import TrainingArguments
-from trainer.checkpoint.read import open_source, whole_steps
+from trainer.checkpoint.read import open_checked, whole_steps
 from trainer.run import run
 from trainer.step.schedule import Schedule
 from trainer.storage import Folder
@@ -172,7 +173,7 @@ def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     assert whole_steps(Folder(output)) == [step, STEPS]  # a limit of 1 spares the newest and the best
     last = [e["eval_loss"] for e in state["log_history"] if "eval_loss" in e][-1]
     assert last == state["best_metric"]
-    source, _ = open_source(str(output / f"checkpoint-{step}"))
+    source = open_checked(Folder(output / f"checkpoint-{step}"), Console(quiet=True))
     for name, values in safetensors.torch.load_file(output / "model" / "model.safetensors").items():
         assert torch.equal(values, source(name)[tuple(slice(None) for _ in values.shape)]), name
 
@@ -185,7 +186,7 @@ def test_a_loss_that_is_not_finite_is_never_saved_as_a_good_state(lives, place):
     assert "not finite" in log.read_text()
     state = json.loads((output / "trainer_state.json").read_text())
     assert whole_steps(Folder(output))[-1] == state["global_step"]  # the last good one's
-    source, _ = open_source(str(output / f"checkpoint-{state['global_step']}"))
+    source = open_checked(Folder(output / f"checkpoint-{state['global_step']}"), Console(quiet=True))
     assert source("lm_head.weight")[:, :].isfinite().all()
 
 
