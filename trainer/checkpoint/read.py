@@ -31,7 +31,7 @@ METRICS = "metrics"  # the only tensor of the state that belongs to no parameter
 class RunCheckpoint:
     """A run's checkpoint, on disk or in a store: all that it keeps of the host, and a source of its tensors.
 
-    Needs no device. To construct one checks and reads its small files; :meth:`check_tensors` checks the others.
+    Needs no device. Constructing one checks and reads its small files; :meth:`check_tensors` checks the others.
 
     Raises:
         UserError: there is no whole checkpoint in ``folder``, or one of its small files is damaged.
@@ -77,9 +77,9 @@ class RunCheckpoint:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         with tempfile.TemporaryDirectory() as local:
-            source = self.folder / manifest.TOKENIZER
-            for name in source.names():
-                Path(local, name).write_bytes(source.read(name))
+            stored = self.folder / manifest.TOKENIZER
+            for name in stored.names():
+                Path(local, name).write_bytes(stored.read(name))
             return AutoTokenizer.from_pretrained(local)
 
     def check_model(self, plan: ShardingPlan) -> None:
