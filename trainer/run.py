@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 
 from rich.console import Console
@@ -35,9 +36,8 @@ def train(args: TrainingArguments, console: Console | None = None) -> Trainer:
     output = find_output(args, job.recipe.name)
     locate(args.dataset)
     tokenizer = _tokenizer(job)
-    resume = find_checkpoint(
-        args.resume_from_checkpoint, output, console, accept=lambda found: _check_resume(found, job)
-    )
+    accept = functools.partial(_check_resume, job)
+    resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
     source = open_hub_weights(given, job.model) if given else None
     claim(output)
@@ -66,7 +66,7 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _check_resume(found: RunCheckpoint, job: Job) -> None:
+def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
     found.check_model(job.plan)
     if found.step > job.args.max_steps:

@@ -84,18 +84,14 @@ class Trainer:
         if resume is not None:
             resume.check_model(job.plan)
             self.batches.load_state_dict(resume.host["data"])
-            source = restored = resume.source
+            source = restored = resume
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
 
         # ---- weights and steps ----
         with self.console.status("placing the weights on the devices …"):
             built = build(job, self.mesh, source or seeded_init(job.model, self.args.seed), restored)
-        self.model, self.placed, self.train_step, self.eval_step = (
-            built.model,
-            built.placed,
-            built.step,
-            built.evaluation,
-        )
+        self.model, self.placed = built.model, built.placed
+        self.train_step, self.eval_step = built.step, built.evaluation
         self.schedule = Schedule(self.args.lr_scheduler_type, self.rate, self.args.warmup_steps, self.args.max_steps)
 
         # ---- the loop's state, in transformers' own classes ----
@@ -296,7 +292,7 @@ class Trainer:
         self._log_saved(self.checkpoints.wait())
         if best == str(folder_of(self.folder, self.state.global_step)):
             return
-        source = open_checked(Folder(best), self.console).source
+        source = open_checked(Folder(best), self.console)
         # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
         parameters = self.placed.parameters
         parameters.clear()

@@ -1,4 +1,4 @@
-"""Small models in the hub's format, saved by transformers itself, and ours placed on the devices from them."""
+"""Small models that transformers itself saves in the hub's format, and the same models placed on the devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
 
 
 def save_theirs(folder: Path, config: PretrainedConfig, *, seed: int = 0, **how: Any) -> PreTrainedModel:
-    """A random model of ``config``, written by transformers' own `save_pretrained`; norms and biases random as well."""
+    """Writes a random model of ``config`` by transformers' own `save_pretrained`; norms and biases are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
@@ -58,6 +58,8 @@ def save_theirs(folder: Path, config: PretrainedConfig, *, seed: int = 0, **how:
 
 @dataclass
 class Placed:
+    """An assembled model, whose parameters are on the devices."""
+
     model: PreTrainedModel
     plan: ShardingPlan
     mesh: Any
@@ -69,7 +71,7 @@ class Placed:
 
 
 def place(family: str, config: PretrainedConfig, source: Source, *, scan: bool = True) -> Placed:
-    """The family's recipe on 8 devices, its parameters from ``source``."""
+    """Places the family's model on 8 devices by its recipe, with the parameters of ``source``."""
     recipe = load_recipe(FAMILIES[family][0])
     recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
     mesh = build_mesh(recipe.mesh)
@@ -79,7 +81,7 @@ def place(family: str, config: PretrainedConfig, source: Source, *, scan: bool =
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """What the safetensors files of ``folder`` hold; an index must name just that."""
+    """Returns what the safetensors files of ``folder`` hold; asserts that an index names just that."""
     tensors, where = {}, {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -96,6 +98,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    """Equal names, dtypes and bytes."""
+    """Whether names, dtypes and bytes are equal."""
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     return all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs)
