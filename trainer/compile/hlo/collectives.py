@@ -1,8 +1,8 @@
 """Collectives of an HLO module: of what kind, over which mesh axes, for which module, and how many bytes they move.
 
 Bytes are those of one chip: the output's for an all-gather, the operand's for all others. *Wire bytes* are what a chip
-sends over its links if its group of n forms a ring: (n-1)/n of the bytes, and twice that for an all-reduce. In a permute
-every source sends all its bytes; its wire bytes are the mean over the chips.
+sends over its links if its group of n forms a ring: (n-1)/n of the bytes, and twice that for an all-reduce. For a
+permute they are the mean over the chips: a source sends all its bytes, another chip none.
 """
 
 from __future__ import annotations
