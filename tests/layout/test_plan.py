@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 from transformers import AutoConfig
 
 from tests.support.paths import ROOT
@@ -18,7 +17,8 @@ from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
-from trainer.layout.plan import check_global_batch, make_plan
+from trainer.layout.placement import Replicate, Shard
+from trainer.layout.plan import make_plan
 from trainer.layout.recipe import Recipe
 from trainer.model import load_config, meta_model
 
@@ -207,16 +207,6 @@ def test_an_activation_line_that_matches_no_module_is_refused():
     assert "activations line 'layer.*'" in error.asked
     assert "did you mean 'layers.*'" in error.instead
     assert small_plan(activations={"layers.*": {"fsdp": Shard(0)}}).activations == {"layers.*": {"fsdp": Shard(0)}}
-
-
-def test_a_global_batch_must_divide_over_its_axes():
-    plan = small_plan()
-    check_global_batch(plan, 6)
-    for rows, instead in ((7, "6 or 8 rows"), (1, "2 or 4 rows"), (0, "2 or 4 rows")):
-        with pytest.raises(UserError) as error:
-            check_global_batch(plan, rows)
-        assert error.value.instead == instead
-        assert "fsdp=2" in error.value.found
 
 
 def test_stacking_puts_layers_in_front_and_moves_every_shard():

@@ -6,19 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial
 
 import recipes
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.layout.mesh import Mesh
+from trainer.layout.placement import Replicate, Shard
 from trainer.layout.recipe import Compute, Recipe, matches
 
 SHIPPED = ["llama_fsdp", "llama_tp", "mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp"]
 OWN = """
-from torch.distributed.tensor import Shard
-from trainer.layout.mesh import Mesh
-from trainer.layout.recipe import Compute, Recipe
+from trainer import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1),
@@ -62,9 +61,9 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_the_list():
         ("\nrecipe = (\n", "line 2", "SyntaxError"),
         ("\n\nimport nothing_of_that_name\n", "line 3", "ModuleNotFoundError"),
         ("import sys\nsys.exit(1)\n", "line 2", "SystemExit"),
-        (OWN.replace('"fsdp": Shard(0)', '"fsdp": Shard(0), "fsdp": Shard(1)'), "line 8: 'fsdp' twice", "line 8"),
-        (OWN.replace("}},", '}, "weight": {}},'), "line 8: 'weight' twice", "line 8"),
-        (OWN.replace('{"fsdp": Shard', '{"fdsp": Shard'), "line 5: parameters line 'weight': axis 'fdsp'", "fsdp"),
+        (OWN.replace('"fsdp": Shard(0)', '"fsdp": Shard(0), "fsdp": Shard(1)'), "line 7: 'fsdp' twice", "line 7"),
+        (OWN.replace("}},", '}, "weight": {}},'), "line 7: 'weight' twice", "line 7"),
+        (OWN.replace('{"fsdp": Shard', '{"fdsp": Shard'), "line 4: parameters line 'weight': axis 'fdsp'", "fsdp"),
     ],
 )
 def test_a_file_that_gives_no_recipe_is_named_with_its_line(tmp_path, text, asked, found):
@@ -174,7 +173,8 @@ def test_the_effective_recipe_reads_back_from_json():
 
 def test_recipes_and_plans_need_no_torch_xla():
     code = (
-        "import sys, torch\nfrom trainer.layout.plan import make_plan\nfrom trainer.layout.recipe import *\n"
+        "import sys, torch\nfrom trainer import Mesh, Recipe, Shard\n"
+        "from trainer.layout.load import load_recipe\nfrom trainer.layout.plan import make_plan\n"
         "r = Recipe(mesh=Mesh(a=-1), batch=('a',), parameters={'weight': {'a': Shard(0)}, 'bias': {}})\n"
         "assert make_plan(r, torch.nn.Linear(4, 8, device='meta'), 4)['weight'].local_shape == (2, 4)\n"
         "assert load_recipe('mixtral_ep')\n"

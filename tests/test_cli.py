@@ -1,0 +1,122 @@
+"""Command lines: an option is taken by its whole name alone, and a misspelt one is answered with the nearest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.training import environment
+from trainer.arguments import TrainingArguments, option
+from trainer.cli import Parser, parse
+from trainer.compile.command import CompileArguments
+
+
+@dataclass
+class Options:
+    steps: int = option(1, "How many.")
+    rate: float = option(0.5, "How fast.")
+    text_column: str = option("text", "Which column.")
+    loud: bool = option(False, "Whether to say so.")
+    quick: bool | None = option(None, "Whether to hurry.")
+
+
+def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / name), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("train.py", ["--recipe", "llama_tp", "--learning_rat=1"], "--learning_rat; did you mean '--learning_rate'?"),
+        ("compile.py", ["--topolog", "v5p:4x4x4"], "--topolog; did you mean '--topology'?"),
+        ("plan.py", ["--recipe", "mixtral_ep", "--device=4"], "--device; did you mean '--devices'?"),
+    ],
+)  # fmt: skip
+def test_each_script_refuses_the_beginning_of_an_option_and_names_the_whole_one(name, words, message):
+    done = script(name, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{name}: error: no option {message}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_train_takes_compile_only_with_a_dash_too():
+    done = script("train.py", "--recipe", "mixtral_ep", "--compile-only")
+    assert done.returncode == 2
+    assert "error: a compile for a TPU\n  found:   no --topology" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], Options()),
+        (["--steps", "5", "--text_column", "body"], Options(steps=5, text_column="body")),
+        (["--steps=5", "--text-column=body"], Options(steps=5, text_column="body")),
+        (["--rate", "-1.5"], Options(rate=-1.5)),
+        (["--rate", "-.5"], Options(rate=-0.5)),
+        (["--loud", "--steps", "2"], Options(steps=2, loud=True)),
+        (["--loud", "false", "--quick", "true"], Options(quick=True)),
+        (["--text_column", "--a=1 --b=2"], Options(text_column="--a=1 --b=2")),  # a value in quotes
+        (["--text_column", "-"], Options(text_column="-")),
+    ],
+)
+def test_options_are_taken_in_every_form_that_argparse_has(words, expected):
+    assert parse([Options], words, None) == (expected,)
+
+
+def test_several_dataclasses_share_one_command_line():
+    first, second = parse([TrainingArguments, CompileArguments], ["--slices", "3", "--recipe", "llama_tp"], None)
+    assert (first.recipe, second.slices) == ("llama_tp", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "5"], "no option --step; did you mean '--steps'? --help lists them"),
+        (["--steps", "5", "--rat=1"], "no option --rat; did you mean '--rate'? --help lists them"),
+        (["--rtae", "1"], "no option --rtae; did you mean '--rate'? --help lists them"),
+        (["-loud"], "no option -loud; did you mean '--loud'? --help lists them"),
+        (["--text-colum", "x"], "no option --text-colum; did you mean '--text-column'? --help lists them"),
+        (["--compile_onl"], "no option --compile_onl; did you mean '--compile_only'? --help lists them"),
+        (["--zzz"], "no option --zzz; --help lists them"),
+        (["stray"], "no option stray; --help lists them"),
+        (["--text_colum=two words"], "no option --text_colum; did you mean '--text_column'? --help lists them"),
+    ],
+)
+def test_a_word_that_is_no_option_ends_the_command_with_code_2_and_the_nearest(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse([Options], words, None, flags={"--compile_only": "Compile alone."})
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_misspelt_option_is_named_before_a_missing_one_is_asked_for(capsys):
+    parser = Parser("What it does.")
+    parser.add_argument("--recipe", required=True)
+    for words in (["--recip", "x"], ["-recipe", "x"]):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(words)
+        assert ended.value.code == 2
+        assert f"no option {words[0]}; did you mean '--recipe'?" in capsys.readouterr().err
+    assert parser.parse_args(["--recipe", "x"]).recipe == "x"
+
+
+def test_words_behind_two_dashes_are_no_options():
+    parser = Parser("What it does.")
+    parser.add_argument("tables", nargs="*")
+    assert parser.parse_args(["--", "--recip"]).tables == ["--recip"]
+
+
+def test_help_prints_descriptions_as_written_defaults_and_flags_of_the_callers(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse([Options], ["--help"], "One.\n\n  Two.", "Exit codes:\n  0  done", {"--compile_only": "Compile alone."})
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "One.\n\n  Two.\n" in printed
+    assert "Exit codes:\n  0  done\n" in printed
+    assert "How many. (default: 1)" in printed
+    assert "--compile_only, --compile-only" in printed
