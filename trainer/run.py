@@ -83,7 +83,7 @@ def _has_weights(model: str) -> bool:
     path = Path(model)
     if not path.exists():
         return True
-    return path.is_dir() and any(file.suffix in {".safetensors", ".bin"} for file in path.iterdir())
+    return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())
 
 
 def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:
