@@ -47,8 +47,8 @@ class DataOptions:
         streaming: rows are made as training asks for them and never stored.
         shuffle_rows: rows of a stream that are mixed with one another; 2048 take 32 MiB at 4096 tokens a row.
         heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
-            The lowest hashes of the documents' names (of records: their text) are, so that runs with other seeds are
-            scored on the same tokens. Of a stream, documents of the first 64 M characters, and 512 rows at most.
+            A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
+            same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
     """
 
     dataset: str | None
@@ -127,7 +127,7 @@ def _stored_corpus(
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
-    """Texts of documents drawn at random, 64 M characters in all: to learn merges from, as good as a larger text."""
+    """Texts of documents drawn at random, about 64 M characters: a tokenizer learns no more from a larger text."""
     budget = SAMPLE_CHARACTERS
     for index in np.random.default_rng(0).permutation(len(documents)).tolist():
         if budget <= 0:
