@@ -173,9 +173,9 @@ def test_models_bound_to_different_layouts_each_keep_theirs_also_in_copies_and_n
     before = len(ALL_ATTENTION_FUNCTIONS), len(ALL_MASK_ATTENTION_FUNCTIONS)
     by_heads, by_batch, plain = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     bind(by_heads, KernelLayout((("data", 2), ("tensor", 4)), ("data",), ("tensor",)))
-    bind(by_batch, KernelLayout((("data", 8),), ("data",)))
+    bind(by_batch, KernelLayout((("data", 4), ("tensor", 2)), ("data",)))
     # [batch, query heads, sequence, value dimension] of a device: of 8 sequences and 8 heads
-    expected = {by_heads: "bf16[4,2,4096,128]", by_batch: "bf16[1,8,4096,128]", plain: "bf16[8,8,4096,128]"}
+    expected = {by_heads: "bf16[4,2,4096,128]", by_batch: "bf16[2,8,4096,128]", plain: "bf16[8,8,4096,128]"}
     for model, shape in expected.items():
         for module in (model[0], copy.deepcopy(model)[0]):
             assert shape in kernel_shapes(lowered_for_tpu(ALL_ATTENTION_FUNCTIONS[NAME], 8, 4096, module=module))[0]
