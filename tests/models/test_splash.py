@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,10 +22,10 @@ from models.attention.splash import KernelLayout
 from models.jax_call import lowering_for
 
 MODULE = SimpleNamespace()
-# three blocks of 128, the last of which is filled up
+# the sequence takes three blocks, of which the last is padded
 B, K, S, D, E = 4, 2, 300, 64, 48
 BLOCK = 128
-# with the number of query heads, to 2 key heads (or 1 to 3)
+# layout, and number of query heads: 4 for 2 key heads, or 3 for 1
 LAYOUTS = {
     "one device": (KernelLayout(), 4),
     "batch over four, heads over two": (
@@ -42,11 +41,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def xla_devices(spmd) -> None:
-    xr.global_runtime_device_count()
-
-
 def make_inputs(heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Query, key, value, sinks, and the gradient of the output."""
     torch.manual_seed(0)
@@ -56,7 +50,7 @@ def make_inputs(heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Te
 
 
 def make_segments() -> torch.Tensor:
-    """Two packed sequences and padding at the end; in row 1 padding also comes first; row 2 is nothing but padding."""
+    """Two packed sequences, then padding. Row 1 has padding in front too, and row 2 is padding alone."""
     segments = torch.ones(B, S, dtype=torch.long)
     segments[:, 140:], segments[:, 270:], segments[1, :30], segments[2] = 2, 0, 0, 0
     return segments
