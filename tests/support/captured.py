@@ -15,10 +15,12 @@ V5P = CHIPS["v5p"]
 
 
 def captured(name: str) -> str:
+    """The text of a captured file."""
     return gzip.decompress((CAPTURED / f"{name}.gz").read_bytes()).decode()
 
 
 def captured_step() -> Lowered:
+    """The small step, as it was lowered."""
     plain = json.loads((CAPTURED / "step.json").read_text())
     plain["arguments"] = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in plain["arguments"])
     return Lowered(hlo=gzip.decompress((CAPTURED / "step.hlo.pb.gz").read_bytes()), **plain)
