@@ -26,7 +26,7 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 from trainer.layout.partition import PartitionSpec
 from trainer.xla.runtime import init_runtime
 
-# what the rooms above this one say for torch_xla's own mesh
+# torch_xla's mesh, under a name that other packages use without importing torch_xla
 DeviceMesh: TypeAlias = xs.Mesh
 
 
