@@ -1,8 +1,9 @@
 """A JAX function as one operation of the torch graph: batched gathers, sorts, Pallas kernels, `shard_map`.
 
 torch_xla's own `call_jax` asks for torchax and flax, and lowers for the machine it runs on. This one needs jax alone
-(at torch_xla's pin) and lowers for the *target*: the devices of this process, or a TPU that is nowhere near
-(:func:`lowering_for`). No module but this one and those with kernels written in JAX imports jax; none runs on it.
+(at torch_xla's pin) and lowers for the *target*: the devices of this process, or a TPU that this machine does not have
+(:func:`lowering_for`). jax only traces and lowers; it runs nothing. Modules that write their kernels in JAX take it
+from here, because it must be set up before it is imported.
 """
 
 from __future__ import annotations
@@ -20,19 +21,24 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
-# jax shares the process with torch_xla's runtime, which owns the accelerator: it must not open it a second time.
+# jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
-# Semi-private, pinned with jax: without `for_export` Pallas kernels are lowered for a newer Mosaic than libtpu's.
+# semi-private: jax/_src/interpreters/mlir.py and jax/_src/lib/__init__.py, jax 0.7.1 (`LoweringParameters` and the
+# conversion of a module to HLO have no public names)
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 
-# not a ContextVar: backwards are built on threads of autograd's own
+Axes = tuple[str, ...]
+# for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
+Spec = tuple[str | Axes | None, ...]
+
+# not a ContextVar: autograd builds backwards on threads of its own
 _target: list[str] = []
 
 _DTYPES = {
@@ -45,7 +51,7 @@ _DTYPES = {
 
 
 def target() -> str:
-    """What the graph is being built for: ``tpu`` or ``cpu``."""
+    """The platform that the graph is being built for: ``tpu`` or ``cpu``."""
     return _target[-1] if _target else str(xr.device_type()).lower()
 
 
@@ -59,17 +65,14 @@ def lowering_for(platform: str) -> Iterator[None]:
         _target.pop()
 
 
-Spec = tuple[str | tuple[str, ...] | None, ...]
-
-
 @dataclass(frozen=True)
 class Manual:
-    """Where a function runs on each device's own shards, with collectives of its own (`jax.shard_map`).
+    """How a function runs on each device's own shards, with collectives of its own (`jax.shard_map`).
 
     Args:
         axes: (name, size) of every mesh axis, in mesh order.
-        inputs: a partition spec for each tensor; a dimension is named by None, an axis, or several in mesh order.
-        outputs: likewise for each output. An axis that no output spec names: its devices' outputs are equal.
+        inputs: a partition spec for each tensor.
+        outputs: a partition spec for each output. Along an axis that none of them names, the outputs must be equal.
         order: the device ids in mesh order; None: 0, 1, 2, …
     """
 
@@ -82,24 +85,27 @@ class Manual:
 def jax_call(
     function: Callable[..., Any], *tensors: torch.Tensor, manual: Manual | None = None, **static: Any
 ) -> tuple[torch.Tensor, ...]:
-    """``function(*arrays, **static)`` on XLA tensors; a tuple of outputs, always.
+    """``function(*arrays, **static)`` on XLA tensors; always a tuple of outputs.
 
     No gradient flows through. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.
 
     Args:
-        function: a module-level JAX function: it is lowered once for each set of shapes, dtypes and options.
-        manual: run it shard by shard; None: on whole arrays, which the partitioner splits as it sees fit.
+        function: a module-level JAX function. It is lowered once for each set of shapes, dtypes and options.
+        manual: how to run it on each device's shards; None: on whole arrays, which the partitioner splits as it likes.
         **static: hashable options.
     """
-    # jax knows no 64-bit integers here (Pallas kernels break with them)
+    # jax has no 64-bit integers here (Pallas kernels break with them)
     tensors = tuple(t.to(torch.int32) if t.dtype == torch.int64 else t for t in tensors)
     shapes = tuple((tuple(t.shape), _DTYPES[t.dtype]) for t in tensors)
     computation = _computation(function, shapes, manual, tuple(sorted(static.items())), target())
+    # semi-private: torch_xla/core/xla_op_registry.py, torch_xla 2.9
     out = torch_xla._XLAC._xla_user_computation("xla::jax_call", list(tensors), computation)
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 
-@functools.cache
+# A function that is lowered a second time gets new channel numbers, and with them the step a new graph: the bound is
+# far above what a run uses.
+@functools.lru_cache(maxsize=1024)
 def _computation(
     function: Callable[..., Any],
     shapes: tuple[tuple[tuple[int, ...], str], ...],
@@ -107,6 +113,7 @@ def _computation(
     static: tuple[tuple[str, Any], ...],
     platform: str,
 ) -> Any:
+    """``function`` lowered for ``platform``, as a computation that torch_xla can call."""
     run = functools.partial(function, **dict(static))
 
     def flat(*arrays: Any) -> tuple[Any, ...]:
@@ -124,10 +131,13 @@ def _computation(
         )
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     traced = jax.jit(flat, keep_unused=True).trace(*arguments)
+    # without `for_export`, Pallas kernels are lowered for a newer Mosaic than libtpu's
+    # (semi-private: `_private_parameters` of jax/_src/stages.py, jax 0.7.1)
     lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=mlir.LoweringParameters(for_export=True))
     text = str(lowered.compiler_ir())
     if manual is not None:
         text = _own_channels(_reorder(text, manual.order) if manual.order else text)
+    # semi-private: jaxlib/xla_client.py, jaxlib 0.7.1; torch_xla/core/xla_builder.py, torch_xla 2.9
     module = xla_client._xla.mlir.mlir_module_to_xla_computation(text, use_tuple_args=False, return_tuple=True)
     return torch_xla._XLAC._xla_op_computation_from_module_proto(
         getattr(function, "__name__", "jax_call"), module.as_serialized_hlo_module_proto()
@@ -138,12 +148,12 @@ _channels = itertools.count(1_000_000)
 
 
 def _own_channels(text: str) -> str:
-    """Number the collectives of a StableHLO module anew: those of one step must not share channels."""
+    """A StableHLO module with its collectives numbered anew: no two collectives of a step may share a channel."""
     return re.sub(r"(#stablehlo\.channel_handle<handle = )\d+", lambda match: match[1] + str(next(_channels)), text)
 
 
 def _reorder(text: str, order: tuple[int, ...]) -> str:
-    """Say device ids where jax, which knows no devices here, has said positions in the mesh."""
+    """A StableHLO module with device ids in place of positions in the mesh, which is all that jax knows here."""
     ids = np.asarray(order)
     if (ids == np.arange(len(ids))).all():
         return text

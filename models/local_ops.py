@@ -1,7 +1,7 @@
-"""Operations that torch_xla lowers to scatters over tokens, as sums of one-hots instead.
+"""Two operations of routers, computed with one-hots in place of the scatters that torch_xla lowers them to.
 
-For a scatter the partitioner gathers the indices of the whole batch on every device. A router chooses among few
-experts, so the one-hots are small, and fused away.
+For a scatter over tokens the partitioner gathers the indices of the whole batch on every device. A router chooses
+among few experts, so the one-hots are small, and the compiler fuses them away.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class _TopK(torch.autograd.Function):
+    """`torch.topk` over the last dimension, whose gradient is a sum of one-hots."""
+
     @staticmethod
     def forward(ctx, x: torch.Tensor, k: int, sort: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         values, index = torch.topk(x, k, dim=-1, sorted=sort)
@@ -29,7 +31,7 @@ class _TopK(torch.autograd.Function):
 
 
 class LocalOps(TorchFunctionMode):
-    """While it is active: the gradient of `torch.topk` over the last dimension, and `torch.histc` of whole numbers."""
+    """Replaces, while it is active, `torch.topk` over the last dimension and `torch.histc` of integers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):
@@ -46,7 +48,7 @@ def _top_k(func: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool 
 
 
 def _histogram(func: Any, input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    # transformers counts each expert's tokens so; XLA has no `histc`
+    # transformers counts each expert's tokens with it, and XLA has no `histc`
     if (min, max) != (0, bins) or input.is_floating_point():
         return func(input, bins=bins, min=min, max=max)
     return (input.flatten().unsqueeze(-1) == torch.arange(bins, device=input.device)).to(torch.float32).sum(0)

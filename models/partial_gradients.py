@@ -1,18 +1,18 @@
-"""Weight gradients summed over micro-batches before they are summed over devices.
+"""Weight gradients that are summed over micro-batches first, and over devices once, at the end.
 
-A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner has no tensor that
-is "still to be summed over devices", so it communicates wherever that sum stands in the program: in a loop over
-micro-batches, at every turn. A *partial gradient* gives the unfinished sum a shape of its own, [D, *parameter shape],
-one entry for each of D batch shards, laid out over the batch axes. Adding two of them needs no communication; the one
-reduction is the sum over D after the loop.
+A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner cannot express a
+tensor that is still to be summed over devices, so it communicates where the gradient is computed: in a loop over
+micro-batches, at every turn. A *partial gradient* is the unfinished sum as a tensor of its own, [D, *parameter shape],
+with one entry for each of D batch shards, laid out over the batch axes. Adding two partial gradients needs no
+communication; the one reduction is the sum over D after the loop.
 
-The price is memory. Each device holds gradients that the batch axes do not split, the sum and one micro-batch's: twice
-4 bytes a parameter, divided by the mesh axes other than batch axes that split the parameter.
+The price is memory. Each device holds two gradients that the batch axes do not split: the running sum and that of one
+micro-batch. Each takes 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
 
-Operations are found where a parameter enters them, not in the model's code. :func:`functional_call` watches the model
-run; where a parameter meets an operation whose gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`), the
-parameter's gradient goes to its partial. Under any other operation it goes to the parameter itself, reduced at once:
-the sum of the two is the gradient in either case.
+The model's code is not changed. :func:`functional_call` watches the model run. Where a parameter enters an operation
+whose gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_bias`), its gradient goes to its
+partial gradient. From any other operation it goes to the parameter itself, and is summed over devices at once. The
+parameter's gradient is the sum of the two.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from torch.overrides import TorchFunctionMode
 
 from models import scopes
 from models.jax_call import Manual, jax, jax_call
+from models.op_arguments import as_text, from_text
 
-Tensors = Mapping[str, torch.Tensor]
+# name -> tensor
+Tensors = dict[str, torch.Tensor]
 
+# what follows a parameter's name in the name of its partial gradient's leaf
 SUFFIX = " by batch shard"
 
 # id of a parameter that is in use -> its partial gradient's leaf
@@ -40,12 +43,13 @@ _active: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("partial_gradients"
 
 
 def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """``torch.func.functional_call`` that sends gradients to partials where it can.
+    """``torch.func.functional_call``, which sends weight gradients to partial gradients where it can.
 
     Args:
-        tensors: parameters by name; and under that name with :data:`SUFFIX` a tensor [D, *parameter shape], for each
-            parameter that shall have a partial gradient: the gradient of that tensor. Its values are never read.
-            An operation whose rows D does not divide is left as it is.
+        tensors: parameters by name. For each parameter that shall have a partial gradient also a leaf
+            [D, *parameter shape], under the parameter's name with :data:`SUFFIX`: its gradient will be the partial
+            gradient, and its values are never read. An operation on a number of rows that D does not divide sends its
+            gradient to the parameter.
     """
     parameters = {name: t for name, t in tensors.items() if not name.endswith(SUFFIX)}
     partials = {id(p): tensors[name + SUFFIX] for name, p in parameters.items() if name + SUFFIX in tensors}
@@ -60,7 +64,7 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
 
 
 def of(parameters: Tensors) -> dict[str, torch.Tensor]:
-    """What the :func:`functional_call` now running was given under the names of ``parameters`` with :data:`SUFFIX`."""
+    """The leaves that the running :func:`functional_call` was given for ``parameters``, by name with :data:`SUFFIX`."""
     return {name + SUFFIX: _active.get()[id(p)] for name, p in parameters.items() if id(p) in _active.get()}
 
 
@@ -69,11 +73,11 @@ class Sum:
     """How a partial gradient is summed over its batch shards.
 
     Args:
-        name: whose gradient: each has collectives of its own.
-        dim: where the batch shards are.
+        name: the parameter's. Each parameter has collectives of its own.
+        dim: the dimension of the batch shards.
         scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
-        add: mesh axes to sum over whose devices all get the sum.
-        manual: layouts before and after.
+        add: mesh axes to sum over by all-reduce: all their devices get the sum.
+        manual: the layouts of the partial gradient and of the sum.
     """
 
     name: str
@@ -84,31 +88,29 @@ class Sum:
 
 
 def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
-    """The sum of ``partial`` over its batch shards, in collectives that are written out; on XLA devices."""
-    key = repr(how)
-    _sums[key] = how
-    return _total(partial, key, how.dim)
+    """The sum of ``partial``, on XLA devices, over its batch shards, by the collectives that ``how`` names."""
+    return _total(partial, as_text(how))
 
 
 def expert_linear(x_ENH: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Each expert's projection of its N rows; ``weight`` is [E, F, H], or [E, H, F] if ``transposed``: [E, N, F]."""
+    """Each expert's projection of its N rows, [E, N, F]. ``weight`` is [E, F, H], or [E, H, F] if ``transposed``."""
     return _apply(_EXPERT_TRANSPOSED if transposed else _EXPERT, x_ENH, weight)
 
 
 def expert_bias(y_ENF: torch.Tensor, bias_EF: torch.Tensor) -> torch.Tensor:
-    """Each expert's bias added to its N rows."""
+    """Each expert's N rows with its bias added, [E, N, F]."""
     return _apply(_EXPERT_BIAS, y_ENF, bias_EF)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """An operation y = f(x, w) that treats each row of x by itself.
+    """An operation y = f(x, w) that treats each row of x by itself, and its gradients.
 
     Args:
         grad_x: (gradient of y, x, w) -> gradient of x.
-        grad_w: (gradient of y, x, w), rows split in [D, rows/D] -> gradient of w for each of D, [D, *w.shape].
+        grad_w: (gradient of y, x, w), with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
         rows: the dimension of x and y that holds the rows.
-        rank: least rank of x.
+        rank: the least rank of x that the rule is for.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -127,29 +129,27 @@ def _embedding_grad(g_DtH: torch.Tensor, ids_Dt: torch.Tensor, w_VH: torch.Tenso
     return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
 
 
-# An op's argument must be plain data: the text of a sum stands for it.
-_sums: dict[str, Sum] = {}
-
-
 @torch.library.custom_op("shardwright::total", mutates_args=())
-def _total(partial: torch.Tensor, key: str, dim: int) -> torch.Tensor:
-    how = _sums[key]
-    static = {"dim": dim, "scatter": how.scatter, "add": how.add, "name": how.name}
+def _total(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+    how: Sum = from_text(sum_text)
+    static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name}
     with scopes.scope(how.name.rpartition(".")[0]):
         return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
 
 
 @_total.register_fake
-def _(partial: torch.Tensor, key: str, dim: int) -> torch.Tensor:
+def _(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+    dim = from_text(sum_text).dim
     return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
 
 
 def _sum_shards(
     x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str
 ) -> jax.Array:
-    x = x.squeeze(dim)  # the one entry that this device has
+    """The sum on one device. ``name`` only keeps the computations of two parameters apart."""
+    x = x.squeeze(dim)  # this device has one entry
     last = x.ndim - 1
-    # of a reduce-scatter along its minor dimension libtpu makes an all-reduce: that dimension is not left the minor one
+    # libtpu turns a reduce-scatter along the minor dimension into an all-reduce, so another dimension is made minor
     turned = last > 0 and any(scattered == last for _, scattered in scatter)
     x = x.swapaxes(last - 1, last) if turned else x
     for axis, scattered in scatter:
@@ -163,7 +163,7 @@ def _sum_shards(
 def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
     """Each shard's rows added up by id, in float32: [D, V, H]."""
     if rows_DtH.device.type == "xla":
-        # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers them all
+        # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers all of it
         return jax_call(_scatter_add, rows_DtH, ids_Dt, V=V)[0]
     D, _, H = rows_DtH.shape
     index = ids_Dt.unsqueeze(-1).expand(-1, -1, H)
@@ -176,11 +176,13 @@ def _(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
 
 
 def _scatter_add(rows_DtH: jax.Array, ids_Dt: jax.Array, V: int) -> jax.Array:
+    """:func:`_add_rows` in JAX."""
     empty = jax.numpy.zeros((V, rows_DtH.shape[-1]), jax.numpy.float32)
     return jax.vmap(lambda rows_tH, ids_t: empty.at[ids_t].add(rows_tH.astype(empty.dtype)))(rows_DtH, ids_Dt)
 
 
 def _expert_rule(weight: str) -> _Rule:
+    """The rule of each expert's projection, with ``weight`` the letters of the weight's dimensions."""
     return _Rule(
         lambda x, w: torch.einsum(f"erh,{weight}->erf", x, w),
         lambda g, x, w: torch.einsum(f"erf,{weight}->erh", g, w),
@@ -190,7 +192,7 @@ def _expert_rule(weight: str) -> _Rule:
     )
 
 
-# Letters: d batch shards, r rows, i and o inputs and outputs, e experts, f expert width, h hidden.
+# Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.
 _LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x))
 _SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
 _SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
@@ -202,6 +204,7 @@ _EXPERT_BIAS = _Rule(
 
 
 def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``rule.forward(x, weight)``; the weight's gradient goes to its partial gradient if it has one that fits."""
     partial = _active.get().get(id(weight))
     if partial is None or x.dim() < rule.rank or x.shape[rule.rows] % len(partial):
         return rule.forward(x, weight)
@@ -209,7 +212,7 @@ def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Apply(torch.autograd.Function):
-    """``rule.forward``, whose backward keeps the weight's gradient apart by batch shard."""
+    """``rule.forward``, whose backward gives the weight's gradient to ``partial``, by batch shard."""
 
     @staticmethod
     def forward(ctx, rule: _Rule, x: torch.Tensor, w: torch.Tensor, partial: torch.Tensor):  # type: ignore[override]
@@ -226,7 +229,7 @@ class _Apply(torch.autograd.Function):
 
 
 class _Watch(TorchFunctionMode):
-    """Runs :data:`_HANDLERS` in place of operations that one of the active parameters enters."""
+    """Replaces an operation that an active parameter enters by its handler, if :data:`_HANDLERS` has one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = func in _HANDLERS and any(id(arg) in _active.get() for arg in args)

@@ -1,4 +1,7 @@
-"""What the backward recomputes: partitioners of AOTAutograd's joint graph."""
+"""Remat policies: each a partitioner, which splits AOTAutograd's joint graph of a layer into forward and backward.
+
+The partitioner decides what the forward saves and what the backward computes again.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ from typing import Any
 
 import torch
 from functorch.compile import default_partition, min_cut_rematerialization_partition
+
+# semi-private: torch/_functorch/config.py, torch 2.9
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.experimental import stablehlo_custom_call
 
-# Semi-private, pinned: the parts of torch_xla's `scan` before and after its autograd function.
 from models import jax_call
 
 
 def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:
-    """A partitioner of AOTAutograd's joint graph that saves exactly the nodes that ``policy`` says to save."""
+    """A partitioner that saves exactly the nodes that ``policy`` says to save."""
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         for node in joint.graph.nodes:
-            # Semi-private: the tags of selective activation checkpointing (torch/_functorch/partitioners.py, 2.9).
+            # semi-private: torch/_functorch/partitioners.py, torch 2.9 (the tags of selective checkpointing)
             if node.op == "call_function" and "tangents" not in node.name:
                 node.meta["recompute"] = policy(node)
                 node.meta["ac_graph_id"] = 0
@@ -30,6 +34,7 @@ def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Call
 
 
 def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+    """A partitioner that saves the layer's inputs alone."""
     with functorch_config.patch(activation_memory_budget=0.0):
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
@@ -43,13 +48,14 @@ def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
 
 
 def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-    """Recompute everything from the layer's input, which waits in the host's memory: on a TPU, which can do so."""
+    """A partitioner that saves the layer's inputs alone; on a TPU the hidden state waits in the host's memory."""
     forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if jax_call.target() != "tpu":
         return forward, backward
     hidden = next(node for node in forward.graph.nodes if node.op == "placeholder")  # the carry's first tensor
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     kept, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
+    # semi-private: `_opoverload` of torch/_library/custom_ops.py, torch 2.9; both operations are torch_xla's
     with forward.graph.inserting_before(output):
         parked = forward.graph.call_function(stablehlo_custom_call.place_to_host._opoverload, (hidden,))
     output.args = ((*kept, *(parked if node is hidden else node for node in saved)),)

@@ -1,165 +1,117 @@
-"""N equal decoder layers as one: parameters stored stacked, one `scan` instead of N copies of the graph; and remat.
+"""Running decoder layers: N equal layers as one `scan` in place of N copies of the graph, and each layer with remat.
 
-It works for any transformers decoder whose loop is over ``self.layers``: that list is replaced by one that holds the
-first layer under the name ``*`` (its parameters stacked along a new dimension 0, so that ``named_parameters()`` yields
-the very names of a recipe's lines: ``model.layers.*.self_attn.q_proj.weight``) and that yields a single callable
-running them all.
-
-Remat (what the backward recomputes) is decided where AOTAutograd splits a layer into forward and backward, so it is
-the same code with the scan and without.
+A layer is traced by AOTAutograd into a forward and a backward graph. Where it is split into the two, remat is decided
+(what the backward computes again), so that is the same code for a scan and for a single layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
+
+# semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch_xla.experimental.pytreeify import pytreeify
 
-# Semi-private, pinned: the parts of torch_xla's `scan` before and after its autograd function.
+# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9 (the parts of `scan` around its autograd function)
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
 from models import partial_gradients, scopes, side_outputs
+from models.partial_gradients import Tensors
 from models.remat import REMAT
 
 # (full name, parameter) -> what the layer uses, by full name: the parameter, and perhaps its partial gradient's leaf
 Prepare = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-def find_layers(model: nn.Module) -> str:
-    """The dotted name of the decoder's layer list; ValueError if the model has none."""
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.split(".")[-1] == "layers"]
-    if not names:
-        raise ValueError(f"{type(model).__name__} has no module list named 'layers'")
-    return min(names, key=lambda name: name.count("."))
+class LayerRunner:
+    """A callable that runs a layer, or a stack of layers, in the decoder's loop.
 
-
-def stack_layers(model: nn.Module) -> tuple[str, int]:
-    """Replace the decoder's layers by one stacked layer, in place; the model must be on meta.
-
-    Returns:
-        the layer list's dotted name and the number of layers.
-
-    Raises:
-        ValueError: the model has no layer list, or its layers differ (says in what).
-    """
-    name = find_layers(model)
-    layers = model.get_submodule(name)
-    assert isinstance(layers, nn.ModuleList)
-    _check_equal(name, layers)
-    template = layers[0]
-    for module in template.modules():
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            stacked = torch.empty((len(layers), *parameter.shape), dtype=parameter.dtype, device="meta")
-            setattr(module, key, nn.Parameter(stacked))
-    _replace(model, name, DecoderLayers(name, {"*": template}, count=len(layers)))
-    return name, len(layers)
-
-
-def wrap_layers(model: nn.Module) -> None:
-    """Replace the decoder's layers by a list that runs them one by one, each with remat."""
-    name = find_layers(model)
-    _replace(model, name, DecoderLayers(name, dict(model.get_submodule(name).named_children()), count=None))
-
-
-class DecoderLayers(nn.ModuleList):
-    """The layer list of a decoder: iterating over it yields callables that run its layers (see the module's docstring).
+    Its other attributes (``attention_type``, …) are the layer's own, because decoders read them.
 
     Args:
-        name: the list's dotted name in the model.
-        layers: child name -> layer; a stack has the one child ``*``.
-        count: layers in the stack; None for plain layers.
+        name: the layer's dotted name in the model, ``model.layers.*`` for a stack.
+        layer: the layer; for a stack one whose parameters are stacked along dimension 0.
+        count: how many layers the stack has; None: the layer is not stacked.
     """
 
-    def __init__(self, name: str, layers: dict[str, nn.Module], count: int | None) -> None:
-        super().__init__()
-        for key, layer in layers.items():
-            self.add_module(key, layer)
-        self.name, self.count = name, count
-        self.runners = [_Runner(self, key, layer) for key, layer in layers.items()]
-        self.configure(lambda name, parameter: {name: parameter}, "none")
-
-    def configure(self, prepare: Prepare, remat: str) -> None:
-        """Set what happens to a parameter just before use (cast, layout), by full name; and the remat policy."""
-        self.prepare, self.partition = prepare, REMAT[remat]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.runners[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.runners)
-
-
-class _Runner:
-    """Stands for a layer in the decoder's loop; other attributes (``attention_type``, …) are the layer's own."""
-
-    def __init__(self, owner: DecoderLayers, key: str, layer: nn.Module) -> None:
-        # owner and layer know each other already through the module tree: no second registration
-        self.owner, self.layer, self.prefix = owner, layer, f"{owner.name}.{key}"
+    def __init__(self, name: str, layer: nn.Module, count: int | None) -> None:
+        self.name, self.layer, self.count = name, layer, count
+        self.prepare: Prepare = lambda name, parameter: {name: parameter}
+        self.partition: Callable[..., Any] = REMAT["none"]
+        # forward and backward graph for each kind of call
         self.graphs: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
+        # A copy in the making has no layer yet. Special methods (`__setstate__`, …) are never the layer's.
+        if name == "layer" or name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.layer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes for a copy. It has no graphs, because those here run this runner's layer."""
+        return {**vars(self), "graphs": {}}
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         leaves, spec = tree_flatten((args, kwargs))
         constants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        # A scanned function sees nothing but its arguments, so constants ride in the carry, which must be floating
-        # point (its gradient is traced). Integers here are positions and segment ids: exact in fp32 up to 2**24.
+        # A scanned function sees nothing but its arguments, so constants are part of the carry, which must be floating
+        # point (its gradient is traced). Integers here are positions and segment ids, exact in float32 up to 2**24.
         carry = [t.detach() if t.is_floating_point() else t.to(torch.float32) for t in constants]
-        zero = torch.zeros((), device=hidden.device)
-        init = (hidden, zero, carry)
+        dtypes = [t.dtype for t in constants]
+        init = (hidden, torch.zeros((), device=hidden.device), carry)
         parameters: dict[str, torch.Tensor] = dict(self.layer.named_parameters())
         parameters |= partial_gradients.of(parameters)
-        dtypes = [t.dtype for t in constants]
 
         def body(state: Any, weights: dict[str, torch.Tensor]) -> Any:
             hidden, zero, carry = state
             values = iter(t.detach().to(dtype) for t, dtype in zip(carry, dtypes, strict=True))
             filled = [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(filled, spec)
-            prepared: dict[str, torch.Tensor] = {}
-            for k, w in weights.items():  # a leaf that is given comes after, and instead of, the one made here
-                full = self.owner.prepare(f"{self.prefix}.{k}", w)
-                prepared |= {name.removeprefix(f"{self.prefix}."): t for name, t in full.items()}
-            output, side = side_outputs.collect(
-                lambda: partial_gradients.functional_call(self.layer, prepared, (hidden, *args), kwargs)
-            )
-            output = output[0] if isinstance(output, tuple) else output
-            # every output of a scanned function must require grad: `zero` does, and changes nothing
+            output, side = self._run_once(weights, (hidden, *args), kwargs)
+            # every output of a scanned function must require a gradient: `zero` does, and changes no value
             side = tree_map(lambda t: t if t.requires_grad else t + zero, side)
             return (output, zero, carry), side
 
         key = (
             self.layer.training,
             side_outputs.wanted(),
-            str(static),
+            str([None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]),
             tuple((t.shape, t.dtype) for t in (hidden, *constants)),
             tuple((k, w.dtype) for k, w in parameters.items()),
         )
         if key not in self.graphs:
-            xs = parameters if self.owner.count else {k: w.unsqueeze(0) for k, w in parameters.items()}
+            xs = parameters if self.count else {k: w.unsqueeze(0) for k, w in parameters.items()}
             with scopes.tracing():
                 self.graphs[key] = value_and_grad_partitioned(
-                    body, init, xs, partition_fn=scopes.scoped(self.owner.partition), is_fn_pure=False
+                    body, init, xs, partition_fn=scopes.scoped(self.partition), is_fn_pure=False
                 )
-        count = self.owner.count
-        (output, _, _), side = _Layers.apply(*self.graphs[key], count is not None, init, parameters)
-        side_outputs.replay(side, count)
+        (output, _, _), side = _Layers.apply(*self.graphs[key], self.count is not None, init, parameters)
+        side_outputs.replay(side, self.count)
         return output
+
+    def _run_once(self, weights: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """One layer's output and side outputs, with ``weights`` prepared for it."""
+        prepared: dict[str, torch.Tensor] = {}
+        for key, weight in weights.items():  # leaves come last: one that was given replaces one that `prepare` made
+            full = self.prepare(f"{self.name}.{key}", weight)
+            prepared |= {name.removeprefix(f"{self.name}."): t for name, t in full.items()}
+        output, side = side_outputs.collect(
+            lambda: partial_gradients.functional_call(self.layer, prepared, args, kwargs)
+        )
+        return output[0] if isinstance(output, tuple) else output, side
 
 
 @pytreeify
 class _Layers(torch.autograd.Function):
-    """Run a layer's forward graph once, or over all slices of the stack; its backward graph likewise.
+    """Runs a layer's forward graph once, or over all slices of the stack; its backward graph likewise.
 
-    torch_xla's own `Scan` would do but for its backward, which needs jax (`shard_as`) to lay gradients out as the
-    parameters are. The plan says so already, through ``prepare``.
+    The backward of torch_xla's own `Scan` needs jax (`shard_as`), to lay gradients out as the parameters are. Here
+    ``prepare`` has done so already.
     """
 
     @staticmethod
@@ -183,37 +135,15 @@ class _Layers(torch.autograd.Function):
 
 
 def _once(function: Callable[..., Any], carry: Any, x: Any, *, reverse: bool = False) -> Any:
+    """``function`` called once, with the signature of torch_xla's scan."""
     return function(carry, x)
 
 
 def _barrier(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Keep the compiler from merging what the backward recomputes with the forward (it would undo remat)."""
+    """Copies of ``tensors`` behind a barrier.
+
+    Without it the compiler would merge what the backward computes again with the forward, and undo remat.
+    """
     copies = [t.clone() for t in tensors]
     xm.optimization_barrier_(copies)
     return copies
-
-
-def _check_equal(name: str, layers: nn.ModuleList) -> None:
-    """Raise ValueError unless all layers have the same modules, shapes and settings."""
-    first, *others = ([*_signature(layer)] for layer in layers)
-    for i, other in enumerate(others, start=1):
-        for mine, theirs in zip(first, other, strict=False):
-            if mine != theirs:
-                raise ValueError(f"{name}.0 has {mine}, {name}.{i} has {theirs}")
-        if len(first) != len(other):
-            raise ValueError(f"{name}.0 has {len(first)} settings and parameters, {name}.{i} has {len(other)}")
-
-
-def _signature(layer: nn.Module) -> Iterator[str]:
-    for name, module in layer.named_modules():
-        yield f"{name or 'the layer'}: {type(module).__name__}"
-        for key, value in sorted(vars(module).items()):
-            if isinstance(value, bool | int | float | str) and key != "layer_idx":
-                yield f"{name}.{key} = {value!r}"
-        for key, parameter in module.named_parameters(recurse=False):
-            yield f"{name}.{key} of shape {list(parameter.shape)}, {parameter.dtype}"
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

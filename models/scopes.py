@@ -1,9 +1,9 @@
-"""Which module an operation belongs to, told to XLA: its reports and profiles then speak of ``model.layers.*.mlp``.
+"""The names of modules in XLA's reports and profiles, which then say ``model.layers.*.mlp`` for an operation.
 
-Torch operations take the scope that is open when they run (:func:`annotate` opens one around each module's forward).
-A scanned layer runs as two graphs that AOTAutograd has traced; there a node remembers its module, in the backward
-that of the forward operation it is the gradient of, and :func:`scoped` has the graph open and close scopes itself.
-XLA keeps the names where ``XLA_HLO_DEBUG=1`` is set before torch_xla is imported, and forgets them elsewhere.
+A torch operation gets the name of the scope that is open when it runs, and :func:`annotate` opens a scope around each
+module's forward. A scanned layer runs as two graphs that AOTAutograd has traced. Their nodes remember their module (in
+the backward: the module of the forward operation whose gradient they compute), and :func:`scoped` makes the graphs open
+and close scopes themselves. XLA keeps the names only if ``XLA_HLO_DEBUG=1`` was set before torch_xla was imported.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from typing import Any
 import torch
 import torch_xla
 
-# Semi-private: the node metadata that AOTAutograd copies from an operation to its gradient (torch 2.9).
+# semi-private: torch/fx/traceback.py, torch 2.9 (the node metadata that AOTAutograd copies to the gradient's nodes)
 from torch.fx import traceback
 from torch.fx.node import has_side_effect
 
+# the metadata's keys: a node's own module, and on a node of the backward the forward operation's
 _FORWARD, _BACKWARD = "nn_module_stack", "fwd_nn_module_stack"
-# XLA's open scopes, and what the node metadata said before each
+# XLA's open scopes, each with the node metadata that it replaced
 _open: list[tuple[Any, Any]] = []
 
 
 @has_side_effect
 def enter(name: str) -> None:
-    """Open a scope: what is computed from here on belongs to ``name``."""
+    """Open a scope: operations from here on get ``name``."""
+    # semi-private: torch_xla/debug/profiler.py, torch_xla 2.9
     _open.append((torch_xla._XLAC.profiler.scope_pusher(name), traceback.current_meta.get(_FORWARD)))
     traceback.current_meta[_FORWARD] = {name: (name, torch.nn.Module)}
 
 
 @has_side_effect
 def leave() -> None:
-    """Close the scope opened last."""
+    """Close the scope that was opened last."""
     pusher, before = _open.pop()
     del pusher
     if before is None:
@@ -44,6 +46,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
+    """Inside, operations get ``name``."""
     enter(name)
     try:
         yield
@@ -52,7 +55,7 @@ def scope(name: str) -> Iterator[None]:
 
 
 def annotate(model: torch.nn.Module) -> None:
-    """Have every module of ``model`` open a scope of its own dotted name around its forward."""
+    """Make every module of ``model`` open a scope with its own dotted name around its forward."""
     for name, module in model.named_modules():
         if name:
             module.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
@@ -61,14 +64,14 @@ def annotate(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Around AOTAutograd's tracing of a layer: nodes remember their modules, not those that the layer is called in."""
+    """Wraps AOTAutograd's tracing of a layer: inside, nodes remember the layer's modules, and no module around it."""
     with traceback.preserve_node_meta():
         traceback.current_meta.pop(_FORWARD, None)
         yield
 
 
 def scoped(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """A partitioner of AOTAutograd's joint graph whose two graphs open and close the scopes that their nodes name."""
+    """``partition``, a partitioner of AOTAutograd's joint graph, with scopes in the two graphs that it returns."""
 
     def run(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         graphs = partition(joint, *args, **kwargs)
@@ -80,10 +83,11 @@ def scoped(partition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _insert_scopes(module: torch.fx.GraphModule) -> None:
+    """Make a graph open and close the scopes that its nodes' metadata names."""
     graph, current = module.graph, ""
     for node in list(graph.nodes):
         stack = node.meta.get(_FORWARD) or node.meta.get(_BACKWARD) or {}
-        # an operation of no module (a cast, a sum of two gradients) stays where it stands
+        # an operation of no module (a cast, a sum of two gradients) stays in the scope that is open
         name = current if node.op == "call_function" and not stack else next(reversed(stack), "")
         if name != current and node.op != "placeholder":
             with graph.inserting_before(node):

@@ -1,9 +1,9 @@
-"""What a layer wants to say besides its output: router logits for the auxiliary loss, a dropped-token fraction.
+"""Values that a layer gives besides its output: router logits for the auxiliary loss, the fraction of dropped tokens.
 
-Two channels exist. Ours (:func:`record`) carries metrics; transformers' own output collector carries the tensors that
-models ask for by ``output_router_logits`` and the like. Both are lists that a forward pass appends to, which a scanned
-layer can't do: it is traced once for all layers. :func:`collect` turns both into plain return values of the layer, and
-:func:`replay` appends them again outside, layer by layer.
+There are two channels. Ours (:func:`record`) carries metrics. Transformers' own output collector carries the tensors
+that a caller asks a model for, with ``output_router_logits`` and the like. Both are lists that a forward pass appends
+to. A scanned layer cannot append to them, because it is traced once for all layers: :func:`collect` makes them return
+values of the layer, and :func:`replay` appends them outside, layer by layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Semi-private: the collector behind transformers' `capture_outputs` (transformers/utils/output_capturing.py, 5.23).
+# semi-private: transformers/utils/output_capturing.py, transformers 5.23 (the collector behind `capture_outputs`)
 from transformers.utils.output_capturing import _active_collector
 
 _metrics: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("side_metrics", default=None)
@@ -27,14 +27,14 @@ SideOutputs = dict[str, dict[str, list[torch.Tensor]]]
 
 
 def record(name: str, value: torch.Tensor) -> None:
-    """Report a scalar metric of this layer, if anyone listens (see :func:`collect_metrics`)."""
+    """Report a scalar metric of this layer; ignored outside :func:`collect_metrics`."""
     channel = _metrics.get()
     if channel is not None:
         channel.setdefault(name, []).append(value.detach().flatten())
 
 
 def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-    """Run a forward pass; returns its result and every metric that its layers recorded, in order."""
+    """Run a forward pass. Returns its result, and each metric's values in layer order."""
     metrics: dict[str, list[torch.Tensor]] = {}
     token = _metrics.set(metrics)
     try:
@@ -45,8 +45,11 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.T
 
 @contextlib.contextmanager
 def joined(*names: str) -> Iterator[None]:
-    """Inside, stacked layers say these as one tensor, [tokens * layers, …], not one each: a graph of one size at any
-    depth, for a reader that takes them all alike (the load-balancing loss)."""
+    """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …].
+
+    With one tensor a layer, the graph of what reads them would grow with depth. The load-balancing loss can read one
+    tensor instead, because it treats all rows alike.
+    """
     token = _joined.set(names)
     try:
         yield
@@ -55,12 +58,12 @@ def joined(*names: str) -> Iterator[None]:
 
 
 def wanted() -> tuple[str, ...]:
-    """The names that transformers' collector asks for now; part of what a traced layer depends on."""
+    """The names that transformers' collector asks for now. A traced layer is valid for these names only."""
     return tuple(_active_collector.get() or ())
 
 
 def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
-    """Run one layer with empty collectors in place of the active ones; returns its result and what it appended."""
+    """Run one layer with empty collectors in place of the active ones. Returns its result and what it appended."""
     captured: dict[str, list[torch.Tensor]] = {name: [] for name in wanted()}
     token = _active_collector.set(captured)
     try:
@@ -71,10 +74,10 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 
 
 def replay(side: SideOutputs, count: int | None) -> None:
-    """Append what the layers said to the active collectors, in layer order.
+    """Append what :func:`collect` returned to the active collectors, in layer order.
 
     Args:
-        count: layers whose tensors are stacked along dimension 0; None: one layer's, as they are.
+        count: how many layers' tensors are stacked along dimension 0; None: they are one layer's, not stacked.
     """
     captured, metrics = _active_collector.get(), _metrics.get()
     for name, values in side["captured"].items():
@@ -84,7 +87,7 @@ def replay(side: SideOutputs, count: int | None) -> None:
             if count is None:
                 captured.setdefault(name, []).append(value)
             elif name in _joined.get():
-                # tokens first: merged behind layers, they would lose their layout
+                # tokens in front: with layers in front, the merged dimension would lose the tokens' layout
                 captured.setdefault(name, []).append(value.transpose(0, 1).flatten(0, 1))
             else:
                 captured.setdefault(name, []).extend(value.unbind())

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.training import SMALL, command, environment, train
-from trainer.data.corpus import load_corpus
+from trainer.data.corpus import DataOptions, load_corpus
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_the_model_folder_loads_on_plain_cpu_with_the_same_held_out_loss(run, te
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     model = AutoModelForCausalLM.from_pretrained(output / "model")
     # the run dropped no held-out token only if the capacity held them all: compare on the run's own kernel otherwise
-    corpus = load_corpus(str(text_folder), tokenizer=tokenizer, sequence_length=64, seed=42)
-    rows = torch.tensor(corpus.heldout["input_ids"][:])
+    corpus = load_corpus(DataOptions(str(text_folder), sequence_length=64), tokenizer, len(tokenizer))
+    rows = torch.tensor(corpus.heldout.dataset["input_ids"][:])
     with torch.no_grad():
         loss = model(input_ids=rows, labels=rows).loss.item()
     assert loss == pytest.approx(_evaluations(output)[-1]["eval_loss"], rel=1e-4)

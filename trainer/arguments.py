@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from trainer.errors import UserError, did_you_mean
-from trainer.storage import Folder, StorageError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A field of an arguments dataclass, as `HfArgumentParser` reads it."""
+    """A field of an arguments dataclass, as transformers' `HfArgumentParser` reads it."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -103,7 +101,7 @@ class TrainingArguments:
     metric_for_best_model: str = option("eval_loss", "What `best` means: eval_loss, the held-out loss; the lower.")
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
-    # What transformers' DefaultFlowCallback also asks for; no options of ours.
+    # transformers' DefaultFlowCallback reads these two; they are no options of ours
     logging_strategy = IntervalStrategy.STEPS
     eval_delay = 0
 
@@ -152,7 +150,7 @@ class TrainingArguments:
             )
 
     def _check_best(self) -> None:
-        """The best weights are those of a step that was both evaluated and saved."""
+        """Refuse a search for the best weights where some steps are evaluated and not saved, or saved unevaluated."""
         asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
         if not self.load_best_model_at_end and self.save_strategy != "best":
             return
@@ -177,60 +175,3 @@ class TrainingArguments:
     def as_dict(self) -> dict[str, Any]:
         """The options and their values, JSON-able."""
         return asdict(self)
-
-    def claim_output_dir(self, recipe_name: str) -> Folder:
-        """The run's output directory, which can be written to; remembers it in ``output_dir``.
-
-        A run that is to be resumed goes on in the directory that it has.
-
-        Raises:
-            UserError: it is a file, can't be written, or holds something and nothing says to write into it.
-        """
-        if self.output_dir is None:
-            self.output_dir = self._default_output_dir(recipe_name)
-        folder = Folder(self.output_dir)
-        if not folder.remote and Path(str(folder)).is_file():
-            raise self._taken("a file", "")
-        entries = folder.names()
-        if entries and not self.overwrite_output_dir and not self._resumes_in(folder):
-            raise self._taken(
-                f"a folder that holds {len(entries)} entries",
-                ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run",
-            )
-        try:
-            folder.write(".writable", b"")
-            folder.remove_file(".writable")
-        except StorageError as error:
-            raise UserError(
-                asked=f"--output_dir {folder}",
-                found=error.found,
-                why="the run writes its model and its log there",
-                instead="a folder that this user may write to",
-            ) from None
-        self.output_dir = str(folder)
-        return folder
-
-    def _default_output_dir(self, recipe_name: str) -> str:
-        base = Path("output") / recipe_name
-        if self.resume_from_checkpoint == "latest":
-            return str(base)
-        if self.resume_from_checkpoint is not None:
-            return str(Folder(self.resume_from_checkpoint).parent)
-        names = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 10_000))]
-        return str(next(p for p in names if self.overwrite_output_dir or not _holds_something(p)))
-
-    def _resumes_in(self, folder: Folder) -> bool:
-        asked = self.resume_from_checkpoint
-        return asked == "latest" or (asked is not None and Folder(asked).parent == folder)
-
-    def _taken(self, found: str, more: str) -> UserError:
-        return UserError(
-            asked=f"--output_dir {self.output_dir}",
-            found=found,
-            why="a run never writes over what another left, unless told to",
-            instead="another --output_dir" + more,
-        )
-
-
-def _holds_something(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))

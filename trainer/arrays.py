@@ -1,4 +1,4 @@
-"""Values that can be read by slices, wherever they lie."""
+"""Arrays: values that are read a slice at a time, wherever they lie."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Slices = tuple[slice, ...]
 
 
 class Array(Protocol):
-    """Values that can be read by slices: a tensor on the host, or a file."""
+    """What has a shape and a dtype and is read by slices: a tensor on the host, a file, a tensor on the devices."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -20,12 +20,12 @@ class Array(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def __getitem__(self, where: Slices, /) -> torch.Tensor:
-        """The part at ``where``, which names every dimension; on the host."""
+        """The values at ``where``, one slice for each dimension, as a tensor on the host."""
         ...
 
 
 class Stack:
-    """Arrays of one shape as one with a dimension more, in front; see :class:`Array`."""
+    """The :class:`Array` ``[layers, ...]`` that stacks arrays of one shape along a new first dimension."""
 
     def __init__(self, layers: Sequence[Array]) -> None:
         self.layers = layers

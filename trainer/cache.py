@@ -1,4 +1,4 @@
-"""Where what is dear to make is kept between runs: tokenizers, packed rows, compiled steps."""
+"""The cache: what is slow to make and is kept between runs (tokenizers, packed rows, compiled steps)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """What ``load`` makes of ``folder``; if it can't, ``build`` makes the folder anew, and it appears in one piece."""
+    """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published."""
     try:
         return load(folder)
-    except Exception:  # absent or corrupt, of as many types as there are file formats
+    except Exception:  # absent or corrupt: each file format raises errors of its own types
         shutil.rmtree(folder, ignore_errors=True)
     made = scratch / folder.name
     made.mkdir()

@@ -1,4 +1,4 @@
-"""Being told to stop: Ctrl-C, SIGTERM, and on a TPU pod the signal that all its hosts agree on."""
+"""Requests to stop: Ctrl-C, SIGTERM, and on a TPU pod the signal that all its hosts agree on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch_xla
-import torch_xla.runtime as xr
+from trainer.xla.runtime import stops_after, watch_for_preemption
 
 
 class StopRequests:
@@ -22,15 +21,15 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.interrupted = self.preempted = False
-        self._pod = False
+        self._pod = False  # whether a pod's runtime takes SIGTERM
 
     @property
     def any(self) -> bool:
         return self.interrupted or self.preempted
 
     def after_step(self, step: int) -> None:
-        """Ask the pod's runtime whether its hosts are to stop after ``step``: all get the same answer."""
-        if self._pod and torch_xla._XLAC._sync_point_reached(step):
+        """Ask the pod's runtime whether its hosts are to stop after ``step``; all hosts get the same answer."""
+        if self._pod and stops_after(step):
             self.preempted = True
 
     @contextlib.contextmanager
@@ -38,15 +37,9 @@ class StopRequests:
         """Note the first signal of each kind, which the loop answers after the step under way; a second ends at once.
 
         On a TPU torch_xla's preemption manager takes SIGTERM: a pod's hosts get it at different times, and must stop at
-        the same step. That path has never run: there was no TPU to run it on.
+        the same step.
         """
-        if xr.device_type() == "TPU":
-            # as torch_xla's own CheckpointManager does (semi-private, 2.9)
-            torch_xla._XLAC._ensure_xla_coordinator_initialized(
-                xr.process_index(), xr.process_count(), xr.get_master_ip()
-            )
-            torch_xla._XLAC._activate_preemption_sync_manager()
-            self._pod = True
+        self._pod = watch_for_preemption()
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,120 +1,122 @@
-"""From arguments to a finished run: what `scripts/train.py` calls. What can be refused is refused first."""
+"""From arguments to a finished run, top to bottom: what `scripts/train.py` calls."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 
-import torch_xla.runtime as xr
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, whole_steps
-from trainer.data.corpus import load_corpus
-from trainer.data.row_stream import RowStream
+from trainer.data.corpus import Corpus, DataOptions, load_corpus
+from trainer.data.sources import locate
+from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
-from trainer.job import effective_recipe
-from trainer.layout.plan import make_plan
-from trainer.model import load_config, meta_model
+from trainer.job import Job
+from trainer.output import claim, find_output
 from trainer.storage import Folder
 from trainer.trainer import Trainer
-from trainer.weights import hub_read
-from trainer.xla.runtime import init_runtime
+from trainer.weights.hub_read import open_hub_weights, reading
+from trainer.xla.runtime import device_count, init_runtime
 
 
-def run(args: TrainingArguments, console: Console | None = None) -> Trainer:
-    """Train as ``args`` say; the returned trainer's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
+def train(args: TrainingArguments, console: Console | None = None) -> Trainer:
+    """Train as ``args`` say. The returned trainer's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
     console = console or Console()
-    recipe = effective_recipe(args)
-    config = load_config(args.model, recipe)
-    model = meta_model(config)
-    console.print(f"devices: {init_runtime()}")
-    plan = make_plan(recipe, model, xr.global_runtime_device_count())
-    console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}", highlight=False)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"model:   {type(model).__name__}, {parameters:,} parameters", highlight=False)
-    folder = args.claim_output_dir(recipe.name)
-    resume = find_checkpoint(args.resume_from_checkpoint, folder, console)
-    if resume is not None:
-        resume.check_model(plan)
-        _say_where_it_goes_on(resume, folder, args, console)
+
+    # ---- what can be refused, cheapest first; until here nothing is written and no device is opened ----
+    job = Job.resolve(args, device_count)
+    output = find_output(args, job.recipe.name)
+    locate(args.dataset)
+    tokenizer = _tokenizer(job)
+    accept = functools.partial(_check_resume, job)
+    resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
-    source = hub_read.open_checkpoint(given, model) if given else None
-    with console.status("reading and tokenising the data …"):
-        corpus = load_corpus(
-            args.dataset,
-            tokenizer=_tokenizer(args),
-            sequence_length=args.sequence_length,
-            vocab_size=config.get_text_config().vocab_size,
-            isolate_documents=args.isolate_documents,
-            text_column=args.text_column,
-            seed=args.seed,
-            streaming=args.streaming,
-            shuffle_rows=args.shuffle_rows,
-        )
-    train = corpus.train
-    tokens = "a stream" if isinstance(train, RowStream) else f"{len(train) * args.sequence_length:,} tokens"
-    console.print(
-        f"data:    {tokens} to train on, {len(corpus.heldout) * args.sequence_length:,} held out", highlight=False
-    )
-    with hub_read.reading(source, console) if source else contextlib.nullcontext():
-        trainer = Trainer(recipe, args, config, corpus, source=source, resume=resume, console=console)
-    console.print(f"output:  {folder}", highlight=False)
+    source = open_hub_weights(given, job.model) if given else None
+    claim(output)
+
+    # ---- devices, data, weights ----
+    _say_what_runs(job, console)
+    if resume is not None:
+        _say_where_it_goes_on(resume, output, args, console)
+    corpus = _load_data(job, tokenizer, console)
+    with reading(source, console) if source else contextlib.nullcontext():
+        trainer = Trainer(job, corpus, source=source, resume=resume, console=console)
+    console.print(f"output:  {output}", highlight=False)
     trainer.train()
     return trainer
 
 
-train = run
-
-
-def _say_where_it_goes_on(resume: RunCheckpoint, folder: Folder, args: TrainingArguments, console: Console) -> None:
-    console.print(f"resume:  {resume.folder}", highlight=False, soft_wrap=True)
-    for other in resume.other_options(args.as_dict()):
-        console.print(f"         other than in the checkpoint: {other}", highlight=False, soft_wrap=True)
-    if newer := [step for step in whole_steps(folder) if step > resume.step]:
-        console.print(
-            f"         {folder} has newer checkpoints, of steps {', '.join(map(str, newer))}: each is replaced when "
-            "this run comes to its step, and until then is what `latest` finds",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if resume.step > args.max_steps:
-        raise UserError(
-            asked=f"--max_steps {args.max_steps} from {resume.folder}",
-            found=f"it is of step {resume.step}",
-            why="there is nothing left to do",
-            instead=f"--max_steps above {resume.step}, or an older checkpoint",
-        )
-
-
-def _has_weights(model: str) -> bool:
-    """A hub id always has; a local folder has if weight files lie in it; a config file has not."""
-    path = Path(model)
-    if not path.exists():
-        return True
-    return path.is_dir() and any(file.suffix in {".safetensors", ".bin"} for file in path.iterdir())
-
-
-def _tokenizer(args: TrainingArguments) -> PreTrainedTokenizerBase | None:
+def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
-    name = args.tokenizer
+    name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
     if name is None and args.model is not None:
         local = Path(args.model)
         if not local.exists() or (local.is_dir() and any(local.glob("tokenizer*"))):
             name = args.model
-    if name is None:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of many kinds; each means that this name gave no tokenizer
+    tokenizer = None if name is None else open_tokenizer(name)
+    check_tokenizer(tokenizer, vocabulary)
+    return tokenizer
+
+
+def _check_resume(job: Job, found: RunCheckpoint) -> None:
+    """Raise UserError unless the job can go on from ``found``."""
+    found.check_model(job.plan)
+    if found.step > job.args.max_steps:
         raise UserError(
-            asked=f"the tokenizer of {name}",
-            found=f"{type(error).__name__}: {error}",
-            why="text must be turned into the model's tokens",
-            instead="--tokenizer with a hub id or a folder that holds tokenizer.json",
-        ) from error
+            asked=f"--max_steps {job.args.max_steps} from {found.folder}",
+            found=f"it is of step {found.step}",
+            why="there is nothing left to do",
+            instead=f"--max_steps above {found.step}, or an older checkpoint",
+        )
+
+
+def _has_weights(model: str) -> bool:
+    """Whether ``model`` names weights: a hub id does, a folder if weight files lie in it, a config file does not."""
+    path = Path(model)
+    if not path.exists():
+        return True
+    return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())
+
+
+def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:
+    args = job.args
+    options = DataOptions(
+        dataset=args.dataset,
+        text_column=args.text_column,
+        sequence_length=args.sequence_length,
+        isolate_documents=args.isolate_documents,
+        streaming=args.streaming,
+        shuffle_rows=args.shuffle_rows,
+    )
+    with console.status("reading and tokenising the data …"):
+        corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
+    tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
+    console.print(f"data:    {tokens} to train on, {corpus.heldout.tokens:,} held out", highlight=False)
+    return corpus
+
+
+def _say_what_runs(job: Job, console: Console) -> None:
+    console.print(f"devices: {init_runtime()}")
+    console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}", highlight=False)
+    console.print(f"model:   {type(job.model).__name__}, {job.parameters:,} parameters", highlight=False)
+
+
+def _say_where_it_goes_on(resume: RunCheckpoint, output: Folder, args: TrainingArguments, console: Console) -> None:
+    console.print(f"resume:  {resume.folder}", highlight=False, soft_wrap=True)
+    for other in resume.other_options(args.as_dict()):
+        console.print(f"         other than in the checkpoint: {other}", highlight=False, soft_wrap=True)
+    if newer := [step for step in whole_steps(output) if step > resume.step]:
+        console.print(
+            f"         {output} has newer checkpoints, of steps {', '.join(map(str, newer))}: each is replaced when "
+            "this run comes to its step, and until then is what `latest` finds",
+            highlight=False,
+            soft_wrap=True,
+        )

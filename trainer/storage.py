@@ -1,7 +1,8 @@
-"""Folders of files, on disk or in an object store: what a run writes and reads goes through here.
+"""Folders of files, on disk or in an object store: a run reads and writes all of its files through these.
 
-A path with a scheme (``gs://``, ``s3://``, ``memory://``) goes through fsspec, one without is on this machine's disk.
-An object appears in a store when its upload ends, so a file written there is whole or absent; on disk a rename does it.
+A path with a scheme (``gs://``, ``s3://``, ``memory://``) goes through fsspec; a path without one is on this machine's
+disk. A file is published whole or not at all: a store shows an object only when its upload has ended, and on disk the
+file is written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ import fsspec
 
 from trainer.errors import UserError
 
-TEMPORARY = ".tmp"  # the end of the name of a file that is being written
+TEMPORARY = ".tmp"  # a file that is being written has a name that ends so
 
 
 class StorageError(UserError):
-    """A file could not be read or written, for a reason of the disk's or the store's."""
+    """A file could not be read or written; the reason lies with the disk or the store."""
 
 
 class Folder:
-    """A folder of files, which need not exist; made when something is written into it.
+    """A folder of files. It need not exist: it is made when something is written into it.
 
     Args:
-        path: a path on disk, or ``scheme://…`` of a store that fsspec knows.
+        path: a path on disk, or the ``scheme://…`` of a store that fsspec knows.
 
     Raises:
-        UserError: a scheme that fsspec does not know, or whose package is not installed.
+        UserError: fsspec does not know the scheme, or its package is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,7 +53,7 @@ class Folder:
                     why=f"files of {scheme}:// are read and written through fsspec's package for it",
                     instead="pip install gcsfs for gs://, s3fs for s3://; or a path on a mounted disk",
                 ) from None
-            except Exception as error:  # a client's own: no credentials, no network
+            except Exception as error:  # each store's client raises its own kinds: no credentials, no network
                 raise _storage_error("open", text, error) from error
         else:
             self._path = str(Path(text.removeprefix("file://")).expanduser())
@@ -82,11 +83,11 @@ class Folder:
         return Folder(self._path.rpartition("/")[0] if self.remote else str(Path(self._path).parent))
 
     def names(self) -> list[str]:
-        """What lies in the folder, files and folders, sorted; empty if there is no folder."""
+        """The names of the files and folders in it, sorted; none if there is no such folder."""
         with errors("list", self._path):
             if not self.remote:
                 return sorted(os.listdir(self._path)) if os.path.isdir(self._path) else []
-            self._fs.invalidate_cache()  # others write there too
+            self._fs.invalidate_cache()  # other processes write there too
             try:
                 found = self._fs.ls(self._path, detail=False)
             except FileNotFoundError:
@@ -99,22 +100,22 @@ class Folder:
             return self._fs.exists(self._join(name)) if self.remote else os.path.exists(self._join(name))
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """The size of a file in bytes."""
         with errors("read", self._join(name)):
             if self.remote:
                 return int(self._fs.info(self._join(name))["size"])
             return os.path.getsize(self._join(name))
 
     def read(self, name: str) -> bytes:
-        """The whole of a file."""
+        """The content of a file."""
         with errors("read", self._join(name)), self._open(name, "rb") as file:
             return file.read()
 
     @contextlib.contextmanager
     def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
-        """A file, ``rb`` or ``wb``; what is written is on the disk, or in the store, when the ``with`` ends.
+        """Opens a file for reading (``rb``) or writing (``wb``); once the ``with`` has ended, its bytes are stored.
 
-        One that fails while it is written is removed where that can be done, but may stay behind, cut short, on a disk.
+        If writing fails, the file is removed; on a disk that refuses even that, it stays behind, cut short.
         """
         with errors("write" if "w" in mode else "read", self._join(name)):
             if "w" not in mode:
@@ -133,26 +134,35 @@ class Folder:
                 self._discard(file, name)
                 raise
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file whole or not at all, in place of what was there."""
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Opens a file for writing that appears under ``name``, whole, when the ``with`` ends, or not at all.
+
+        It replaces a file of that name. If writing fails, on a disk the old file stays; a store may have lost it.
+        """
         if self.remote:
             with self.open(name, "wb") as file:
-                file.write(data)
+                yield file
             return
         temporary = f".{name}{TEMPORARY}"
         with self.open(temporary, "wb") as file:
-            file.write(data)
+            yield file
         with errors("write", self._join(name)):
             os.replace(self._join(temporary), self._join(name))
             self._sync()
 
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file whole or not at all; see :meth:`writing`."""
+        with self.writing(name) as file:
+            file.write(data)
+
     def remove_file(self, name: str) -> None:
-        """Remove a file; one that is not there is no error."""
+        """Removes a file, if it is there."""
         with errors("remove", self._join(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._join(name)) if self.remote else os.remove(self._join(name))
 
     def remove(self) -> None:
-        """Remove the folder with all that lies in it; one that is not there is no error."""
+        """Removes the folder with all that lies in it, if it is there."""
         with errors("remove", self._path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
 
@@ -169,7 +179,7 @@ class Folder:
             os.makedirs(self._path, exist_ok=True)
 
     def _sync(self) -> None:
-        """A rename outlives a power cut once its folder is on the disk."""
+        """Writes the folder itself to the disk: until then a power cut may undo a rename in it."""
         handle = os.open(self._path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -177,7 +187,7 @@ class Folder:
             os.close(handle)
 
     def _discard(self, file: IO[bytes], name: str) -> None:
-        # fsspec's files upload what they hold when they are closed, unless told to throw it away
+        # closing one of fsspec's files uploads what it holds, unless it was told to discard that
         with contextlib.suppress(Exception):
             if hasattr(file, "discard"):
                 file.discard()
@@ -189,12 +199,12 @@ class Folder:
 
 @contextlib.contextmanager
 def errors(action: str, path: str) -> Iterator[None]:
-    """Turn what the disk or the store's client raises inside into a StorageError that names ``path``."""
+    """Turns what the disk or the store's client raises inside the ``with`` into a StorageError that names ``path``."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # each store's client has kinds of its own
+    except Exception as error:  # each store's client raises its own kinds
         if isinstance(error, FileNotFoundError) and action == "remove":
             raise
         raise _storage_error(action, path, error) from error

@@ -1,16 +1,8 @@
-"""Causal attention for transformers' attention interface: a Pallas kernel on TPU, plain tensor operations elsewhere.
+"""Causal attention for transformers' attention interface, under the name ``portable``.
 
-On TPU it is the kernel of :mod:`models.attention.splash`. Everything below `Attention` is the portable one, whose memory is
-linear in the sequence too. Queries go in blocks against all keys. The backward computes a block's scores again instead
-of saving them, so that no more than ``[batch, heads, block, sequence]`` of them lives at once, and query, key and value
-are all that is saved (Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021). On XLA the blocks are one
-While loop: its buffers are reused, and the graph has the same size at any length.
-
-Forward and backward are custom ops, because AOTAutograd (which traces a scanned layer) has only fake tensors to
-show, and no While can be built of those: it keeps a custom op whole, and the op builds its loop when it runs.
-
-Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence,
-N blocks of queries, C queries in a block, T keys (T = S), D head dimension of query and key, E that of value.
+It is registered once, at import. How the kernel's inputs lie on the mesh is said by an attribute of the attention
+module (:func:`bind`), so models with other layouts can live in one process. A graph built for a TPU gets the Pallas
+kernel of :mod:`models.attention.splash`, any other the tensor operations of :mod:`models.attention.portable`.
 """
 
 from __future__ import annotations
@@ -25,12 +17,16 @@ from torch import nn
 from transformers import AttentionInterface, masking_utils
 
 from models.attention import splash
-from models.attention.portable import Options, portable
+from models.attention.portable import Scoring, portable
 from models.jax_call import target
 
+# The name stays out of transformers' mask registry, so that models build no mask: building one waits for the device.
+# An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
 NAME = "portable"
 ONE_DEVICE = splash.KernelLayout()
-# Keyword arguments that reach every attention function and change no score.
+# the attribute of a module that holds its kernel layout
+_LAYOUT = "_shardwright_kernel_layout"
+# keyword arguments that reach every attention function and change no score
 _HARMLESS = {
     "position_ids",
     "position_embeddings",
@@ -44,33 +40,23 @@ _HARMLESS = {
 }
 
 
-def register_attention(layout: splash.KernelLayout | None = None) -> str:
-    """Make this file known to transformers; the name that says so to ``model.set_attn_implementation``.
+def bind(model: nn.Module, layout: splash.KernelLayout) -> None:
+    """Make the attention ``portable`` of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
 
-    Args:
-        layout: the mesh that the model runs on; None: one device, under the name ``portable``. The registry is one for
-            the process, so each layout has a name of its own. Registering a layout again changes nothing.
-
-    The name stays out of transformers' mask registry, so that models build no mask: one wait for the device less.
-    An ``attention_mask`` given to a model is therefore not seen here: say padding by ``segment_ids``.
+    A model that is not bound runs as on one device.
     """
-    name = NAME
-    if layout is not None:
-        axes = " ".join(f"{axis}={size}" for axis, size in layout.axes)
-        name = f"{NAME} over {axes}, batch {layout.batch_axes}, heads {layout.head_axes}"
-        name += "" if layout.order is None else f", devices {layout.order}"
-    AttentionInterface.register(name, Attention(layout or ONE_DEVICE))
-    return name
+    for module in model.modules():  # all of them: families don't mark which of their modules are attention
+        setattr(module, _LAYOUT, layout)
 
 
 @contextmanager
 def masks_without_reads() -> Iterator[None]:
-    """Meanwhile transformers builds the masks of its own attention as under a compiler: never by reading a value back.
+    """Inside, transformers builds the masks of its own attention functions without reading a value back.
 
-    It would ask the device, on every step, whether positions are packed and whether anything is padding: a graph of its
-    own and a transfer.
+    Otherwise it asks the device on every step whether positions are packed and whether anything is padding. That costs
+    a graph of its own and a transfer. Under a compiler it does not ask, so this says that there is one.
     """
-    own = masking_utils.is_tracing  # semi-private: transformers 5.23
+    own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
     masking_utils.is_tracing = lambda *_: True
     try:
         yield
@@ -82,18 +68,21 @@ def masks_without_reads() -> Iterator[None]:
 class Attention:
     """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
 
-    A graph built for a TPU (:func:`models.jax_call.target`) gets the kernel; any other, and tensors that are not on
-    XLA, the portable operations. Both support all that :meth:`__call__` accepts, at any length and head dimension.
+    A graph built for a TPU (:func:`models.jax_call.target`) gets the kernel. Any other graph, and tensors that are not
+    on XLA, get the portable operations. Both support all that :meth:`__call__` accepts, at any length and head
+    dimension.
 
     Args:
-        layout: how the kernel's inputs lie on the mesh. A kernel can't be split by the partitioner: under a mesh it
-            must be told, or every device would do all of it. The portable operations need no telling.
-        interpret: for tests: the kernel everywhere, run by Pallas's interpreter in blocks of so many tokens.
+        layout: how the kernel's inputs lie on the mesh. The partitioner cannot split a kernel: without a layout every
+            device would do all of the work. The portable operations don't use it.
+        interpret: for tests. Not 0: the kernel runs on any platform, by Pallas's interpreter, in blocks of so many
+            tokens.
     """
 
     layout: splash.KernelLayout = ONE_DEVICE
     interpret: int = 0
 
+    # transformers' signature of an attention function
     def __call__(
         self,
         module: nn.Module,
@@ -111,17 +100,17 @@ class Attention:
         """Attention of one layer.
 
         Args:
-            module: the attention layer; its ``is_causal`` and ``config`` are checked.
+            module: the attention layer. Its ``is_causal`` and ``config`` are checked.
             query: ``[batch, query heads, sequence, head dimension]``.
             key: ``[batch, key heads, sequence, head dimension]``; key heads divide query heads.
             value: ``[batch, key heads, sequence, value dimension]``.
-            attention_mask: must be None; padding and packing are said by ``segment_ids``.
-            scaling: factor on the scores; None is ``head dimension ** -0.5``.
+            attention_mask: must be None. Padding and packing are said by ``segment_ids``.
+            scaling: factor on the scores; None: ``head dimension ** -0.5``.
             dropout: must be 0.
-            segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. 0 is padding: its rows are
-                zeros, with zero gradients. Others attend causally within their own id. None: one segment, no padding.
+            segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally
+                within their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
             softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
-            s_aux: ``[query heads]``, a logit that takes its share of the softmax and adds nothing (GPT-OSS's sinks).
+            s_aux: ``[query heads]``, logits that take part in the softmax and have no value (GPT-OSS's sinks).
             **kwargs: ``sliding_window``: how many positions a token sees, itself included (None or 0: all).
 
         Returns:
@@ -131,16 +120,23 @@ class Attention:
             ValueError: something was asked that changes the numbers and is not supported.
         """
         _refuse_unsupported(module, query, key, attention_mask, dropout, segment_ids, kwargs)
-        options = Options(
+        scoring = Scoring(
             query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             softcap,
             kwargs.get("sliding_window") or None,
         )
         if query.device.type != "xla" or not (self.interpret or target() == "tpu"):
-            return portable(query, key, value, segment_ids, s_aux, options), None
-        splash_options = splash.Options(*options, self.interpret)
-        out = splash.attend(query, key, value, segment_ids, s_aux, splash_options, self.layout)
-        return out.transpose(1, 2), None
+            return portable(query, key, value, segment_ids, s_aux, scoring), None
+        settings = splash.Settings(scoring, self.layout, self.interpret)
+        return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
+
+
+def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls: :class:`Attention` under the module's own layout."""
+    return Attention(getattr(module, _LAYOUT, ONE_DEVICE))(module, *args, **kwargs)
+
+
+AttentionInterface.register(NAME, _bound)
 
 
 def _refuse_unsupported(
@@ -152,6 +148,7 @@ def _refuse_unsupported(
     segment_ids: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> None:
+    """Raise ValueError for what :class:`Attention` was asked and does not support; what changes no number passes."""
     length = query.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -184,7 +181,7 @@ def _refuse_unsupported(
     known = _HARMLESS | {"sliding_window", "is_causal", "output_attentions"}
     for name in sorted(kwargs.keys() - known):
         checks.append((kwargs[name] is not None, repr(name), "it may change the scores; use 'eager' for this model"))
-    # Some families say their window in the mask alone, which is never built here.
+    # some families say their window by the mask alone, and none is built here
     for name in sorted({"attention_chunk_size", "sliding_window"} - kwargs.keys()):
         limit = getattr(getattr(module, "config", None), name, None)
         checks.append((limit and limit < length, f"{name}={limit} said by a mask", f"use at most {limit} positions"))

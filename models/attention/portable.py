@@ -1,23 +1,45 @@
-"""Causal attention in plain tensor operations, memory linear in the sequence."""
+"""Causal attention in plain tensor operations, for any platform, with memory linear in the sequence.
+
+Queries go in blocks against all keys. The backward computes a block's scores again, so no scores are
+saved, and no more than ``[batch, heads, block, sequence]`` of them exist at once (Rabe and Staats, "Self-attention does
+not need O(n^2) memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same
+size at any length.
+
+Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, of which no While
+can be built. It keeps a custom op whole, and the op builds its loop when it runs.
+
+Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence,
+N blocks of queries, C queries in a block, T keys (T = S), D head dimension of query and key, E that of value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch_xla.experimental.scan import (
-    _scan_impl_flat,
-)  # semi-private: scan without its autograd, torch_xla 2.9
 
+# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9 (scan without its autograd)
+from torch_xla.experimental.scan import _scan_impl_flat
+
+from models.op_arguments import as_text, from_text
+
+# queries in a block
 BLOCK = 512
 _MASKED = torch.finfo(torch.float32).min
-Tensors = Sequence[torch.Tensor]
 
 
-class Options(NamedTuple):
-    """How scores become weights: what is the same for every block."""
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are computed and masked, the same for every head.
+
+    Args:
+        scale: factor on the products of query and key.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        window: how many positions a token sees, itself included; None: all.
+    """
 
     scale: float
     softcap: float | None
@@ -30,12 +52,13 @@ def portable(
     value: torch.Tensor,
     segment_ids: torch.Tensor | None,
     s_aux: torch.Tensor | None,
-    options: Options,
+    scoring: Scoring,
 ) -> torch.Tensor:
+    """From query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` to ``BSHE``."""
     B, H, S, D = query.shape
     K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
     N = -(-S // C)
-    rest = N * C - S  # the last block is filled up with padding
+    rest = N * C - S  # padding that fills the last block
     if segment_ids is None:
         segment_ids = torch.ones(B, S, dtype=torch.int32, device=query.device)
     sinks = query.new_full((H,), -torch.inf) if s_aux is None else s_aux
@@ -47,13 +70,14 @@ def portable(
         segment_ids,
         torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
         pad(segment_ids, (0, rest)).view(B, N, C).transpose(0, 1),
-        *options,
+        as_text(scoring),
     )
     return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
 
 
-# Reshaping stays outside of the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, and there a slice of
-# a slice, or of a permuted tensor, reads the wrong elements. Inside, a view is of a dense tensor and one deep.
+# The ops' signatures are torch.library schemas: tensors one by one, all else as text.
+# Reshaping stays outside the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, where a slice of a slice,
+# or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
 @torch.library.custom_op("shardwright::attention", mutates_args=())
 def _attention(
     query: torch.Tensor,
@@ -63,16 +87,16 @@ def _attention(
     segments: torch.Tensor,
     positions: torch.Tensor,
     query_segments: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
+    scoring_text: str,
 ) -> torch.Tensor:
     """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``KG``, segments ``BT``, positions ``NC`` and
     query segments ``NBC`` to ``NBKGCE``."""
-    options = Options(scale, softcap, window)
+    scoring: Scoring = from_text(scoring_text)
 
-    def body(constants: Tensors, carry: Tensors, x: Tensors) -> tuple[list[torch.Tensor], torch.Tensor]:
-        weights_BKGCT, *_ = _weights(constants, x, options)
+    def body(
+        constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        weights_BKGCT, *_ = _weights(constants, x, scoring)
         out_BKGCE = torch.einsum("bkgct,bkte->bkgce", weights_BKGCT, constants[1].float())
         return [], out_BKGCE.to(query.dtype)
 
@@ -80,7 +104,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(query, key, value, sinks, segments, positions, query_segments, scale, softcap, window):
+def _(query, key, value, sinks, segments, positions, query_segments, scoring_text):
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
@@ -94,22 +118,22 @@ def _attention_backward(
     segments: torch.Tensor,
     positions: torch.Tensor,
     query_segments: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
+    scoring_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """grad_out ``NBKGCE``, and what the forward got -> the gradients of query, key, value and sinks."""
-    options = Options(scale, softcap, window)
+    """From grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value and sinks."""
+    scoring: Scoring = from_text(scoring_text)
 
-    def body(constants: Tensors, carry: Tensors, x: Tensors) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def body(
+        constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         key_BKTD, value_BKTE, *_ = constants
         grad_key, grad_value, grad_sinks = carry
         query_BKGCD, grad_BKGCE = x[0].float(), x[-1].float()
-        weights, weight_sink, slope = _weights(constants, x[:-1], options)
+        weights, weight_sink, slope = _weights(constants, x[:-1], scoring)
         grad_value = grad_value + torch.einsum("bkgct,bkgce->bkte", weights, grad_BKGCE)
         grad_weights = torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float())
         mean_BKGC1 = (weights * grad_weights).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - mean_BKGC1) * options.scale
+        grad_scores = weights * (grad_weights - mean_BKGC1) * scoring.scale
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_key = grad_key + torch.einsum("bkgct,bkgcd->bktd", grad_scores, query_BKGCD)
@@ -124,43 +148,43 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(grad_out, query, key, value, sinks, segments, positions, query_segments, scale, softcap, window):
-    # new_empty, not empty_like: the gradients are dense whatever the inputs' strides
+def _(grad_out, query, key, value, sinks, segments, positions, query_segments, scoring_text):
+    # not empty_like: the gradients are dense whatever the inputs' strides
     return tuple(t.new_empty(t.shape) for t in (query, key, value, sinks))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-3])
-    ctx.options = inputs[-3:]
+    *tensors, ctx.scoring_text = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grads = _attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return (*grads, None, None, None, None, None, None)
+    grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text)
+    return (*grads, None, None, None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save_inputs)
 
 
 def _weights(
-    constants: Tensors, x: Tensors, options: Options
+    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """One block's attention weights ``BKGCT``, its sinks' ``BKGC1``, and the soft cap's slope at each score."""
     key_BKTD, _, sinks_KG, segments_BT = constants
     query_BKGCD, positions_C, segments_BC = x
-    scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * options.scale
+    scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * scoring.scale
     slope = None
-    if options.softcap is not None:
-        tanh = torch.tanh(scores / options.softcap)
-        scores, slope = tanh * options.softcap, 1 - tanh * tanh
-    seen = _seen(positions_C, segments_BC, segments_BT, options.window)
+    if scoring.softcap is not None:
+        tanh = torch.tanh(scores / scoring.softcap)
+        scores, slope = tanh * scoring.softcap, 1 - tanh * tanh
+    seen = _seen(positions_C, segments_BC, segments_BT, scoring.window)
     scores = torch.where(seen, scores, _MASKED)
     sinks = sinks_KG.float().view(1, *sinks_KG.shape, 1, 1)
     top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
     # a row that sees nothing has every score equal to `top`: the second `where` makes its weights zeros
     weights = torch.where(seen, torch.exp(scores - top), 0.0)
     sink = torch.exp(sinks - top)
-    # a row that sees something has an exponent of 0, so a total of 1 or more: the clamp changes empty rows alone
+    # in a row that sees something the largest exponent is 0, so the total is at least 1: the clamp changes no such row
     total = (weights.sum(-1, keepdim=True) + sink).clamp(min=1.0)
     return weights / total, sink / total, slope
 
@@ -168,7 +192,7 @@ def _weights(
 def _seen(
     positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Whether a query sees a key, ``[B, 1, 1, C, T]``: no later, in the window, same segment, not padding."""
+    """Whether a query sees a key, ``[B, 1, 1, C, T]``: not later, in the window, of the same segment, not padding."""
     positions_T = torch.arange(segments_BT.shape[1], dtype=positions_C.dtype, device=positions_C.device)
     distance_CT = positions_C.unsqueeze(1) - positions_T
     near_CT = distance_CT >= 0
@@ -180,15 +204,15 @@ def _seen(
 
 
 def _loop(
-    body: Callable[[Tensors, Tensors, Tensors], tuple[list[torch.Tensor], torch.Tensor]],
-    constants: Tensors,
+    body: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
+    constants: Sequence[torch.Tensor],
     carry: list[torch.Tensor],
-    xs: Tensors,
+    xs: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; the ``y`` are stacked.
 
-    On XLA this is a While. Its body may see nothing but its arguments (what a function closes over is traced anew
-    inside it, with all that led to it), so the constants ride along with the carry.
+    On XLA this is a While, whose body may use its arguments alone: a tensor that it closes over would be computed
+    again inside, with everything that led to it. So the constants are part of the carry.
     """
     count, fixed = xs[0].shape[0], len(constants)
     if count == 1 or xs[0].device.type != "xla":

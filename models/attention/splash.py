@@ -1,11 +1,12 @@
 """Causal attention on TPU: jax's Pallas kernel "splash attention" as two operations of the torch graph.
 
-The kernel walks blocks of queries against blocks of keys and skips the blocks that the mask empties; scores live in
-VMEM alone, so HBM holds nothing of [sequence, sequence]. Grouped queries share their key head: no copies.
-What is used of the kernel is private to jax 0.7.1, where it is pinned: the public function makes its block lists by
-evaluating the mask block by block (25 s for each of three kernels at 131,072 tokens; `_blocks` takes none), and
-differentiating it would run the forward a second time. The lists are [blocks, blocks] in scalar memory, so the compiler
-refuses sequences of more than some 500 blocks without a window.
+The kernel walks blocks of queries against blocks of keys and skips the blocks that the mask empties. Scores exist in
+VMEM alone, so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies.
+
+The parts of the kernel that are called here are private to jax 0.7.1, at which jax is pinned. The public function makes
+its lists of blocks by evaluating the mask block by block: 25 s for each of three kernels at 131,072 tokens, where
+:func:`_blocks` takes none. And to differentiate it would run the forward a second time. The lists are
+[blocks, blocks] in scalar memory, so without a window the compiler refuses sequences of more than about 500 blocks.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -14,41 +15,45 @@ of value.
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from models.attention.portable import Scoring
+
 # sets jax up: it must come before jax itself
 from models.jax_call import Manual, Spec, jax_call
+from models.op_arguments import as_text, from_text
 
 # isort: split
 import jax
 import jax.numpy as jnp
+
+# semi-private: splash_attention_kernel.py and splash_attention_mask_info.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-# Tokens of a block of queries and of keys, and how many keys are multiplied at once. On v4, v5e, v5p and v6e twice
-# the block overflows VMEM, and so does this one in float32 (v5p) or with heads wider than 128 (v4): there it is half.
+# Tokens of a block of queries and of keys, and how many keys are multiplied at once. A block twice as large overflows
+# VMEM on v4, v5e, v5p and v6e. In float32 (v5p) and with heads wider than 128 (v4) this block does too, and is halved.
 BLOCK = 1024
 COMPUTE = 512
-# The lanes of a TPU's vector registers: every block is a multiple.
+# lanes of a TPU's vector registers; every block is a multiple of them
 LANES = 128
 
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """How query, key and value lie on the mesh while the kernel runs. No axes: one device.
+    """How query, key and value lie on the mesh while the kernel runs.
 
     Args:
-        axes: (name, size) of every mesh axis, in mesh order.
-        batch_axes: those that split the batch; their sizes divide it.
-        head_axes: those that split the heads. Query heads that they do not divide stay whole on every device. Key
-            heads that they do not divide are repeated until each device has its own: no more than one is added to
-            a device (two devices that share a key head each hold it).
+        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
+        batch_axes: the axes that split the batch. Their sizes divide it.
+        head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
+            If they do not divide the key heads, these are repeated until they do, and devices that share a key head
+            each hold a copy.
         order: the device ids in mesh order; None: 0, 1, 2, …
     """
 
@@ -58,13 +63,18 @@ class KernelLayout:
     order: tuple[int, ...] | None = None
 
     def split(self, heads: int) -> int:
-        """How many shards ``heads`` query heads are cut into."""
+        """The number of shards that ``heads`` query heads are cut into."""
         shards = math.prod(dict(self.axes)[axis] for axis in self.head_axes)
         return shards if heads % shards == 0 else 1
 
     def manual(self, heads: int, inputs: str, outputs: str) -> Manual | None:
-        """``inputs`` and ``outputs`` name the split dimensions of each tensor: ``"bh b h"`` is [batch, heads, …],
-        [batch, …] and [heads, …]."""
+        """Where tensors lie when there are ``heads`` query heads; None on one device.
+
+        Args:
+            inputs: a word for each input, with a letter for each of its leading dimensions: ``"bh b h"`` is
+                [batch, heads, …], [batch, …] and [heads, …].
+            outputs: likewise for each output.
+        """
         if not self.axes:
             return None
         split = {"b": self.batch_axes or None, "h": (self.head_axes if self.split(heads) > 1 else None) or None}
@@ -75,15 +85,16 @@ class KernelLayout:
         return Manual(self.axes, specs(inputs), specs(outputs), self.order)
 
 
-class Options(NamedTuple):
-    """What the kernel does with scores, the same for every head.
+@dataclass(frozen=True)
+class Settings:
+    """What a call of the kernel must know besides its tensors.
 
-    ``interpret`` is 0 for the TPU's kernel; else the tokens of a block at which Pallas's interpreter runs it.
+    Args:
+        interpret: 0: the TPU's kernel; else Pallas's interpreter runs it, in blocks of so many tokens.
     """
 
-    scale: float
-    softcap: float | None
-    window: int | None
+    scoring: Scoring
+    layout: KernelLayout
     interpret: int = 0
 
 
@@ -93,15 +104,15 @@ def attend(
     value_BKSE: torch.Tensor,
     segments_BS: torch.Tensor | None,
     sinks_H: torch.Tensor | None,
-    options: Options,
-    layout: KernelLayout,
+    settings: Settings,
 ) -> torch.Tensor:
-    """``[B, H, S, E]``, differentiable in query, key, value and sinks; of any length.
+    """Attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
 
-    The scale is multiplied into the query, in its own dtype: with bfloat16 and a scale that is no power of two that is
-    one rounding that scaled scores would not have. Segment 0 is padding: rows of zeros, with zero gradients.
+    The query is multiplied by the scale in its own dtype. In bfloat16, and unless the scale is a power of two, this
+    rounds once more than scaling the scores would. Segment 0 is padding: rows of zeros, with zero gradients.
     """
-    (heads, keys), shards = (query_BHSD.shape[1], key_BKSD.shape[1]), layout.split(query_BHSD.shape[1])
+    heads, keys = query_BHSD.shape[1], key_BKSD.shape[1]
+    shards = settings.layout.split(heads)
     assert heads % keys == 0
     copies = shards // math.gcd(keys, shards)
     if copies > 1:
@@ -111,11 +122,11 @@ def attend(
         )
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
-    text = json.dumps(asdict(layout))  # an op takes no objects
-    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, *options, text)
+    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, as_text(settings))
     if segments_BS is None:
         return out_BHSE
-    # To the kernel padding is a segment, so that none of its sums is empty. No comparison: scan knows no bool.
+    # to the kernel padding is a segment, so that none of its sums is empty
+    # (no comparison here: torch_xla's scan cannot differentiate a function with bools)
     present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
     return out_BHSE * present_BS[:, None, :, None]
 
@@ -127,26 +138,24 @@ def _splash(
     value: torch.Tensor,
     segments: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    interpret: int,
-    layout: str,
+    settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
+    settings: Settings = from_text(settings_text)
     extra, letters = _present(segments, sinks)
-    manual = _layout(layout).manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
-    static = {"options": Options(scale, softcap, window, interpret), "extra": letters}
-    out, logsumexp = jax_call(_forward, query, key, value, *extra, manual=manual, **static)
+    manual = settings.layout.manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
+    tensors = (query, key, value, *extra)
+    out, logsumexp = jax_call(_forward, *tensors, manual=manual, settings=settings, extra=letters)
     return out, logsumexp
 
 
 @_splash.register_fake
-def _(query, key, value, segments, sinks, scale, softcap, window, interpret, layout):
+def _(query, key, value, segments, sinks, settings_text):
     rows = query.shape[:-1]
     return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
 
 
+# the signature is a torch.library schema: tensors one by one
 @torch.library.custom_op("shardwright::splash_backward", mutates_args=())
 def _splash_backward(
     grad_out: torch.Tensor,
@@ -157,75 +166,64 @@ def _splash_backward(
     value: torch.Tensor,
     segments: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    interpret: int,
-    layout: str,
+    settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, and of each sequence's share of the sinks, ``[B, H]``."""
+    """The gradients of query, key and value, and what each sequence adds to that of the sinks, ``[B, H]``."""
+    settings: Settings = from_text(settings_text)
     extra, letters = _present(segments, sinks)
-    manual = _layout(layout).manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
-    static = {"options": Options(scale, softcap, window, interpret), "extra": letters}
+    manual = settings.layout.manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
     tensors = (grad_out, out, logsumexp, query, key, value, *extra)
-    grad_query, grad_key, grad_value, grad_sinks = jax_call(_backward, *tensors, manual=manual, **static)
+    grads = jax_call(_backward, *tensors, manual=manual, settings=settings, extra=letters)
+    grad_query, grad_key, grad_value, grad_sinks = grads
     return grad_query, grad_key, grad_value, grad_sinks
 
 
 @_splash_backward.register_fake
 def _(grad_out, out, logsumexp, query, key, value, *_):
-    # new_empty, not empty_like: the gradients are dense whatever the inputs' strides
+    # not empty_like: the gradients are dense whatever the inputs' strides
     return *(t.new_empty(t.shape) for t in (query, key, value)), logsumexp.new_empty(logsumexp.shape[:2])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:5])
-    ctx.options = inputs[5:]
+    *tensors, ctx.settings_text = inputs
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
     sinks = ctx.saved_tensors[-1]
-    *grads, grad_sinks = _splash_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None if sinks is None else grad_sinks.sum(0).to(sinks.dtype), *[None] * len(ctx.options)
+    *grads, grad_sinks = _splash_backward(grad_out, *ctx.saved_tensors, ctx.settings_text)
+    return *grads, None, None if sinks is None else grad_sinks.sum(0).to(sinks.dtype), None
 
 
 _splash.register_autograd(_differentiate, setup_context=_save)
 
 
 def _present(segments: torch.Tensor | None, sinks: torch.Tensor | None) -> tuple[list[torch.Tensor], str]:
-    """The optional tensors that are there, and the dimension that splits each: "b", "h", "b h" or ""."""
+    """The optional tensors that there are, and their words for :meth:`KernelLayout.manual`: "b", "h", "b h" or ""."""
     pairs = [(t, letter) for t, letter in ((segments, "b"), (sinks, "h")) if t is not None]
     return [t for t, _ in pairs], " ".join(letter for _, letter in pairs)
 
 
-@functools.cache
-def _layout(text: str) -> KernelLayout:
-    fields = json.loads(text)
-    axes = tuple((name, size) for name, size in fields["axes"])
-    order = None if fields["order"] is None else tuple(fields["order"])
-    return KernelLayout(axes, tuple(fields["batch_axes"]), tuple(fields["head_axes"]), order)
-
-
 def _forward(
-    query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, options: Options, extra: str
+    query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, settings: Settings, extra: str
 ) -> tuple[jax.Array, jax.Array]:
-    length = query_BHSD.shape[2]
-    sizes = _sizes(query_BHSD, options)
+    length, scoring = query_BHSD.shape[2], settings.scoring
+    sizes = _sizes(query_BHSD, settings)
     segments, sinks = _optional(optional, extra, sizes)
     run = functools.partial(
         kernel._splash_attention_forward,
-        _blocks(sizes, options.window, "queries"),
+        _blocks(sizes, scoring.window, "queries"),
         mask_value=kernel.DEFAULT_MASK_VALUE,
         is_mqa=False,
         block_sizes=kernel.BlockSizes(block_q=sizes.block, block_kv=sizes.block, block_kv_compute=sizes.compute),
         residual_checkpoint_name=None,
         save_residuals=True,
-        mask_function=_mask(options.window),
-        attn_logits_soft_cap=options.softcap,
-        interpret=options.interpret > 0,
+        mask_function=_mask(scoring.window),
+        attn_logits_soft_cap=scoring.softcap,
+        interpret=settings.interpret > 0,
     )
-    query, key, value = (_lengthen(x, sizes) for x in (_scaled(query_BHSD, options.scale), key, value))
+    query, key, value = (_lengthen(x, sizes) for x in (_scaled(query_BHSD, scoring.scale), key, value))
     axes = (0, 0, 0, None if segments is None else 0, None)
     with _precision(query):
         out, (logsumexp,) = jax.vmap(run, in_axes=axes)(query, key, value, segments, sinks)
@@ -233,30 +231,24 @@ def _forward(
 
 
 def _backward(
-    grad_out: jax.Array,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    query_BHSD: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *optional: jax.Array,
-    options: Options,
-    extra: str,
+    grad_out: jax.Array, out: jax.Array, logsumexp: jax.Array, *inputs: jax.Array, settings: Settings, extra: str
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    length = query_BHSD.shape[2]
-    sizes = _sizes(query_BHSD, options)
+    """The gradients that `_splash_backward` returns; ``inputs`` are those of :func:`_forward`."""
+    query_BHSD, key, value, *optional = inputs
+    length, scale = query_BHSD.shape[2], settings.scoring.scale
+    sizes = _sizes(query_BHSD, settings)
     segments, sinks = _optional(optional, extra, sizes)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
     if sinks is not None:
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot_BHS).sum(2)
-    query = _scaled(query_BHSD, options.scale)
+    query = _scaled(query_BHSD, scale)
     rows = [_lengthen(x[..., None], sizes)[..., 0] for x in (logsumexp, dot_BHS)]
     tensors = [_lengthen(x, sizes) for x in (query, key, value)], rows, _lengthen(grad_out, sizes)
-    run = functools.partial(_backward_of_one, options=options, sizes=sizes)
+    run = functools.partial(_backward_of_one, settings=settings, sizes=sizes)
     with _precision(query):
         grad_query, grad_key, grad_value = jax.vmap(run)(*tensors, segments)
-    grad_query = (grad_query.astype(jnp.float32) * options.scale).astype(query.dtype)
+    grad_query = (grad_query.astype(jnp.float32) * scale).astype(query.dtype)
     return grad_query[:, :, :length], grad_key[:, :, :length], grad_value[:, :, :length], grad_sinks
 
 
@@ -266,10 +258,16 @@ def _backward_of_one(
     grad_out: jax.Array,
     segments: kernel.SegmentIds | None,
     *,
-    options: Options,
+    settings: Settings,
     sizes: _Sizes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    logsumexp, dot = rows
+    """The gradients of one sequence's query, key and value.
+
+    Args:
+        tensors: query, key and value.
+        rows: for each query the logarithm of its sum of exponents, and its output times the output's gradient.
+    """
+    (logsumexp, dot), scoring = rows, settings.scoring
     # the sinks are in the logsumexp already
     arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
     common: dict[str, Any] = {
@@ -277,51 +275,51 @@ def _backward_of_one(
         "bkv": sizes.block,
         "is_mqa": False,
         "mask_value": kernel.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": options.softcap,
-        "mask_function": _mask(options.window),
-        "interpret": options.interpret > 0,
+        "attn_logits_soft_cap": scoring.softcap,
+        "mask_function": _mask(scoring.window),
+        "interpret": settings.interpret > 0,
         **{f"{name}_layout": kernel.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
     }
     _, grad_key, grad_value = kernel._splash_attention_bwd_dkv(
         *arguments,
         bkv_compute=sizes.compute,
-        # fused with dq it writes a dq for each block of keys: memory quadratic in the sequence
+        # the fused kernel writes a gradient of the query for each block of keys: memory quadratic in the sequence
         use_fused_bwd_kernel=False,
-        mask_info=_blocks(sizes, options.window, "keys"),
+        mask_info=_blocks(sizes, scoring.window, "keys"),
         **common,
     )
     grad_query = kernel._splash_attention_bwd_dq(
-        *arguments, mask_info=_blocks(sizes, options.window, "queries"), **common
+        *arguments, mask_info=_blocks(sizes, scoring.window, "queries"), **common
     )
     return grad_query, grad_key, grad_value
 
 
 class _Sizes(NamedTuple):
-    """Tokens: the padded length, a block of it, and the part of a block that is multiplied at once."""
+    """Numbers of tokens: in the padded sequence, in a block, and in the part of a block that is multiplied at once."""
 
     length: int
     block: int
     compute: int
 
 
-def _sizes(query_BHSD: jax.Array, options: Options) -> _Sizes:
-    """As few blocks as hold the sequence, each as small as they may be: little padding, and few blocks."""
+def _sizes(query_BHSD: jax.Array, settings: Settings) -> _Sizes:
+    """The sizes with as few blocks as hold the sequence, and for that number of blocks the least padding."""
     length, width = query_BHSD.shape[2:]
     whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
-    count = -(-length // (options.interpret or (BLOCK if whole else BLOCK // 2)))
+    count = -(-length // (settings.interpret or (BLOCK if whole else BLOCK // 2)))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
     return _Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
 
 
 def _blocks(sizes: _Sizes, window: int | None, rows: str) -> MaskInfo:
-    """For each block of ``rows`` (queries, or keys), the blocks of the other that it meets, in order.
+    """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
 
-    The lists are of one width, filled up in front with blocks that are not run but already fetched.
+    All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.
     """
     count = sizes.length // sizes.block
     reach = count - 1 if window is None else min(-(-(window - 1) // sizes.block), count - 1)
-    # all of it is arithmetic of the graph: a numpy array would be a constant of its text
+    # computed in the graph: a numpy array would be a constant in its text, as large as the lists
     own = jnp.arange(count, dtype=jnp.int32)[:, None]
     first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
     first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
@@ -335,7 +333,7 @@ def _blocks(sizes: _Sizes, window: int | None, rows: str) -> MaskInfo:
 
 
 def _mask(window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Whether a query sees a key, from their positions."""
+    """A function of positions: whether the query sees the key."""
 
     def sees(query: jax.Array, key: jax.Array) -> jax.Array:
         causal = query >= key
@@ -349,13 +347,14 @@ def _scaled(query: jax.Array, scale: float) -> jax.Array:
 
 
 def _lengthen(x: jax.Array, sizes: _Sizes) -> jax.Array:
-    """Zeros after the last position of ``[…, S, width]``: what is causal never sees them."""
+    """``x``, ``[…, S, width]``, with zeros after its last position. Under a causal mask no token sees them."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
 def _optional(
-    optional: tuple[jax.Array, ...], extra: str, sizes: _Sizes
+    optional: Sequence[jax.Array], extra: str, sizes: _Sizes
 ) -> tuple[kernel.SegmentIds | None, jax.Array | None]:
+    """Segments, lengthened, and sinks, of the tensors that ``extra`` says are there."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("b"), named.get("h")
     if segments is not None:
@@ -367,5 +366,5 @@ def _optional(
 
 
 def _precision(query: jax.Array) -> Any:
-    """Float32 inputs are asked for in full: a TPU multiplies them as bfloat16 otherwise."""
+    """Full precision for float32 inputs, which a TPU multiplies as bfloat16 otherwise."""
     return jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")

@@ -1,8 +1,8 @@
-"""A model's own activation, written in torch, as a JAX function.
+"""A model's own activation, which is written in torch, as a JAX function.
 
 The activation of an experts module is a few pointwise operations (silu, clamp, a product of two halves), and each
-family has its own. Traced once on two rows, it is a list of ATen operations, replayed here with JAX's. So a kernel in
-JAX runs what the model's code says, and an operation that is not known is an error, not a guess.
+family has its own. It is traced once, on two rows, into a list of ATen operations, which are replayed with JAX's. So a
+kernel in JAX computes what the model's code says, and an operation that is not known here is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+
+# semi-private: torch/utils/_python_dispatch.py, torch 2.9
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.jax_call import jax
@@ -24,7 +26,7 @@ jnp = jax.numpy
 
 @dataclass(frozen=True)
 class _Value:
-    """The result of an earlier step; 0 is the input."""
+    """The result of step ``number``, counted from 1; 0 is the input."""
 
     number: int
 
@@ -34,15 +36,15 @@ class Activation:
     """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps.
 
     Args:
-        steps: operation, its positional and its keyword arguments, of each step in order. The last one's is the result.
-        width: of a result row.
+        steps: for each step its operation, its positional and its keyword arguments. The last step gives the result.
+        width: the width of a row of the result.
     """
 
     steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
     width: int
 
     def __call__(self, x: Any) -> Any:
-        """On a JAX array; the result has its dtype. (Asked for in float32, a TPU would keep all of x in float32.)"""
+        """The result for a JAX array, in its dtype. (In float32, a TPU would keep the whole array in float32.)"""
         values = [x]
 
         def known(argument: Any) -> Any:
@@ -54,12 +56,12 @@ class Activation:
 
 
 def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activation:
-    """``function`` of a tensor [rows, ``width``], which must treat rows alike.
+    """``function`` of a tensor [rows, ``width``], which must treat all rows alike, as an :class:`Activation`.
 
     Raises:
-        ValueError: it does something that is not known here (names it).
+        ValueError: it has an operation that is not known here (names it).
     """
-    with _disable_current_modes():  # of a tracer that may be at work on the layer around
+    with _disable_current_modes():  # the layer around may just be traced
         example = torch.zeros(2, width)
         graph = make_fx(lambda x: function(x))(example).graph
         result = function(example)
@@ -76,13 +78,15 @@ def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activ
             if node.op != "call_function" or name not in _OPERATIONS:
                 raise ValueError(f"an activation with {name!r}: known are {', '.join(sorted(_OPERATIONS))}")
             args, kwargs = map_arg((node.args, node.kwargs), numbers.__getitem__)
+            if name == "_to_copy":  # between the steps of a fusion the compiler rounds as it likes
+                kwargs = {}
             steps.append((name, _plain(args), tuple((k, v) for k, v in kwargs.items())))
             numbers[node] = _Value(len(steps))
     return Activation(tuple(steps), result.shape[-1])
 
 
 def _plain(args: Any) -> Any:
-    """Lists as tuples, which can be hashed."""
+    """``args`` with tuples in place of lists, so that they can be hashed."""
     return tuple(map(_plain, args)) if isinstance(args, list | tuple) else args
 
 
@@ -100,7 +104,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "split": _split,
     "slice": _slice,
-    "_to_copy": lambda x, **_: x,  # what a fusion rounds between its steps is the compiler's choice
+    "_to_copy": lambda x: x,
     "add": lambda x, y, alpha=1: x + alpha * y,
     "sub": lambda x, y, alpha=1: x - alpha * y,
     "mul": operator.mul,

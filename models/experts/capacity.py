@@ -1,9 +1,8 @@
-"""Mixture-of-experts kernels with static shapes and no device sync, for transformers' experts interface.
+"""Experts with a capacity: each takes a fixed number of tokens, and tokens beyond it are dropped.
 
-A function registered here serves every model under that interface (about 60 families): it is called as
+Shapes are static, and nothing waits for the device. A kernel is called as transformers calls experts functions,
 ``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's
-own router has normalised. ``experts`` is typed Any: its attributes are the family's. Importing this module makes
-``dense`` and ``capacity`` known by name, for one device; the trainer registers a capacity bound to its mesh.
+own router has normalised. ``experts`` is typed Any, because its attributes are the family's.
 
 Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts a token, N = k*s (token, choice)
 pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
@@ -19,27 +18,24 @@ from typing import Any
 
 import torch
 
-from models.experts.dense import dense
-from models.experts.interface import register_experts
 from models.experts.projections import mlp
-from models.jax_call import jax, jax_call  # jax from there: it is imported as this process needs it
+from models.jax_call import Axes, jax, jax_call
 from models.side_outputs import record
 
-Axes = tuple[str, ...]
-# (tensor, mesh axes of each dimension) -> the tensor, laid out so, in forward and in backward
+# (tensor, mesh axes of each dimension) -> the tensor laid out by them, and in the backward its gradient likewise
 Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How `capacity` spreads tokens.
+    """The experts function that dispatches tokens to slots, under one layout.
 
     Args:
-        factor: slots of an expert = factor x the tokens it gets when routing is balanced (GShard's capacity factor).
-            At factor >= E/k nothing can drop.
-        groups: groups that tokens are dispatched in, one a batch shard, so that dispatch itself needs no communication.
+        factor: an expert has ``factor`` times as many slots as it gets tokens when routing is balanced (GShard's
+            capacity factor). At E/k or more no token can be dropped.
+        groups: how many groups tokens are dispatched in. With one a batch shard, dispatch needs no communication.
         batch_axes: mesh axes that split the groups.
-        expert_axes: those of the mesh axes that split the experts; tokens cross them by all-to-all.
+        expert_axes: mesh axes that split the experts. Tokens cross them by all-to-all.
         constrain: fixes the layout of an activation and of its gradient.
     """
 
@@ -50,20 +46,20 @@ class Capacity:
     constrain: Constrain = lambda tensor, axes: tensor
 
     def slots(self, tokens: int, top_k: int, experts: int) -> int:
-        """Slots of one expert in a group of ``tokens`` tokens; never more than can be filled (one a token)."""
+        """How many slots an expert has in a group of ``tokens`` tokens: no more than one a token, which fills them."""
         return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
 
     def __call__(
         self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
     ) -> torch.Tensor:
-        """GShard's dispatch (arXiv:2006.16668): tokens beyond an expert's capacity are dropped, first choices last.
+        """Tokens [T, H] with routing indices and weights [T, k] to [T, H], by GShard's dispatch (arXiv:2006.16668).
 
-        Only integers are scattered; activations move by gathers, in the backward too: a scatter of activations
-        would make the partitioner gather the global batch.
+        Tokens beyond an expert's capacity are dropped, first choices last. Only integers are scattered. Activations
+        move by gathers, in the backward too: for a scatter of them the partitioner would gather the global batch.
         """
         (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], experts.num_experts, self.groups
         s = T // G
-        # evaluation drops nothing: its loss is the model's own, the one that the exported file gives elsewhere
+        # evaluation drops nothing, so its loss is what the exported model gives elsewhere
         C = self.slots(s, k, E) if experts.training else s
         M = E * C
         x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
@@ -78,7 +74,7 @@ class Capacity:
         x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
         group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
         x_EGCH = self.constrain(x_EGCH, (self.expert_axes, group_axes, (), ()))
-        # scaled before the second projection: the router's gradient then needs no second one of that
+        # scaled before the second projection, so that the router's gradient needs no second product with its weight
         scale_EGC = _Scale.apply(weight_GN, slot_GN, owner_GM).reshape(G, E, C).transpose(0, 1)
         scale_EGC = self.constrain(scale_EGC, (self.expert_axes, group_axes, ()))
         y_EGCH = mlp(experts, x_EGCH.reshape(E, G * C, H), scale_EGC.reshape(E, G * C, 1)).reshape(E, G, C, H)
@@ -97,7 +93,7 @@ def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
 
 @torch.library.custom_op("shardwright::owners", mutates_args=())
 def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
-    """The inverse of :func:`_slots`: which (token, choice) in 0..N-1 sits in a slot; N where it is empty."""
+    """The inverse of :func:`_slots`: the (token, choice) in 0..N-1 that is in each slot; N where the slot is empty."""
     G, N = slot_GN.shape
     if slot_GN.device.type == "xla":
         return jax_call(_invert, slot_GN, M=M)[0].to(slot_GN.dtype)
@@ -112,7 +108,7 @@ def _(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
 
 
 def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
-    # a batched scatter (torch's is not: the partitioner would gather the slots of every group)
+    """:func:`_owners` in JAX, as a batched scatter: of torch's the partitioner gathers the slots of all groups."""
     N = slot_GN.shape[1]
     empty, order = jax.numpy.full(M, N, slot_GN.dtype), jax.numpy.arange(N, dtype=slot_GN.dtype)
     return jax.vmap(lambda slot_N: empty.at[slot_N].set(order, mode="drop"))(slot_GN)
@@ -120,10 +116,10 @@ def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
 
 @torch.library.custom_op("shardwright::rows", mutates_args=())
 def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
-    """``x[g, index[g, q]]`` for each group; where ``checked``, index R means a row of zeros.
+    """The rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R stands for a row of zeros.
 
-    On XLA a batched gather, which the partitioner keeps within a group: `torch.gather` would build an index as large
-    as its output, and advanced indexing forgets that groups are apart.
+    On XLA it is a batched gather, which the partitioner keeps within a group. `torch.gather` would build an index as
+    large as its output, and with advanced indexing the partitioner gathers the rows of all groups.
     """
     if x_GRH.device.type == "xla":
         return jax_call(_take_rows, x_GRH, index_GQ, checked=checked)[0]
@@ -137,19 +133,20 @@ def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tenso
 
 
 def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Array:
-    # rows out of bounds are zeroed as they are written: a row of zeros appended to x would be a copy of x
+    """:func:`_rows` in JAX."""
+    # rows out of bounds are filled with zeros as they are written: to append a row of zeros would copy x
     how: Any = {"mode": "fill", "fill_value": 0} if checked else {"mode": "promise_in_bounds"}
     return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
 
 
 def _scatter_rows(x_GsH: torch.Tensor, owner_GM: torch.Tensor, pairs: int) -> torch.Tensor:
-    """tokens [G, s, H] -> slots [G, M, H]. An empty slot holds the first token: what it is scaled by is zero."""
+    """tokens [G, s, H] -> slots [G, M, H]. An empty slot gets the first token; its routing weight is zero."""
     token_GM = torch.where(owner_GM < pairs, owner_GM, torch.zeros_like(owner_GM)) % x_GsH.shape[1]
     return _rows(x_GsH, token_GM, False)
 
 
 def _gather_sums(y_GMH: torch.Tensor, slot_GN: torch.Tensor, k: int) -> torch.Tensor:
-    """slots [G, M, H] -> for each token the sum of its k slots [G, s, H]; one that was dropped adds zeros."""
+    """slots [G, M, H] -> the sum of each token's k slots, [G, s, H]. A choice that was dropped adds zeros."""
     choices = _rows(y_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
     return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
 
@@ -170,7 +167,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """slots [G, M, H] -> the sum over each token's slots [G, s, H]; a slot's gradient is that of its token."""
+    """slots [G, M, H] -> the sum over each token's slots, [G, s, H]; a slot's gradient is that of its token."""
 
     @staticmethod
     def forward(ctx, y_GMH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor, k: int) -> torch.Tensor:
@@ -185,7 +182,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Scale(torch.autograd.Function):
-    """(token, choice) weights [G, N] -> those of slots [G, M], zero where a slot is empty."""
+    """Routing weights of (token, choice) pairs [G, N] -> of slots [G, M], zero for an empty slot."""
 
     @staticmethod
     def forward(ctx, weight_GN: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
@@ -196,9 +193,3 @@ class _Scale(torch.autograd.Function):
     def backward(ctx, grad_GM: torch.Tensor):  # type: ignore[override]
         (slot_GN,) = ctx.saved_tensors
         return _rows(grad_GM.unsqueeze(-1), slot_GN, True).squeeze(-1), None, None
-
-
-register_experts("dense", dense)
-
-
-register_experts("capacity", Capacity(factor=1.25))

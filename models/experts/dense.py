@@ -1,4 +1,4 @@
-"""Every expert on every token: the exact reference."""
+"""Experts that all run on every token: the exact reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from models.experts.projections import mlp
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
-    """Every expert on every token, weighted by the router: the exact reference, at E/k times the FLOPs."""
+    """The sum of all experts' outputs, weighted by the router, at E/k times the FLOPs that the routing needs.
+
+    Args:
+        experts: the family's experts module, with E experts.
+        x_TH: T tokens of hidden width H.
+        index_Tk: the k experts of each token.
+        weight_Tk: their routing weights.
+    """
     E = experts.num_experts
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)
     weight_TE = (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)

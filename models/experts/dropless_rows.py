@@ -1,4 +1,4 @@
-"""What dropless experts do on one device's shards, in JAX: sort, multiply, combine, and back (see `models.experts.dropless`).
+"""The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see `models.experts.dropless`).
 
 Shape suffixes: T tokens (of a device, or of a chunk), H hidden width, k experts a token, N = T*k (token, choice) pairs,
 E experts held by a device, R rows = N rounded up to whole blocks, B rows of a block, F and I widths of the first
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.experts import activation, grouped
-from models.jax_call import jax
+from models.jax_call import Axes, jax
 
 jnp, lax = jax.numpy, jax.lax
 
-
-Array = Any  # jax.Array, at trace time
-Axes = tuple[str, ...]
+# a jax.Array, when it is traced
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,11 @@ class Local:
 
     Args:
         out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
-        axes: of the mesh, all of them.
-        expert_shards: devices along the expert axes.
+        axes: all axes of the mesh.
+        expert_axes: the axes that split the experts.
+        expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
+        buffer_bytes: see `models.experts.dropless.Dropless`.
     """
 
     activation: activation.Activation
@@ -39,50 +40,58 @@ class Local:
     expert_shards: int
     specs: tuple[tuple[Axes, ...], ...]
     buffer_bytes: int
-    reduce_dtype: str | None
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
-        """A parameter of the experts held here, from the shards that others hold; perhaps turned (see `turned`)."""
+        """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
         for dim, axes in self._gathered(spec):
-            for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu makes an all-reduce of it
+            for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu would run an all-reduce
                 shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
         return shard.swapaxes(1, 2) if self.turned(spec) else shard
 
     def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
-        """The sum of the devices' gradients of a whole parameter, laid out as the parameter is."""
-        gradient = gradient.astype(self.reduce_dtype or dtype)
+        """The sum of the devices' gradients of a whole parameter, laid out as the parameter is, in ``dtype``."""
+        gradient = gradient.astype(dtype)
         gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
         for dim, axes in reversed(self._gathered(spec)):
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
-        return (lax.psum(gradient, rest) if rest else gradient).astype(dtype)
+        return lax.psum(gradient, rest) if rest else gradient
 
     def turned(self, spec: tuple[Axes, ...]) -> bool:
-        """Whether a whole weight has its last two dimensions swapped.
+        """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered.
 
-        It has where the last alone is gathered: a TPU lays the result out with the other one as minor, and a kernel
-        that wants it otherwise would begin with a transposed copy.
+        A TPU lays the result of such a gather out with the other dimension as the minor one. A kernel that expects
+        the last to be the minor one would begin with a transposed copy.
         """
         return [dim for dim, _ in self._gathered(spec)] == [2]
 
     def contract_last(self, number: int) -> bool:
-        """Whether weight ``number``, as `whole` gives it, is [E, out, in]; else it is [E, in, out]."""
+        """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
         return self.out_first != self.turned(self.specs[number])
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
+        """(dimension, axes) of each dimension that `whole` gathers."""
         axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
     def gather_tokens(self, x: Array) -> Array:
+        """The rows of all devices along the expert axes."""
         return lax.all_gather(x, self.expert_axes, axis=0, tiled=True) if self.expert_axes else x
 
     def scatter_tokens(self, y: Array) -> Array:
+        """The sum over the devices along the expert axes, of which each device gets its own rows."""
         return lax.psum_scatter(y, self.expert_axes, scatter_dimension=0, tiled=True) if self.expert_axes else y
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:
+    """The experts' output for this device's tokens, [T, H].
+
+    Args:
+        held: the numbers of the experts held here, [E].
+        shards: this device's shard of each parameter.
+    """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
 
     def chunk(_: None, tokens: tuple[Array, ...]) -> tuple[None, Array]:
@@ -97,6 +106,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local
 ) -> tuple[Array, ...]:
+    """The gradients of the tokens, of the routing weights and of each parameter, from the output's gradient."""
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     zeros = [jnp.zeros(p.shape, jnp.float32) for p in parameters]
 
@@ -116,14 +126,14 @@ def backward(
 def _by_chunk(
     function: Callable[..., Any], carry: Any, tensors: tuple[Array, ...], held: Array, local: Local
 ) -> tuple[Any, Any]:
-    """Scan ``function`` over equal chunks of tokens; tokens added to fill up the last choose an expert nobody has.
+    """Scan ``function`` over equal chunks of tokens. The last chunk is filled with tokens of an expert that nobody has.
 
-    The tensors' last two are routing indices and weights; the one before is of hidden width.
+    The last two tensors are routing indices and weights, and the one before has hidden width.
     """
     (T, H), k, itemsize = tensors[-3].shape, tensors[-1].shape[1], tensors[-3].dtype.itemsize
     rows = max(local.buffer_bytes // (H * itemsize), 1)
     count = min(-(-T * local.expert_shards * k // rows), T)
-    # chunks that the tokens fill, if there are such: others are padded, and of sizes that suit no tile
+    # rather somewhat more chunks that the tokens fill: else chunks are padded, and their size suits no tile
     count = next((c for c in range(count, 2 * count) if T % c == 0), count)
     if count == 1:
         return function(carry, tensors)
@@ -140,7 +150,7 @@ def _by_chunk(
 
 
 def _block_rows(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> tuple[int, int]:
-    """Rows of a block, and of a tile of it."""
+    """How many rows a block has, and how many each tile of it."""
     E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last(0) else 2]
     rows = index_Tk.size
     most = max(local.buffer_bytes // (F * x_TH.dtype.itemsize), 1)
@@ -151,16 +161,16 @@ def _block_rows(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local
 
 @dataclass
 class _Rows:
-    """(token, choice) pairs sorted by expert: those of the experts held here come first, one expert after the other.
+    """(token, choice) pairs sorted by expert. Those of the experts held here come first: only these rows matter.
 
     Args:
-        token_R: whose row it is; any token for the rows beyond the last pair.
-        choice_R: its number in the choice-major list of pairs; likewise.
+        token_R: the token of each row; any token in a row behind the last pair.
+        choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
         row_kT: the inverse: the row of each pair.
-        end_E: where each expert's rows end; the last one's end is the number of rows that matter.
-        block: rows that are multiplied at once.
+        end_E: where each expert's rows end. The last entry is the number of rows that matter.
+        block: how many rows are multiplied at once.
         tile: see `models.experts.grouped`.
-        all_held: every expert is held here, so that every row matters: the compiler knows how many blocks there are.
+        all_held: whether every expert is held here. Then every row matters, and the number of blocks is static.
     """
 
     token_R: Array
@@ -173,9 +183,10 @@ class _Rows:
 
     @classmethod
     def sort(cls, index_Tk: Array, held: Array, sizes: tuple[int, int], local: Local) -> _Rows:
+        """Sort the pairs of routing indices ``index_Tk``; ``sizes`` are those of a block and of a tile."""
         (T, k), E, (block, tile) = index_Tk.shape, len(held), sizes
         N = T * k
-        # choice-major: with k as the minor dimension a TPU would pad it to a whole tile
+        # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
         expert_N = index_Tk.T.reshape(N) - held[0]
         expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
         number_N = lax.iota(jnp.int32, N)
@@ -186,20 +197,20 @@ class _Rows:
         return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, block, tile, not local.expert_axes)
 
     def fold(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
-        """``carry = body(block, carry)`` for each block that has rows of experts held here."""
+        """``carry`` after ``carry = body(block, carry)`` for each block with rows that matter."""
         if len(self.token_R) == self.block:
             return body(_Block(self, jnp.int32(0)), carry)
         count = len(self.token_R) // self.block if self.all_held else -(-self.end_E[-1] // self.block)
         return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * self.block), carry), carry)
 
     def of_choices(self, value_R: Array) -> Array:
-        """The value of each pair [T, k]; 0 where the expert is not held here."""
+        """The value of each pair, [T, k]; 0 if its expert is not held here."""
         return jnp.where(self.row_kT < self.end_E[-1], _at(value_R, self.row_kT), 0).T
 
     def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
-        """Each token's sum of its rows, weighted if so asked, [T, H] float32."""
+        """The sum of each token's rows, [T, H] float32; weighted, if weights are given."""
         total = jnp.zeros((), jnp.float32)
-        # choice by choice: a reduction over k takes a TPU several times longer
+        # choice by choice: on a TPU a reduction over k takes several times longer
         for choice, row_T in enumerate(self.row_kT):
             y_TH = jnp.where((row_T < self.end_E[-1])[:, None], _at(y_RH, row_T), 0).astype(jnp.float32)
             total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
@@ -207,7 +218,7 @@ class _Rows:
 
 
 class _Block:
-    """Some consecutive sorted rows."""
+    """Consecutive sorted rows, ``rows.block`` of them from row ``start``."""
 
     def __init__(self, rows: _Rows, start: Array) -> None:
         self.rows, self.start = rows, start
@@ -237,19 +248,19 @@ class _Block:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
     def add_outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """Add the rows' part of a weight's gradient, as the weight is multiplied by."""
+        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``."""
         pair = (out_B, in_B) if contract_last else (in_B, out_B)
         return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
 
     def add_rows(self, sums_E: Array, grad_B: Array) -> Array:
-        """Add the rows' part of a bias's gradient."""
+        """``sums`` plus what these rows add to a bias's gradient."""
         mine_BE = (self.expert_B[:, None] == jnp.arange(len(sums_E))).astype(grad_B.dtype)
         grad_B = jnp.where(self.matters_B1, grad_B, 0)
         return sums_E + jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
 
 
 def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> Array:
-    """What the experts held here make of their rows, [R, H]; arbitrary in rows that don't matter."""
+    """The output of the experts held here for their rows, [R, H]; arbitrary in rows that don't matter."""
     (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
     first_last, second_last = local.contract_last(0), local.contract_last(1)
 
@@ -270,7 +281,7 @@ def _experts_backward(
     sums: list[Array],
     local: Local,
 ) -> tuple[Array, Array, list[Array]]:
-    """The gradients of the rows' tokens [R, H] and routing weights [R], and ``sums`` with the parameters' added."""
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters."""
     (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
     first_last, second_last = local.contract_last(0), local.contract_last(1)
     weight_N = weight_Tk.T.reshape(-1)
@@ -281,13 +292,13 @@ def _experts_backward(
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
         h_BF = block.project(x_BH, first, bias, contract_last=first_last)
         a_BI = local.activation(h_BF)
-        # the gradient of the activation's result, but for the routing weight
+        # the gradient of the activation's result, before it is multiplied by the routing weight
         grad_BI = block.multiply(grad_BH, second, contract_last=not second_last)
         grad_weight_B = _row_products(grad_BI, a_BI)
         if second_bias is not None:
             grad_weight_B += _row_products(grad_BH, block.bias(second_bias))
-        # behind a barrier, the activation is computed again: the compiler would keep what it has in common with the
-        # one above, several float32 arrays of the first projection's width
+        # behind a barrier the activation is computed again: otherwise the compiler keeps what both computations share,
+        # several float32 arrays of the first projection's width
         _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
         grad_BH = _scale(grad_BH, weight_B1)
@@ -305,13 +316,15 @@ def _experts_backward(
 
 
 def _at(x: Array, index: Array) -> Array:
-    """Entries of dimension 0; every index is in bounds."""
+    """``x[index]``, without a check: every index is in bounds."""
     return x.at[index].get(mode="promise_in_bounds")
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:
+    """The inner product of each pair of rows, [B] float32."""
     return (a_BI.astype(jnp.float32) * b_BI.astype(jnp.float32)).sum(1)
 
 
 def _scale(x_BI: Array, weight_B1: Array) -> Array:
+    """``x`` times ``weight``, multiplied in float32, in the dtype of ``x``."""
     return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)

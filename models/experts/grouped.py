@@ -1,8 +1,9 @@
-"""Matrix products of sorted rows: each group of consecutive rows has a matrix of its own (JAX; sizes are data).
+"""Matrix products of sorted rows, where each group of consecutive rows has a matrix of its own, in JAX.
 
-The sizes of the groups are known on the device alone, so a product works through *visits*: a tile of rows with the one
-group's matrix, rows of other groups masked. The work is that of the rows there are, plus at most one tile a group,
-whatever the routing. On a TPU this is jax's Pallas kernel (megablox, Gale et al., arXiv:2211.15841); elsewhere a loop.
+The sizes of the groups are data, known on the device alone. So a product goes through *visits*: in a visit a tile of
+rows meets one group's matrix, and the rows of other groups are masked. Whatever the routing, the work is that of the
+groups' rows plus at most one tile a group. On a TPU it is jax's Pallas kernel (megablox, Gale et al.,
+arXiv:2211.15841), elsewhere a loop.
 
 Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 """
@@ -15,26 +16,27 @@ from models.jax_call import jax, target
 
 jnp, lax = jax.numpy, jax.lax
 
-
-Array = Any  # jax.Array, at trace time
+# a jax.Array, when it is traced
+Array = Any
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: few where groups are small, for a tile is visited once for each group that has rows in it."""
+    """How many rows a tile has: few if groups are small, because each group with rows in a tile visits it."""
     if target() == "cpu":
         return 64
     return next(tile for tile in (512, 256, 128) if tile == 128 or rows >= 4 * tile * groups)
 
 
 def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_last: bool) -> Array:
-    """Rows of group g times ``w[g]``: [R, N], in the dtype of ``x``.
+    """The rows of each group g times ``w[g]``: [R, N], in the dtype of ``x``.
 
     Args:
         w_G: [G, N, K] if ``contract_last``, else [G, K, N].
-        sizes_G: rows of each group, in order, from row 0. What is returned for rows beyond their sum is arbitrary:
-            no such row may be used.
+        sizes_G: how many rows each group has, in order, from row 0. The result for rows behind the last group is
+            arbitrary and must not be used.
     """
     if target() == "tpu":
+        # imported here, because only a graph for a TPU needs it
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
         K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
@@ -56,14 +58,14 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_las
 
 
 def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) -> Array:
-    """``into[g]`` plus the sum over group g's rows of the outer products of ``a`` and ``b``, in ``into``'s dtype.
+    """``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
 
-    Products are summed in float32; rows beyond the sum of the sizes are not read.
+    The result has the dtype of ``into``; products are summed in float32. Rows behind the last group are not read.
     """
     if target() == "tpu":
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-        # float32 sums are read and written tile by tile: narrower tiles than `multiply`'s fit in VMEM
+        # the float32 sums take VMEM too, so tiles are narrower than those of `multiply`
         tiling = (tile, _tile_width(a_RK.shape[1], 512), _tile_width(b_RN.shape[1]))
         return tgmm(a_RK.T, b_RN, sizes_G, into_GKN.dtype, tiling, existing_out=into_GKN)
 
@@ -80,10 +82,11 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) 
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """An array of arbitrary entries, for one who writes those that are read: a TPU is spared from writing zeros.
+    """An array whose entries are arbitrary, for callers that write every entry they read. A TPU writes no zeros.
 
     Args:
-        after: any small array of the loop that this one is for: made outside it, it would be copied at each turn.
+        after: any small array of the loop that uses the result. It keeps the array inside the loop, where it is not
+            copied at each turn.
     """
     if target() != "tpu":
         return jnp.zeros(shape, dtype)
@@ -97,7 +100,7 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
 
 
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
-    """How many visits there are, and: visit's number -> its group, first row, which of its rows are the group's."""
+    """The number of visits, and a function of a visit: its group, its first row, which rows are the group's."""
     end_G = jnp.cumsum(sizes_G)
     start_G = end_G - sizes_G
     first_G = start_G // tile
@@ -114,7 +117,7 @@ def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
 
 
 def _tile_width(width: int, most: int = 1024) -> int:
-    """The tile of a dimension that is not rows: up to ``most``, and of those the one that wastes least on the last."""
+    """The width of a tile, at most ``most``. Above half of that it is the one whose last tile is padded least."""
     if width <= most:
         return width
     return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)

@@ -1,4 +1,4 @@
-"""An experts module's own projections, in whichever storage the family uses."""
+"""The two projections of an experts module, for each way that families store them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from models import partial_gradients
 
 
 def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:
-    """The experts' own two projections on ``x`` [E, N, H] -> [E, N, H], in whichever storage the family uses.
+    """Each expert's output for its N rows, [E, N, H].
 
-    Attributes read are those that transformers' ``use_experts_implementation`` sets on every experts module.
+    The attributes that are read here are set on every experts module by transformers' ``use_experts_implementation``.
 
     Args:
-        scale_EN1: what each row of the result is multiplied by.
+        scale_EN1: a factor for each row of the result.
     """
 
     def project(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -25,6 +25,7 @@ def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None
         return partial_gradients.expert_bias(y, getattr(experts, f"{name}_bias")) if experts.has_bias else y
 
     if experts.has_gate:
+        # semi-private: transformers/integrations/moe.py, transformers 5.23
         hidden = experts._apply_gate(project(x_ENH, "gate_up_proj"))
     else:
         hidden = experts.act_fn(project(x_ENH, "up_proj"))
@@ -38,6 +39,7 @@ def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None
 
 @torch.library.custom_op("shardwright::apart", mutates_args=())
 def _apart(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x`` that the compiler fuses with nothing that reads it."""
     copy = [torch.ops.aten.view_copy(x, x.shape)]
     if x.device.type == "xla":
         xm.optimization_barrier_(copy)
@@ -50,9 +52,9 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientApart(torch.autograd.Function):
-    """The identity, whose gradient is computed before anything is made of it.
+    """The identity, whose gradient is computed by itself, before it is used.
 
-    A TPU runs a matrix product fused with the activation's gradient in nearly twice the product's own time.
+    A TPU takes nearly twice as long for a matrix product that is fused with the activation's gradient.
     """
 
     @staticmethod

@@ -1,7 +1,10 @@
-"""What files cost on this machine; every worker is a process of its own, and rounds alternate.
+"""Prints a table of what files cost, measured on this machine beside the least that could be done.
 
-python scripts/measure/files.py load        a hub checkpoint onto the devices against a plain read of its files
-python scripts/measure/files.py checkpoint  a save's pause and write against a plain copy and write of the same bytes
+python scripts/measure/files.py load        loading a hub's weights onto 8 devices, and plainly reading their files
+python scripts/measure/files.py checkpoint  a checkpoint's pause and write, and a plain copy and write of as many bytes
+
+The sides of a table take turns, round by round; it shows the medians.
+docs/weights.md and docs/checkpoints.md have the tables as they were on one machine.
 """
 
 from __future__ import annotations
@@ -12,16 +15,17 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
 import speed
 from rich.table import Table
-from speed import model_config, run
+from speed import model_config, resolved_job, run
 
 from trainer.errors import exit_code
 
-# largest fused parameter: gate and up of a layer's experts, 32 MiB of 503 MiB
+# the largest fused parameter, gate and up of a layer's experts, is 32 MiB of 503 MiB
 LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 PIECE = 16 << 20  # bytes of a plain read
 
@@ -40,9 +44,7 @@ def main() -> int:
 
 
 def load(recipe: str, rounds: int) -> Table:
-    """Bytes/s of opening and placing a checkpoint and of reading its files, alternating; and what the host held."""
-    import tempfile
-
+    """Bytes/s of loading weights and of reading their files, in turn; and how much memory of the host loading took."""
     rows: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         job = {"side": "load", "folder": folder, **LOAD}
@@ -74,7 +76,7 @@ def load(recipe: str, rounds: int) -> Table:
 
 
 def checkpoint(recipe: str, rounds: int) -> Table:
-    """A save against doing the least that a save must do; each in turn, in one process."""
+    """Seconds of a save, and of the least that a save must do; in turn, in one process."""
     found = worker(recipe, {"side": "saves", "rounds": rounds, "hidden_size": 512, "intermediate_size": 512})
     size = found["bytes"]
     table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size 512: a state of {size / 1e6:,.0f} MB, medians")
@@ -90,32 +92,30 @@ def checkpoint(recipe: str, rounds: int) -> Table:
 
 
 def saves(job: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the parts of a save, and of plain ways to move as many bytes."""
-    import tempfile
+    """Medians of :func:`_save_seconds`, of a new model's state."""
+    from trainer.step.build import build
+    from trainer.weights.sources import seeded_init
+    from trainer.xla.mesh import build_mesh
+
+    resolved = resolved_job(job, model_config(job))
+    mesh = build_mesh(resolved.recipe.mesh)
+    state = build(resolved, mesh, seeded_init(resolved.model, 0)).step.state
+    size, times = _save_seconds(state, job["rounds"])
+    return {"bytes": size, **{name: statistics.median(found) for name, found in times.items()}}
+
+
+def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]:
+    """(bytes of a checkpoint, seconds of the parts of each save and of plain ways to move as many bytes)."""
     from pathlib import Path
 
     import torch
     from transformers import TrainerState
 
-    from trainer.arguments import TrainingArguments
     from trainer.checkpoint import manifest
     from trainer.checkpoint.read import folder_of
     from trainer.checkpoint.write import CheckpointWriter
-    from trainer.layout.load import load_recipe
-    from trainer.layout.plan import make_plan
-    from trainer.model import meta_model
-    from trainer.step.build import build
     from trainer.storage import Folder
-    from trainer.weights.sources import seeded_init
-    from trainer.xla.mesh import build_mesh
-    from trainer.xla.runtime import init_runtime
 
-    init_runtime()
-    recipe, config = load_recipe(job["recipe"]), model_config(job)
-    model = meta_model(config)
-    args = TrainingArguments(recipe=job["recipe"])
-    plan, mesh = make_plan(recipe, model, 8), build_mesh(recipe.mesh)
-    state = build(recipe, args, config, plan, mesh, seeded_init(model, 0)).step.state
     times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
 
     def clocked(name: str, work: Any) -> None:
@@ -126,7 +126,7 @@ def saves(job: dict[str, Any]) -> dict[str, float]:
     size = 0
     with tempfile.TemporaryDirectory(dir=".") as local:
         output = Folder(local)
-        for step in range(1, job["rounds"] + 1):
+        for step in range(1, rounds + 1):
             writer = CheckpointWriter(output, {}, 1)
             pause, _ = writer.save(state, {"step": step}, TrainerState())
             saved = writer.wait()
@@ -139,10 +139,11 @@ def saves(job: dict[str, Any]) -> dict[str, float]:
             clocked("plain", lambda plain=plain, target=target: _write_plainly(target, plain.numpy()))
             clocked("check", lambda step=step: manifest.check(folder_of(output, step)))
             target.unlink()
-    return {"bytes": size, **{name: statistics.median(found) for name, found in times.items()}}
+    return size, times
 
 
 def _write_plainly(path: Any, data: Any) -> None:
+    """Writes an array's bytes to a file, and waits until they are on the disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -150,7 +151,7 @@ def _write_plainly(path: Any, data: Any) -> None:
 
 
 def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
-    """A random model in the hub's format, in files of 200 MB."""
+    """Writes a random model in the hub's format, in files of 200 MB."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(model_config(job))
@@ -159,8 +160,8 @@ def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
 
 
 def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) seconds to open a checkpoint and place it, with its compiles and again without."""
-    import torch_xla.core.xla_model as xm
+    """(wall, CPU) seconds to open a hub's weights and place them: the first time, with compiles, and again."""
+    from trainer.xla.runtime import wait_for_devices
 
     fresh = _placing(job)
     seconds = []
@@ -170,17 +171,17 @@ def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
             _evict(job["folder"])
         started = time.perf_counter(), time.process_time()
         placed = place()
-        xm.wait_device_ops()
+        wait_for_devices()
         seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
         del placed, place
     return {"first": seconds[0], "again": seconds[1]}
 
 
 def load_memory(job: dict[str, Any]) -> dict[str, float]:
-    """Bytes of the host that loading held at its peak beyond those of the (virtual) devices, which lie in it too.
+    """Bytes of the host's memory that loading took at its peak, without those that the (virtual) devices hold there.
 
-    Anonymous memory, seen from another process; pages of the mapped files count as resident too, but are the page
-    cache's, which gives way. ``whole``: all of it is read first, as transformers' loader does.
+    Another process watches the anonymous memory alone: pages of mapped files belong to the page cache, which gives
+    way. If the job says ``whole``, the whole model is read first, as transformers' own loader does.
     """
     import math
 
@@ -198,7 +199,7 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
     ) as watch:
         assert watch.stdin is not None
         assert watch.stdout is not None
-        watch.stdout.readline()  # it looks
+        watch.stdout.readline()  # it is watching
         if job.get("whole"):
             state = AutoModelForCausalLM.from_pretrained(job["folder"]).state_dict()
             placed = place(state_dict_weights(state))
@@ -213,7 +214,7 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
 
 
 def watch_memory(job: dict[str, Any]) -> dict[str, float]:
-    """The most anonymous memory that a process has until a line comes in."""
+    """The most anonymous memory that a process has until a line comes in, in bytes."""
     import select
 
     print("looking", flush=True)
@@ -224,28 +225,27 @@ def watch_memory(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _placing(job: dict[str, Any]) -> Any:
-    """() -> a new model's plan, and what places its parameters (default: from the checkpoint in the job's folder)."""
-    from trainer.layout.load import load_recipe
-    from trainer.layout.plan import make_plan
-    from trainer.model import load_config, meta_model
-    from trainer.step.build import assemble
-    from trainer.weights import hub_read
+    """A function that makes a new model and returns its plan, and a function that places its parameters.
+
+    They come from the source given to the latter; by default from the hub's weights in the job's folder.
+    """
+    import copy
+
+    from transformers import AutoConfig
+
+    from trainer.weights.hub_read import open_hub_weights
     from trainer.weights.place import place_parameters
     from trainer.weights.sources import Source
     from trainer.xla.mesh import build_mesh
-    from trainer.xla.runtime import init_runtime
 
-    init_runtime()
-    recipe = load_recipe(job["recipe"])
-    config = load_config(job["folder"], recipe)
-    mesh, plain = build_mesh(recipe.mesh), meta_model(config)
-    plain_plan = make_plan(recipe, plain, 8)
+    resolved = resolved_job(job, AutoConfig.from_pretrained(job["folder"]))
+    mesh, plan = build_mesh(resolved.recipe.mesh), resolved.stored
 
     def fresh() -> Any:
-        model, plan = assemble(recipe, plain_plan, config, mesh)
+        model = copy.deepcopy(resolved.assembled)
 
         def place(source: Source | None = None) -> Any:
-            return place_parameters(model, plan, mesh, source or hub_read.open_checkpoint(job["folder"], plain))
+            return place_parameters(model, plan, mesh, source or open_hub_weights(job["folder"], resolved.model))
 
         return plan, place
 
@@ -257,7 +257,7 @@ def _weight_files(folder: str) -> list[str]:
 
 
 def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
-    """(wall, CPU) seconds to read the weight files into a buffer."""
+    """(wall, CPU) seconds to read the weight files piece by piece into one buffer."""
     if cold:
         _evict(folder)
     buffer = bytearray(PIECE)
@@ -270,10 +270,10 @@ def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
 
 
 def _evict(folder: str) -> None:
-    """Let go of the files' pages in the page cache."""
+    """Drops the files' pages from the page cache."""
     for path in _weight_files(folder):
         handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)  # only what is on the disk can go
+        os.fsync(handle)  # only pages that are on the disk can be dropped
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
 

@@ -1,10 +1,11 @@
-"""Speed on this machine, side by side in one run; every worker is a process of its own, and rounds alternate.
+"""Prints a table of speeds, measured on this machine side by side.
 
-python scripts/measure/speed.py speed      our step on 8 virtual CPU devices against transformers' Trainer on the plain CPU
-python scripts/measure/speed.py depth      trace and compile time at 2, 8 and 32 layers, with the scan and without
-python scripts/measure/speed.py threads    threads of XLA's CPU client against cores kept busy
+python scripts/measure/speed.py speed      our step on 8 virtual CPU devices, and transformers' Trainer on the plain CPU
+python scripts/measure/speed.py depth      time to trace and to compile 2, 8 and 32 layers, with the scan and without
+python scripts/measure/speed.py threads    how the number of XLA's CPU threads changes speed and cores kept busy
 
-scripts/measure/files.py measures what reads and writes files.
+Each measurement is a process of its own. The sides of a table take turns, round by round; it shows the medians.
+docs/numbers.md has the tables as they were on one machine. Reading and writing files: scripts/measure/files.py.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +29,7 @@ from trainer.errors import exit_code
 
 SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
 DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 2, "hidden_size": 64, "intermediate_size": 128}
-STARVED = "starved: aborted"  # XLA ends the process when a collective waits for 10 s
+STARVED = "starved: aborted"  # XLA aborts the process if a collective waits for 10 s
 
 
 def main() -> int:
@@ -36,11 +39,18 @@ def main() -> int:
 def run(
     tables: Mapping[str, Callable[[str, int], Table]], sides: Mapping[str, Callable[[Any], Any]], description: str
 ) -> int:
-    """Print the table that the command line asks for; or be one of its workers, and print what its side found."""
+    """Prints the table that the command line asks for; or, as a worker process, what it measured, as JSON.
+
+    Args:
+        tables: name → function of (recipe, rounds) that makes the table.
+        sides: name → what a worker runs; it takes the job.
+        description: for ``--help``.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*tables, "worker"], help="which table to print")
-    parser.add_argument("--recipe", default="mixtral_ep", help="recipe whose default model is measured (mixtral_ep)")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians are reported (3)")
+    names = "{" + ",".join(tables) + "}"
+    parser.add_argument("what", choices=[*tables, "worker"], metavar=names, help="the table to print")
+    parser.add_argument("--recipe", default="mixtral_ep", help="the recipe whose own small model runs (mixtral_ep)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured (3)")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "worker":
@@ -74,7 +84,7 @@ def speed(recipe: str, rounds: int) -> Table:
 
 
 def depth(recipe: str, rounds: int) -> Table:
-    """How tracing and compiling grow with the number of layers."""
+    """How the time to trace and to compile grows with the number of layers; measured once, whatever ``rounds``."""
     table = Table("layers", "scan", "first step (trace + compile)", "trace a step", title=f"{recipe}, hidden size 64")
     for layers in (2, 8, 32):
         for scan in (True, False):
@@ -85,7 +95,7 @@ def depth(recipe: str, rounds: int) -> Table:
 
 
 def threads(recipe: str, rounds: int) -> Table:
-    """NPROC sizes the thread pools of XLA's CPU client; the trainer sets it unless the user did."""
+    """Tokens/s for several sizes of the CPU client's thread pools: NPROC, which the trainer sets unless the user did."""
     concurrent = "--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_cpu_multi_thread_eigen=true"
     settings: dict[str, dict[str, str]] = {
         "XLA's default: a thread a core": {"NPROC": str(os.cpu_count()), "XLA_FLAGS": concurrent},
@@ -110,13 +120,13 @@ def threads(recipe: str, rounds: int) -> Table:
 def worker(
     recipe: str, job: dict[str, Any], environment: dict[str, str] | None = None, script: str = __file__
 ) -> dict[str, Any]:
-    """One measurement in a fresh process; an empty dict if XLA aborted it."""
+    """What one measurement in a process of its own found; an empty dict if XLA aborted the process."""
     command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
     variables = dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "3"} | (environment or {})
     if job["side"] == "theirs":
         variables["USE_TORCH_XLA"] = "0"
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
-    if done.returncode == -6:
+    if done.returncode == -signal.SIGABRT:
         return {}
     if done.returncode:
         raise RuntimeError(f"a worker failed:\n{done.stderr[-4000:]}")
@@ -124,7 +134,11 @@ def worker(
 
 
 def measured(job: dict[str, Any], steps: list[tuple[float, float, float]]) -> dict[str, float]:
-    """(wall, CPU, trace) seconds of each step → medians after the warm-up."""
+    """Medians over the steps after the warm-up.
+
+    Args:
+        steps: (wall, CPU, trace) seconds of each.
+    """
     later = steps[job["warmup"] :]
     wall, cpu, trace = (statistics.median(column) for column in zip(*later, strict=True))
     tokens = job["rows"] * job["sequence_length"]
@@ -132,6 +146,7 @@ def measured(job: dict[str, Any], steps: list[tuple[float, float, float]]) -> di
 
 
 def model_config(job: dict[str, Any]) -> Any:
+    """The config of the recipe's own model, with the sizes that the job names."""
     from transformers import AutoConfig
 
     from trainer.layout.load import load_recipe
@@ -141,6 +156,7 @@ def model_config(job: dict[str, Any]) -> Any:
 
 
 def random_rows(job: dict[str, Any], vocab_size: int) -> Any:
+    """A data set of as many rows of random tokens as the job names."""
     import datasets
     import torch
 
@@ -149,49 +165,55 @@ def random_rows(job: dict[str, Any], vocab_size: int) -> Any:
     return datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
 
 
-def ours(job: dict[str, Any]) -> dict[str, float]:
-    """Our step, as the trainer builds it."""
+def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
+    """The trainer's Job for the worker's: its recipe on ``config`` and the 8 devices of this process."""
     from dataclasses import replace
 
-    import torch
-    from transformers import PreTrainedTokenizerFast
-
     from trainer.arguments import TrainingArguments
-    from trainer.data.corpus import Corpus
+    from trainer.job import Job
     from trainer.layout.load import load_recipe
-    from trainer.trainer import Trainer
+    from trainer.model import meta_model
     from trainer.xla.runtime import init_runtime
 
     init_runtime()
-    import torch_xla.core.xla_model as xm
-
     recipe = load_recipe(job["recipe"])
     recipe = replace(recipe, compute=replace(recipe.compute, scan=job.get("scan", True)))
+    return Job(recipe, TrainingArguments(recipe=job["recipe"], **options), 8, config, meta_model(config))
+
+
+def ours(job: dict[str, Any]) -> dict[str, float]:
+    """The speed of our step, as the trainer builds it."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from trainer.data.corpus import Corpus
+    from trainer.data.rows import StoredRows
+    from trainer.trainer import Trainer
+    from trainer.xla.runtime import wait_for_devices
+
     config = model_config(job)
     rows = random_rows(job, config.vocab_size)
-    args = TrainingArguments(
-        recipe=job["recipe"],
-        sequence_length=job["sequence_length"],
-        per_device_train_batch_size=job["rows"] // 8,
-        max_steps=job["steps"],
-    )
+    options = {
+        "sequence_length": job["sequence_length"],
+        "per_device_train_batch_size": job["rows"] // 8,
+        "max_steps": job["steps"],
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
-    trainer = Trainer(recipe, args, config, Corpus(rows, rows, tokenizer))
+    corpus = Corpus(StoredRows(rows), StoredRows(rows), tokenizer)
+    trainer = Trainer(resolved_job(job, config, **options), corpus)
     ids = torch.tensor(rows["input_ids"][:])
     steps = []
     for step in range(1, job["steps"] + 1):
         wall, cpu = time.perf_counter(), time.process_time()
         trainer.train_step({"input_ids": ids, "labels": ids}, step=step, learning_rate=1e-4)
         trace = time.perf_counter() - wall
-        xm.wait_device_ops()
+        wait_for_devices()
         steps.append((time.perf_counter() - wall, time.process_time() - cpu, trace))
     return measured(job, steps)
 
 
 def theirs(job: dict[str, Any]) -> dict[str, float]:
-    """transformers' Trainer on the plain CPU: the same model, batch, optimizer and clipping."""
-    import tempfile
-
+    """The speed of transformers' Trainer on the plain CPU, with the same model, batch, optimizer and clipping."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     config = model_config(job)
@@ -200,6 +222,9 @@ def theirs(job: dict[str, Any]) -> dict[str, float]:
     steps: list[tuple[float, float, float]] = []
 
     class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.started = 0.0, 0.0
+
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             self.started = time.perf_counter(), time.process_time()
 
@@ -226,9 +251,11 @@ def theirs(job: dict[str, Any]) -> dict[str, float]:
 
 
 def empty_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
+    """A tokenizer that knows no token: the rows are tokens already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
 
-    return Tokenizer(models.BPE())
+    return Tokenizer(BPE())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The tables of docs/tpu.md: each row a step compiled for a TPU slice that is not here, by the command that it shows.
+"""Prints the tables of docs/tpu.md: each row is a step, compiled by scripts/compile.py for a TPU slice that is not here.
 
-python scripts/measure/tpu_tables.py              # all of them; what was compiled before is taken from the cache
-python scripts/measure/tpu_tables.py remat depth  # some of them; --list names them
+python scripts/measure/tpu_tables.py remat depth   two of the tables
+python scripts/measure/tpu_tables.py --list        every table's rows, with the command that compiles each
+python scripts/measure/tpu_tables.py               all tables: hours, but for what was compiled before and is cached
 
 Nothing in them has run on a TPU. Cycles are the compiler's estimate, without those of kernels (Pallas).
 """
@@ -34,8 +35,7 @@ _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
 _BATCH = "--per_device_train_batch_size"
 
-
-# what published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets
+# What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
 _NONE_OF_OURS = "xla_tpu_enable_async_all_to_all= xla_tpu_scoped_vmem_limit_kib="
 _SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload"
 _FLAGS = {
@@ -56,6 +56,7 @@ _FLAGS = {
 
 
 def _layouts(topology: str, batch: int) -> dict[str, str]:
+    """Rows of the two layouts of Mixtral-8x7B."""
     where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
     return {
         f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",
@@ -64,6 +65,7 @@ def _layouts(topology: str, batch: int) -> dict[str, str]:
 
 
 def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
+    """Rows of one step with torch_xla's own flags, with each named set beside them, and with this trainer's."""
     step = (
         "--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=2 --sequence_length 4096 "
         f"--topology {topology} {_BATCH} {batch} {_CAPACITY}"
@@ -75,7 +77,7 @@ def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
     return {**rows, f"{topology}, this trainer's": step}
 
 
-# table -> row -> options of scripts/compile.py
+# table → row → options of scripts/compile.py
 TABLES: dict[str, dict[str, str]] = {
     "anchor": {
         "dropless, bf16 state, 36 sequences": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 36 {_BF16}",
@@ -125,15 +127,16 @@ TABLES: dict[str, dict[str, str]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", help="which tables (default: all)")
-    parser.add_argument("--list", action="store_true", help="name the tables and print their commands")
-    parser.add_argument("--jobs", type=int, default=2, help="compiles at a time (default: 2)")
-    parser.add_argument("--json", help="write the numbers to this file too")
+    known = ", ".join(TABLES)
+    parser.add_argument("tables", nargs="*", metavar="table", help=f"which to print (default: all): {known}")
+    parser.add_argument("--list", action="store_true", help="print the tables' rows and commands; compile nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="how many compiles run at a time (default: 2)")
+    parser.add_argument("--json", metavar="FILE", help="also write every row's whole report to this file")
     arguments = parser.parse_args()
     names = arguments.tables or list(TABLES)
     for name in names:
         if name not in TABLES:
-            parser.error(f"no table {name}; there are {', '.join(TABLES)}")
+            parser.error(f"no table {name}; there are {known}")
     if arguments.list:
         for name in names:
             for row, options in TABLES[name].items():
@@ -154,7 +157,7 @@ def main() -> int:
 
 
 def compile_one(options: str) -> dict[str, Any]:
-    """The report of one command, as JSON; {"failed": the last line} where it can't be compiled."""
+    """What ``scripts/compile.py --json`` writes with these options; {"failed": why} if it can't be compiled."""
     with tempfile.TemporaryDirectory() as folder:
         words = [_config(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"
@@ -168,7 +171,7 @@ def compile_one(options: str) -> dict[str, Any]:
 
 
 def _config(word: str, folder: Path) -> str:
-    """``@file,key=value,…``: a config of docs/configs with other values, written to ``folder``."""
+    """``word``; if it is ``@file,key=value,…``, the path of a config of docs/configs, changed so, in ``folder``."""
     if not word.startswith("@"):
         return word
     name, *changes = word[1:].split(",")
@@ -179,8 +182,7 @@ def _config(word: str, folder: Path) -> str:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """One table: memory in GiB a chip; what a chip sends in a step, and what of it while nothing is computed, in GiB;
-    FLOPs and cycles of a chip and step."""
+    """The table's text; all numbers are of one chip, those of traffic, FLOPs and cycles of one step."""
     header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles", "compile, s of CPU"]
     lines = [header, ["---"] * len(header)]
     lines += [[row, *_cells(report)] for row, report in rows.items()]

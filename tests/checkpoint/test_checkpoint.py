@@ -1,4 +1,4 @@
-"""Checkpoints: what is written is read back under any layout, checked to the byte, and whole or not there at all."""
+"""Checkpoints: read back under any layout, checked to the byte, and whole or not there at all."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch_xla.debug.metrics as met
 from rich.console import Console
 from transformers import LlamaConfig, TrainerState
 
 from tests.support.lives import TINY
 from trainer.checkpoint import manifest
 from trainer.checkpoint.host_state import random_state, set_random_state
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, folder_of, open_checked, open_source, whole_steps
+from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, folder_of, open_checked, whole_steps
 from trainer.checkpoint.write import CheckpointWriter, expired, run_texts
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
+from trainer.layout.mesh import Mesh
 from trainer.layout.plan import make_plan
-from trainer.layout.recipe import Mesh
 from trainer.model import meta_model
 from trainer.storage import Folder, StorageError
 from trainer.xla import sharding
 from trainer.xla.mesh import build_mesh
+from trainer.xla.runtime import compile_count
 
 LAYERS = 3
 VALUES = {
@@ -87,6 +87,10 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=400)
 
 
+def anything(found: RunCheckpoint) -> None:
+    """Accepts every checkpoint."""
+
+
 # ---- what is read back ----
 
 
@@ -94,7 +98,7 @@ def test_every_tensor_comes_back_bit_for_bit_from_disk_and_store(state, output):
     save(output, state, 5)
     found = open_checked(folder_of(output, 5), quiet())
     for name, values in VALUES.items():
-        array = found.source(name)
+        array = found(name)
         assert tuple(array.shape) == tuple(values.shape)
         assert array.dtype == values.dtype
         assert torch.equal(array[tuple(slice(None) for _ in values.shape)], values)
@@ -102,7 +106,7 @@ def test_every_tensor_comes_back_bit_for_bit_from_disk_and_store(state, output):
 
 def test_a_layer_is_found_whether_layers_were_stacked_or_not(state, output):
     save(output, state, 1)
-    source, _ = open_source(str(folder_of(output, 1)))
+    source = open_checked(folder_of(output, 1), quiet())
     stacked = VALUES["model.layers.*.mlp.up_proj.weight"]
     one = source("model.layers.2.mlp.up_proj.weight")
     assert torch.equal(one[3:9, :], stacked[2, 3:9])
@@ -117,7 +121,7 @@ def test_a_layer_is_found_whether_layers_were_stacked_or_not(state, output):
 
 def test_a_slice_reads_only_the_shards_and_layers_that_it_touches(state, tmp_path, monkeypatch):
     save(Folder(tmp_path), state, 1)
-    array = RunCheckpoint(folder_of(Folder(tmp_path), 1)).source("model.layers.*.mlp.up_proj.weight")
+    array = RunCheckpoint(folder_of(Folder(tmp_path), 1))("model.layers.*.mlp.up_proj.weight")
     read = []
     real = torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: read.append(real(*a, **k)) or read[-1])
@@ -127,12 +131,12 @@ def test_a_slice_reads_only_the_shards_and_layers_that_it_touches(state, tmp_pat
 
 
 def test_replicas_are_written_once_and_nothing_is_compiled(state, tmp_path):
-    compiles = (met.metric_data("CompileTime") or (0,))[0]
+    compiles = compile_count()
     saves = writer(Folder(tmp_path))
     saves.save(state, host(1), TrainerState())
     saved = saves.wait()
-    assert (met.metric_data("CompileTime") or (0,))[0] == compiles
-    # bfloat16 stays so; "metrics" lies on 8 devices and is counted once
+    assert compile_count() == compiles
+    # "metrics" lies on 8 devices
     chunks = RunCheckpoint(folder_of(Folder(tmp_path), 1))._tensors.entries["metrics"].chunks
     assert len(chunks) == 1
     assert saved is not None
@@ -150,7 +154,7 @@ def test_torch_s_own_loader_reads_the_tensors_too(state, tmp_path):
 
 def test_what_the_host_holds_comes_back_generators_included(state, output):
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-    random.gauss(0, 1), np.random.standard_normal()  # of each pair the second is kept for later
+    random.gauss(0, 1), np.random.standard_normal()  # these draw in pairs, and keep the second for the next call
     save(output, state, 7)
     expected = random.gauss(0, 1), np.random.standard_normal(), torch.rand(3).tolist()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
@@ -169,7 +173,7 @@ def test_the_copy_that_is_written_is_of_the_moment_of_the_save(output):
     tensor.add_(1)
     sharding.fetch(tensor)
     saves.wait()
-    assert RunCheckpoint(folder_of(output, 1)).source("w")[:, :].sum() == 0
+    assert RunCheckpoint(folder_of(output, 1))("w")[:, :].sum() == 0
 
 
 # ---- damage ----
@@ -202,25 +206,36 @@ def test_latest_passes_over_the_damaged_and_the_half_written_and_says_so(state, 
     path = tmp_path / "checkpoint-3" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-10])
     console = quiet()
-    found = find_checkpoint("latest", output, console)
+    found = find_checkpoint("latest", output, console, anything)
     assert found is not None
     assert found.step == 2
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "checkpoint-3 is passed over: __0_0.distcp has" in said
     with pytest.raises(UserError, match=r"__0_0\.distcp"):
-        find_checkpoint(str(tmp_path / "checkpoint-3"), output, quiet())
+        find_checkpoint(str(tmp_path / "checkpoint-3"), output, quiet(), anything)
     with pytest.raises(UserError, match=r"no manifest\.json"):
-        find_checkpoint(str(tmp_path / "checkpoint-4"), output, quiet())
+        find_checkpoint(str(tmp_path / "checkpoint-4"), output, quiet(), anything)
 
 
 def test_latest_starts_anew_where_nothing_was_saved_but_not_where_all_is_damaged(state, output):
     console = quiet()
-    assert find_checkpoint("latest", output, console) is None
+    assert find_checkpoint("latest", output, console, anything) is None
     assert "starts anew" in console.file.getvalue()  # type: ignore[attr-defined]
     save(output, state, 1)
     folder_of(output, 1).remove_file("host.json")
     with pytest.raises(UserError, match=r"host\.json is missing"):
-        find_checkpoint("latest", output, quiet())
+        find_checkpoint("latest", output, quiet(), anything)
+
+
+def test_a_damaged_small_file_is_damage_and_not_another_model(state, tmp_path):
+    save(Folder(tmp_path), state, 1, 2)
+    path, console, seen = tmp_path / "checkpoint-2" / ".metadata", quiet(), []
+    path.write_bytes(path.read_bytes().replace(b"lm_head", b"lm_tail"))
+    found = find_checkpoint("latest", Folder(tmp_path), console, seen.append)
+    assert "checkpoint-2 is passed over: .metadata has changed" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert found is not None
+    assert seen == [found]
+    assert found.step == 1
 
 
 def rewrite_metadata(folder: Folder, data: bytes) -> None:
@@ -274,7 +289,7 @@ def test_a_folder_of_another_program_is_neither_read_nor_removed(state, tmp_path
     (tmp_path / "checkpoint-500").mkdir()
     (tmp_path / "checkpoint-500" / "model.safetensors").write_text("precious")
     writer(Folder(tmp_path)).remove_half_written()
-    assert find_checkpoint("latest", Folder(tmp_path), quiet()) is None
+    assert find_checkpoint("latest", Folder(tmp_path), quiet(), anything) is None
     assert (tmp_path / "checkpoint-500" / "model.safetensors").read_text() == "precious"
 
 
@@ -361,6 +376,30 @@ def test_another_model_s_checkpoint_is_one_message(state, tmp_path):
     plan = make_plan(load_recipe("llama_fsdp"), meta_model(LlamaConfig(**TINY)), 1)
     with pytest.raises(UserError, match=r"embed_tokens\.weight is not in it(.|\n)*and \d+ more"):
         RunCheckpoint(folder_of(Folder(tmp_path), 1)).check_model(plan)
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[str]:
+    """The names of the files that have been opened through a Folder."""
+    names, real = [], Folder._open
+    monkeypatch.setattr(Folder, "_open", lambda self, name, mode: names.append(name) or real(self, name, mode))
+    return names
+
+
+@pytest.mark.parametrize("latest", [True, False], ids=["latest", "a path"])
+def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused_before_its_tensors_are_read(
+    state, output, opened, latest
+):
+    save(output, state, 1, 2)
+    asked = "latest" if latest else str(folder_of(output, 2))
+    plan = make_plan(load_recipe("llama_fsdp"), meta_model(LlamaConfig(**TINY)), 1)
+    opened.clear()
+    with pytest.raises(UserError, match="another model's"):
+        find_checkpoint(asked, output, quiet(), lambda found: found.check_model(plan))
+    assert ".metadata" in opened
+    assert "__0_0.distcp" not in opened
+    find_checkpoint(asked, output, quiet(), anything)
+    assert "__0_0.distcp" in opened
 
 
 def test_other_options_than_the_saved_run_s_are_listed(state, tmp_path):

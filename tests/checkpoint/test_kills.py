@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.read import NAME, folder_of, whole_steps
 from trainer.storage import Folder
 
-KILLS = 24
+KILLS = {"at start": 4, "training": 8, "in a save": 12}
+STARTED = ["", "devices:", "model:", "output:"]  # what a run that starts has printed; the last just before it trains
 STEPS = 400
 SECONDS = 120  # to wait for anything
 
@@ -38,6 +40,22 @@ def wait_until(holds) -> None:
         time.sleep(0.0002)
 
 
+def stop_when(process: int, holds) -> None:
+    """Stops the process at a moment when ``holds``, where a kill then ends it."""
+
+    def stopped() -> bool:  # all of its threads, of which one writes
+        threads = (path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat"))
+        return all(text.rpartition(")")[2].split()[0] == "T" for text in threads)
+
+    while True:
+        wait_until(holds)
+        os.kill(process, signal.SIGSTOP)
+        wait_until(stopped)
+        if holds():
+            return
+        os.kill(process, signal.SIGCONT)
+
+
 @pytest.mark.slow
 def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(tmp_path, capsys):
     write_text(tmp_path)
@@ -45,8 +63,8 @@ def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(t
         *(*tiny_run(tmp_path), "--max_steps", STEPS, "--logging_steps", 5, "--save_steps", 3),
         *("--save_total_limit", 2, "--resume_from_checkpoint", "latest"),
     ]
-    broken, moments, tally = tmp_path / "broken", random.Random(4), {"at start": 0, "training": 0, "in a save": 0}
-    kinds = ["at start"] * 4 + ["training"] * 8 + ["in a save"] * (KILLS - 12)
+    broken, moments, tally = tmp_path / "broken", random.Random(4), Counter()
+    kinds, started = list(Counter(KILLS).elements()), iter(STARTED)
     moments.shuffle(kinds)
     with Lives(devices=2) as lives:
         assert lives.run(tmp_path / "whole.log", *arguments, "--output_dir", tmp_path / "whole") == 0
@@ -56,17 +74,15 @@ def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(t
             log.touch()
             process = lives.start(log, *arguments, "--output_dir", broken)
             if kind == "at start":
-                time.sleep(moments.uniform(0, 2))
-            elif kind == "training":
-                wait_until(lambda log=log: "written" in log.read_text())
-                time.sleep(moments.uniform(0, 0.3))
+                said = next(started)
+                wait_until(lambda log=log, said=said: said in log.read_text())
             else:
                 saves = moments.randrange(1, 4)
                 wait_until(lambda log=log, saves=saves: log.read_text().count("written") >= saves)
-                wait_until(lambda: half_written(broken))
                 time.sleep(moments.uniform(0, 0.03))
+                stop_when(process, lambda kind=kind: bool(half_written(broken)) == (kind == "in a save"))
             assert lives.kill(process) == -signal.SIGKILL, log.read_text()
-            # what was resumed from is the newest that was whole, and no kill made that one less
+            # the run went on from the newest that was whole, and no kill took that one away
             assert f"checkpoint-{newest}\n" in log.read_text() or newest == 0 or kind == "at start"
             steps = whole_steps(Folder(broken))
             assert max(steps, default=0) >= newest
@@ -74,13 +90,15 @@ def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(t
             newest = max(steps, default=0)
             for step in steps:
                 manifest.check(folder_of(Folder(broken), step))
-            tally["in a save" if half_written(broken) else "at start" if kind == "at start" else "training"] += 1
+            # what the life left says where it was: before its first save, in one, or after it
+            before = "written" not in log.read_text()
+            tally["at start" if before else "in a save" if half_written(broken) else "training"] += 1
         assert lives.run(tmp_path / "last.log", *arguments, "--output_dir", broken) == 0
     with capsys.disabled():
-        print(f"\n{sum(tally.values())} kills: {tally}; {resumed} resumed; from step {newest} on in one piece")
-    assert resumed >= 15
-    assert sum(tally.values()) >= 20
-    assert tally["in a save"] >= 5
+        print(f"\n{tally.total()} kills: {dict(tally)}; {resumed} resumed; from step {newest} on in one piece")
+    assert tally == KILLS
+    assert resumed == KILLS["training"] + KILLS["in a save"] - 1  # all that trained but the first
+    assert newest < STEPS
     assert half_written(broken) == []
     assert losses(broken) == losses(tmp_path / "whole")
     weights = "model/model.safetensors"

@@ -1,4 +1,4 @@
-"""Runs that are told to stop, or that fail, and what the next one makes of what they left."""
+"""Runs that are told to stop, or that fail, and the runs that go on from what they left."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
 
 from tests.support.lives import Lives, tiny_run, write_text
-from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Layout, Resharding
+from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Resharding, Setting
 from trainer.arguments import TrainingArguments
-from trainer.checkpoint.read import open_source, whole_steps
+from trainer.checkpoint.read import open_checked, whole_steps
 from trainer.run import run
 from trainer.step.schedule import Schedule
 from trainer.storage import Folder
@@ -46,7 +47,7 @@ def arguments(place: Path, output: object, *more: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(lives, place):
-    """The output of a run that was never stopped."""
+    """The output directory of a run that was never stopped."""
     assert lives.run(place / "whole.log", *arguments(place, place / "whole")) == 0
     return place / "whole"
 
@@ -91,7 +92,7 @@ def test_sigterm_saves_at_once_exits_75_and_the_same_command_goes_on_to_the_same
     assert "preempted (SIGTERM) after step" in log.read_text()
     (saved,) = whole_steps(Folder(output))
     assert 5 <= saved < STEPS
-    assert not (output / "model").exists()  # there may be seconds left, and they are the checkpoint's
+    assert not (output / "model").exists()  # only seconds may be left, and the checkpoint needs them
     assert lives.run(log, *arguments(place, output, *LATEST)) == 0, log.read_text()
     assert f"checkpoint-{saved}\n" in log.read_text()
     assert losses(output) == losses(whole)
@@ -160,7 +161,7 @@ def test_other_options_are_taken_and_said_and_another_model_is_refused(lives, pl
 @pytest.mark.slow
 def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     output, log = place / "best", place / "best.log"
-    # a rate that ruins in its second half what was learnt in the first
+    # a learning rate that, once warmed up, ruins what was learnt before
     ruin = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 50, "--learning_rate", 0.5]
     best = ["--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 10, "--load_best_model_at_end", True]
     assert lives.run(log, *arguments(place, output, *ruin, *best, "--save_total_limit", 1)) == 0, log.read_text()
@@ -172,7 +173,7 @@ def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     assert whole_steps(Folder(output)) == [step, STEPS]  # a limit of 1 spares the newest and the best
     last = [e["eval_loss"] for e in state["log_history"] if "eval_loss" in e][-1]
     assert last == state["best_metric"]
-    source, _ = open_source(str(output / f"checkpoint-{step}"))
+    source = open_checked(Folder(output / f"checkpoint-{step}"), Console(quiet=True))
     for name, values in safetensors.torch.load_file(output / "model" / "model.safetensors").items():
         assert torch.equal(values, source(name)[tuple(slice(None) for _ in values.shape)]), name
 
@@ -185,7 +186,7 @@ def test_a_loss_that_is_not_finite_is_never_saved_as_a_good_state(lives, place):
     assert "not finite" in log.read_text()
     state = json.loads((output / "trainer_state.json").read_text())
     assert whole_steps(Folder(output))[-1] == state["global_step"]  # the last good one's
-    source, _ = open_source(str(output / f"checkpoint-{state['global_step']}"))
+    source = open_checked(Folder(output / f"checkpoint-{state['global_step']}"), Console(quiet=True))
     assert source("lm_head.weight")[:, :].isfinite().all()
 
 
@@ -239,17 +240,14 @@ def test_a_disk_that_is_full_stops_the_run_says_so_and_the_last_checkpoint_can_b
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [(DENSE, Layout("llama_fsdp", 4, 4)), (DENSE, DENSE_UNSCANNED), (DENSE_UNSCANNED, DENSE), (FSDP, EP_TP)],
+    [(DENSE, Setting("llama_fsdp", 4, 4)), (DENSE, DENSE_UNSCANNED), (DENSE_UNSCANNED, DENSE), (FSDP, EP_TP)],
     ids=str,
 )
 def test_a_run_saved_under_one_layout_goes_on_under_another_with_the_same_losses(saved, resumed, resharding):
-    runs, servers = resharding
-    assert runs.difference(saved, resumed, servers) < 1e-6
+    assert resharding.difference(saved, resumed) < 1e-6
 
 
 @pytest.fixture(scope="module")
 def resharding(tmp_path_factory):
-    servers: dict[int, Lives] = {}
-    yield Resharding(tmp_path_factory.mktemp("resharding")), servers
-    for server in servers.values():
-        server.__exit__(None, None, None)
+    with Resharding(tmp_path_factory.mktemp("resharding")) as runs:
+        yield runs

@@ -22,17 +22,17 @@ import torch_xla
 
 from models import jax_call
 from tests.support.cases import relative
+from tests.support.jobs import job_of
 from tests.support.marking import InPlace, donating_no_base, in_place
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.arguments import TrainingArguments
-from trainer.compile.libtpu import compile_for
+from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import Lowered, lower
 from trainer.compile.report import CompileReport
 from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan, make_plan
-from trainer.layout.recipe import Mesh, Recipe
-from trainer.model import load_config, meta_model
+from trainer.layout.mesh import Mesh
+from trainer.layout.plan import ShardingPlan
+from trainer.layout.recipe import Recipe
 from trainer.step.build import build
 from trainer.step.train_step import TrainStep
 from trainer.weights.sources import seeded_init
@@ -57,9 +57,7 @@ class Both:
 
 
 def make_both(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Both:
-    args = TrainingArguments(recipe=recipe.name, sequence_length=LENGTH, per_device_train_batch_size=2, **options)
-    config = load_config(None, recipe)
-    plan = make_plan(recipe, meta_model(config), 8, **args.state_dtypes)
+    job = job_of(recipe, sequence_length=LENGTH, per_device_train_batch_size=2, **options)
     contexts = []
     original = torch_xla._XLAC.lowering.LoweringContext
 
@@ -68,19 +66,18 @@ def make_both(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -
         return contexts[-1]
 
     monkeypatch.setattr(torch_xla._XLAC.lowering, "LoweringContext", recorded)
-    lowered = lower(recipe, args, config, plan, platform="cpu")
+    lowered = lower(job, platform="cpu")
     monkeypatch.undo()
     # torch_xla passes Python's numbers as arguments; only the lowering itself knows which is which
     tensors = contexts[-1].device_parameter_id_tensor_mapping()
     constants = {i: tensors[i].cpu().numpy() for i, a in enumerate(lowered.arguments) if a.name == "a constant"}
-    built = build(recipe, args, config, plan, build_mesh(recipe.mesh), seeded_init(meta_model(config), seed=0))
-    rows = args.per_device_train_batch_size * plan.batch_shards * args.gradient_accumulation_steps
-    tokens = torch.randint(0, config.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    built, rows = build(job, build_mesh(recipe.mesh), seeded_init(job.model, seed=0)), job.rows
+    tokens = torch.randint(0, job.config.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
     for row in range(rows):
         labels[row, : row % 7] = -100
     batch = {"input_ids": tokens, "labels": labels}
-    if args.isolate_documents:
+    if job.args.isolate_documents:
         batch["segment_ids"] = 1 + (torch.arange(LENGTH) >= 5).long().expand(rows, LENGTH)
         batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(rows, LENGTH)
     buffers = {name: buffer.cpu().numpy() for name, buffer in built.model.named_buffers()}
@@ -91,7 +88,7 @@ def run_lowered(both: Both, folder: Path, before: dict[str, torch.Tensor], scala
     """What the lowered step makes of the state ``before``, by name."""
     known = {name: tensor.numpy() for name, tensor in before.items()} | both.buffers
     known |= {"scalars": np.array(scalars, np.float32)}
-    count = both.step.accumulation
+    count = both.step.options.accumulation
     for name, tensor in both.batch.items():  # [rows, ...] -> [rows, micro-batches, ...]
         known[name] = tensor.reshape(-1, count, *tensor.shape[1:]).numpy()
     arguments = both.lowered.arguments
@@ -150,10 +147,8 @@ def lowered_for(
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}  # divisible by 256
     recipe = replace(recipe, model={**(recipe.model or {}), **sizes})
-    args = TrainingArguments(recipe=recipe.name, sequence_length=length, **options)
-    config = load_config(None, recipe)
-    plan = make_plan(recipe, meta_model(config), devices, **args.state_dtypes)
-    return lower(recipe, args, config, plan), plan
+    job = job_of(recipe, devices=devices, sequence_length=length, **options)
+    return lower(job), job.plan
 
 
 def tiles(text: str, rank: int) -> list[int]:
@@ -241,12 +236,10 @@ def gradient_memory(
         model={**(recipe.model or {}), **_SIZES, "head_dim": 128, "num_hidden_layers": layers},
         compute=replace(recipe.compute, scan=scan, remat="full" if scan else "none"),
     )
-    args = TrainingArguments(recipe=recipe.name, sequence_length=length)
-    config = load_config(None, recipe)
-    plan = make_plan(recipe, meta_model(config), 8)
+    job = job_of(recipe, sequence_length=length)
     with marked(how):
-        lowered = donating_no_base(lower(recipe, args, config, plan))
-    return lowered, compile_for(lowered, "v5e:2x4", cache_dir=cache, timeout=600)
+        lowered = donating_no_base(lower(job))
+    return lowered, compile_for(lowered, Target("v5e:2x4", timeout=600), cache_dir=cache)
 
 
 @pytest.mark.slow
@@ -264,7 +257,7 @@ def test_a_parameter_marked_in_place_is_computed_twice_by_every_sync_and_ours_on
     mesh, spec = build_mesh(Mesh(fsdp=-1)), ("fsdp", None)
     placed = sharding.place("a weight", torch.ones(8, 8), mesh, spec)
     ours = sharding.constrain(placed, mesh, spec)
-    parameter = torch.nn.Parameter(ours if how == "ours" else InPlace.apply(placed, f"{mesh}{spec}"))
+    parameter = torch.nn.Parameter(ours if how == "ours" else InPlace.apply(placed, sharding.layout_text(mesh, spec)))
     del placed, ours
     for _ in range(3):
         gc.collect()

@@ -1,16 +1,15 @@
-"""Documents: found, read whole, split by what they are called, and refused with a reason."""
+"""Stored documents: found, read whole, split by their names or texts, and refused with a reason."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
+from tests.support.small_hub import write_hub_cache
 from tests.support.texts import (
     BAD,
     TEXTS,
@@ -59,11 +58,11 @@ def test_every_kind_of_local_dataset_is_read_whole(
     load: Callable[..., Corpus], tmp_path: Path, write: Callable[[Path], Path], name: str
 ) -> None:
     corpus = load(write(tmp_path / name), heldout_fraction=0.2)
-    both = [token for split in (corpus.train, corpus.heldout) for row in split["input_ids"] for token in row]
+    both = [token for rows in (corpus.train, corpus.heldout) for row in rows.dataset["input_ids"] for token in row]
     text = corpus.tokenizer.decode(both)
     # at most one unfinished row of each split is lost, and a document may begin in it
     assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
-    assert {len(row) for split in (corpus.train, corpus.heldout) for row in split["input_ids"]} == {32}
+    assert {len(row) for rows in (corpus.train, corpus.heldout) for row in rows.dataset["input_ids"]} == {32}
     assert len(corpus.heldout) < len(corpus.train)
 
 
@@ -99,23 +98,15 @@ def test_a_folder_that_holds_a_validation_split_keeps_it_and_leaves_test_alone(t
 
 
 def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -> None:
-    """Real loading code, offline: the hub's cache is laid out as a download leaves it."""
-    folder = tmp_path / "hub" / "someone___stories" / "default" / "0.0.0" / ("a" * 40)
-    made = {}
-    for name, texts in {"train": TEXTS[:200], "validation": TEXTS[200:]}.items():
-        split = Dataset.from_dict({"text": texts})
-        split.map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
-        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
-    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
-    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
-    (folder / "dataset_info.json").write_text(json.dumps(info))
+    """Read by `datasets` itself, offline, from its cache."""
+    environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = f"""if True:
         import pathlib
-        from trainer.data.sources import *
-        source = find_source("someone/stories:default", "text")
-        splits = split_documents(source, pathlib.Path({str(tmp_path)!r}), 0.05)
-        print(source.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
-    environment = {"HF_DATASETS_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+        from trainer.data.documents import find_documents
+        from trainer.data.heldout import split_documents
+        documents = find_documents("someone/stories:default", "text")
+        splits = split_documents(documents, pathlib.Path({str(tmp_path)!r}), 0.05)
+        print(documents.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
     first, second = (run_python(script, **environment).split() for _ in range(2))
     assert first[1:] == ["200", "100"]
     assert first == second

@@ -1,4 +1,4 @@
-"""Streams: every kind of source, nothing stored, held-out documents kept apart, and a clear end when one breaks off."""
+"""Streamed rows: of every kind of dataset, nothing stored, held-out documents kept apart, and what ends a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.support.small_hub import COMMIT, small_hub
+from tests.support.small_hub import COMMIT, small_hub, write_hub_cache
 from tests.support.texts import (
     BAD,
     TEXTS,
@@ -30,10 +30,11 @@ from tests.support.texts import (
 from tests.support.training import train
 from trainer.data.batches import TrainingBatches
 from trainer.data.corpus import Corpus
-from trainer.data.document_stream import Stream, find_stream
+from trainer.data.document_stream import DocumentStream, find_stream
 from trainer.data.documents import key_hash
 from trainer.data.packing import Packer
-from trainer.data.row_stream import Place, RowStream
+from trainer.data.row_stream import Place, StreamedRows
+from trainer.data.rows import StoredRows
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 
@@ -66,9 +67,9 @@ def test_every_kind_of_local_dataset_is_streamed_whole(
     load: Callable[..., Corpus], tmp_path: Path, write: Callable[[Path], Path], name: str
 ) -> None:
     corpus = load(write(tmp_path / name))
-    assert isinstance(corpus.train, RowStream)
+    assert corpus.train.tokens is None
     whole = corpus.train.first(100_000)["input_ids"]  # in the order of the documents: shuffled rows cut their text
-    text = corpus.tokenizer.decode([*whole.ravel(), *itertools.chain(*corpus.heldout["input_ids"])])
+    text = corpus.tokenizer.decode([*whole.ravel(), *itertools.chain(*corpus.heldout.dataset["input_ids"])])
     assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
 
 
@@ -80,36 +81,27 @@ def test_the_first_epoch_of_one_file_has_the_rows_that_stored_data_have(
     write_jsonl(folder / "validation.jsonl", TEXTS[250:])
     stored = load_small(tmp_path / "cache", folder)
     streamed = load(folder, tokenizer=stored.tokenizer)
-    assert sorted(first_epoch(streamed.train)) == sorted(stored.train["input_ids"][:])
-    assert streamed.heldout["input_ids"][:] == stored.heldout["input_ids"][:]
-    assert streamed.heldout.features == stored.heldout.features
+    assert sorted(first_epoch(streamed.train)) == sorted(stored.train.dataset["input_ids"][:])
+    assert streamed.heldout.dataset["input_ids"][:] == stored.heldout.dataset["input_ids"][:]
+    assert streamed.heldout.dataset.features == stored.heldout.dataset.features
 
 
 def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> None:
-    """Real loading code, offline: the hub's cache is laid out as a download leaves it."""
-    commit = "a" * 40
-    folder = tmp_path / "hub" / "someone___stories" / "default" / "0.0.0" / commit
-    made = {}
-    for name, texts in {"train": TEXTS[:200], "validation": TEXTS[200:]}.items():
-        Dataset.from_dict({"text": texts}).map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
-        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
-    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
-    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
-    (folder / "dataset_info.json").write_text(json.dumps(info))
+    """Read by `datasets` itself, offline, from its cache."""
+    environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = """if True:
         from trainer.data.document_stream import find_stream
         stream = find_stream("someone/stories:default", "text")
         print(stream.identity, len(list(stream.documents())), len(list(stream.heldout.documents())), sep="|")
         print([text for key, text in stream.read(0, 197)])"""
-    environment = {"HF_DATASETS_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     first, second = run_python(script, **environment).splitlines()
-    assert first == f"someone/stories@{commit}:default, text|200|100"
+    assert first == f"someone/stories@{COMMIT}:default, text|200|100"
     assert second == str(TEXTS[197:200])
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_json, write_parquet, write_text], ids=lambda f: f.__name__)
 def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    """Whatever `datasets` reads at once: it gives exact positions in each kind of file, at any distance."""
+    """`datasets` skips exactly so many records in each kind of file, however many it reads at once."""
     stream = find_stream(str(write(tmp_path / f"texts.{write.__name__.removeprefix('write_')}")), "text")
     whole = list(stream.documents())
     for document in (0, 1, 9, len(whole) - 1, len(whole)):
@@ -119,8 +111,9 @@ def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[
 def test_nothing_of_a_stream_is_written_but_its_tokenizer(load: Callable[..., Corpus], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl")
     script = f"""if True:
-        from trainer.data.corpus import *
-        corpus = load_corpus({str(data)!r}, tokenizer=None, sequence_length=32, vocab_size=300, streaming=True)
+        from trainer.data.batches import TrainingBatches
+        from trainer.data.corpus import DataOptions, load_corpus
+        corpus = load_corpus(DataOptions({str(data)!r}, sequence_length=32, streaming=True), None, 300)
         batches = TrainingBatches(corpus.train, 4, seed=0)
         while batches.epoch < 2:
             next(batches)"""
@@ -133,19 +126,21 @@ def test_nothing_of_a_stream_is_written_but_its_tokenizer(load: Callable[..., Co
 # ---- order ----
 
 
-def endless(read_so_far: list[int]) -> Stream:
-    """Documents without end, each of two words; counts those that were read."""
+def endless(read_so_far: list[int]) -> DocumentStream:
+    """Documents without end, each of two words; the numbers of those that were read go to ``read_so_far``."""
 
     def read(part: int, document: int) -> Iterator[tuple[str, str]]:
         for number in itertools.count(document):
             read_so_far.append(number)
             yield str(number), f"{number} {number}"
 
-    return Stream("an endless stream", "endless", 1, read)
+    return DocumentStream("an endless stream", "endless", 1, read)
 
 
-def rows_of(stream: Stream, corpus: Corpus, shuffle_rows: int) -> RowStream:
-    return RowStream(stream, partial(Packer, corpus.tokenizer, 32, False), frozenset(), shuffle_rows, stream.identity)
+def rows_of(stream: DocumentStream, corpus: Corpus, shuffle_rows: int) -> StreamedRows:
+    return StreamedRows(
+        stream, partial(Packer, corpus.tokenizer, 32, False), frozenset(), shuffle_rows, stream.identity
+    )
 
 
 def test_a_stream_without_end_is_trained_on_and_read_two_windows_ahead_at_most(
@@ -202,7 +197,7 @@ def test_held_out_documents_are_never_trained_on_wherever_they_come_again(
     held = {i for i in range(200) if key_hash(texts[i]) < 0.2 * 2**63}
     assert len(held) > 20
     trained_text = corpus.tokenizer.decode(corpus.train.first(10_000)["input_ids"].ravel())
-    heldout_text = corpus.tokenizer.decode(list(itertools.chain(*corpus.heldout["input_ids"])))
+    heldout_text = corpus.tokenizer.decode(list(itertools.chain(*corpus.heldout.dataset["input_ids"])))
     trained, heldout = ({int(i) for i in re.findall(r"number (\d+) ", text)} for text in (trained_text, heldout_text))
     assert trained == set(range(200)) - held
     assert heldout == held
@@ -211,7 +206,7 @@ def test_held_out_documents_are_never_trained_on_wherever_they_come_again(
 def test_held_out_rows_are_bounded_and_documents_beyond_them_are_trained_on(
     load: Callable[..., Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.HELDOUT_ROWS", 7)
+    monkeypatch.setattr("trainer.data.heldout.HELDOUT_ROWS", 7)
     corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
     assert len(corpus.heldout) == 7
     assert 0 < len(corpus.train.left_out) < 20
@@ -219,7 +214,7 @@ def test_held_out_rows_are_bounded_and_documents_beyond_them_are_trained_on(
 
 def test_the_unigram_model_of_a_stream_is_that_of_its_stored_rows(load: Callable[..., Corpus], tmp_path: Path) -> None:
     corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
-    stored = Dataset.from_dict({"input_ids": corpus.train.first(10_000)["input_ids"].tolist()})
+    stored = StoredRows(Dataset.from_dict({"input_ids": corpus.train.first(10_000)["input_ids"].tolist()}))
     assert len(stored) < 1024
     assert unigram_loss(corpus.train, corpus.heldout, 300) == unigram_loss(stored, corpus.heldout, 300)
 
@@ -260,14 +255,17 @@ def test_a_stream_that_became_shorter_is_refused_by_a_cursor_beyond_its_end(
         next(again)
 
 
-BREAKING = """if True:
+# the two of `datasets.config` that it sets are semi-private: datasets/config.py, datasets 5.2
+STEPS_OF_A_RUN = """if True:
     import hashlib, json, os, urllib.request, datasets
-    from trainer.data.corpus import *
+    from trainer.data.batches import TrainingBatches
+    from trainer.data.corpus import DataOptions, load_corpus
     from trainer.errors import UserError
     from transformers import PreTrainedTokenizerFast
     datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
-    corpus = load_corpus(DATASET, tokenizer=tokenizer, sequence_length=32, streaming=True, shuffle_rows=100)
+    options = DataOptions(DATASET, sequence_length=32, streaming=True, shuffle_rows=100)
+    corpus = load_corpus(options, tokenizer, len(tokenizer))
     urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/limit/" + LIMIT)
     batches = TrainingBatches(corpus.train, 16, seed=0)
     if CURSOR:
@@ -296,7 +294,7 @@ def test_a_hub_that_is_lost_stops_the_run_with_the_cause_and_it_goes_on_later_as
         ) -> tuple[list[str], str, dict[str, Any]]:
             hub.limit = 1 << 40
             script = f"DATASET, TOKENIZER, STEPS, CURSOR, LIMIT = {(dataset, tokenizer, steps, cursor, str(limit))}\n"
-            return json.loads(run_python(script + BREAKING, HF_HOME=str(tmp_path / "hub"), **hub.environment))
+            return json.loads(run_python(script + STEPS_OF_A_RUN, HF_HOME=str(tmp_path / "hub"), **hub.environment))
 
         whole, said, cursor = steps_of_a_run(400, {})
         assert (len(whole), said) == (400, "")

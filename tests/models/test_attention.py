@@ -1,4 +1,4 @@
-"""`models.attention.interface` against transformers' eager attention: numbers, memory, refusals; in models and in scans."""
+"""`models.attention.interface` against transformers' eager attention: numbers, memory, refusals, models, scans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 
 from models.attention import portable as portable_kernel
-from models.attention.interface import Attention, register_attention
+from models.attention.interface import Attention
 
 B, H, K, S, D = 4, 4, 2, 70, 16
 SINGLE, LOOPED = 512, 16  # 70 positions: one block, or five of which the last is not full
@@ -48,8 +48,9 @@ def make_segments() -> torch.Tensor:
     return segments
 
 
-def eager(query, key, value, sinks, *, segment_ids=None, sliding_window=None, softcap=None, with_sinks=False):
-    """Transformers' eager attention under a mask written out; rows of padding, which it leaves arbitrary, are zeros."""
+def eager(*tensors, segment_ids=None, sliding_window=None, softcap=None, with_sinks=False):
+    """Transformers' eager attention with a mask, and with zeros in the rows of padding, where its own are arbitrary."""
+    query, key, value, sinks = tensors
     distance = torch.arange(S)[:, None] - torch.arange(S)
     seen = ((distance >= 0) & (distance < (sliding_window or S)))[None]
     if segment_ids is not None:
@@ -69,7 +70,7 @@ def portable(query, key, value, sinks, *, with_sinks=False, **options):
 
 
 def output_and_gradients(function, inputs, device="cpu", **options) -> list[torch.Tensor]:
-    """The output, then the gradients of query, key, value and, if they are used, sinks; on the CPU."""
+    """The output and the gradients of query, key, value and, if they are used, sinks, computed on ``device``."""
     *tensors, grad_out = [t.detach().to(device).requires_grad_() for t in inputs]
     if device == "xla":
         mesh = xs.Mesh(np.arange(8), (2, 2, 2), ("data", "fsdp", "tensor"))
@@ -159,10 +160,11 @@ def test_nothing_saved_for_the_backward_grows_with_the_square_of_the_sequence():
 
 
 def lowered(length: int) -> tuple[int, int]:
-    """Elements of the largest buffer, and instructions, in the HLO of forward and backward at ``length`` positions."""
+    """The HLO of forward and backward at ``length`` positions: elements of its largest buffer, and its instructions."""
     query, key, value = (torch.zeros(1, heads, length, D, device="xla", requires_grad=True) for heads in (H, K, K))
     out, _ = Attention()(MODULE, query, key, value, None)
     grads = torch.autograd.grad(out.sum(), (query, key, value))
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([out, *grads])
     shapes = re.findall(r"(?:pred|[bfsu]+\d+)\[([\d,]+)\]", hlo)
     assert hlo.count(" while(") == 2
@@ -183,7 +185,8 @@ def test_inside_a_scanned_layer_gradients_equal_eager(monkeypatch, block):
     from torch_xla.experimental import scan
 
     monkeypatch.setattr(portable_kernel, "BLOCK", block)
-    # its backward under SPMD asks jax to lay gradients out as the parameters are; numbers do not depend on it
+    # monkeypatch: torch_xla/experimental/scan.py, torch_xla 2.9. Its backward under SPMD needs torchax to lay gradients
+    # out as the parameters are, and numbers do not depend on layouts.
     monkeypatch.setattr(scan, "shard_as", lambda a, b: (a, b))
     torch.manual_seed(0)
     layers, width = 3, H * D
@@ -225,7 +228,6 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_hidde
 @pytest.mark.parametrize("family", [LlamaForCausalLM, MixtralForCausalLM])
 def test_a_model_has_its_eager_loss_in_one_execution_without_fallbacks(monkeypatch, family, block):
     monkeypatch.setattr(portable_kernel, "BLOCK", block)
-    register_attention()
     torch.manual_seed(0)
     config = (LlamaConfig if family is LlamaForCausalLM else MixtralConfig)(num_key_value_heads=2, **TINY)
     config._attn_implementation = "eager"
@@ -254,7 +256,6 @@ def test_a_model_has_its_eager_loss_in_one_execution_without_fallbacks(monkeypat
 
 
 def test_segment_ids_reach_the_attention_through_the_model():
-    register_attention()
     torch.manual_seed(0)
     config = LlamaConfig(num_key_value_heads=2, **TINY)
     config._attn_implementation = "portable"
@@ -267,10 +268,8 @@ def test_segment_ids_reach_the_attention_through_the_model():
     torch.testing.assert_close(packed[:, 12:], alone)
 
 
-def test_registering_twice_is_registering_once_and_no_mask_is_registered():
-    register_attention()
-    register_attention()
-    assert ALL_ATTENTION_FUNCTIONS["portable"] == Attention()
+def test_transformers_knows_the_attention_and_builds_no_mask_for_it():
+    assert "portable" in ALL_ATTENTION_FUNCTIONS
     assert "portable" not in ALL_MASK_ATTENTION_FUNCTIONS
 
 

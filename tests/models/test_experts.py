@@ -1,16 +1,21 @@
-"""Expert kernels on the CPU, against transformers' own eager loop: routing, capacity, dropping, gradients."""
+"""Experts on the CPU against transformers' own eager loop: routing, capacity, dropping, gradients, binding."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from transformers import GptOssConfig, MixtralConfig, MixtralForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from models import side_outputs
 from models.experts.capacity import Capacity, _owners, _slots
 from models.experts.dense import dense
+from models.experts.dropless import Dropless
+from models.experts.interface import bind
 
 T, H, E, K = 24, 16, 4, 2
 
@@ -67,8 +72,10 @@ def test_where_nothing_can_drop_output_and_gradients_are_the_eager_models(make, 
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dense", "capacity"])
-def test_transformers_knows_the_kernels_by_name_and_evaluates_to_the_eager_loss(name):
+EXPERTS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
     config = MixtralConfig(
         vocab_size=32,
         hidden_size=16,
@@ -79,12 +86,46 @@ def test_transformers_knows_the_kernels_by_name_and_evaluates_to_the_eager_loss(
         num_local_experts=4,
     )
     torch.manual_seed(0)
-    model = MixtralForCausalLM(config).eval()
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", ["dense", "capacity"])
+def test_transformers_knows_the_kernels_by_name_and_evaluates_to_the_eager_loss(name):
+    model = tiny_mixtral().eval()
     tokens = torch.randint(0, 32, (2, 12))
     model.set_experts_implementation("eager")
     expected = model(tokens, labels=tokens).loss.item()
     model.set_experts_implementation(name)
     assert model(tokens, labels=tokens).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def dropped(model: MixtralForCausalLM) -> list[float]:
+    """The fraction of (token, choice) pairs that each layer drops in training."""
+    tokens = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(0))
+    _, metrics = side_outputs.collect_metrics(lambda: model.train()(tokens))
+    return [value.item() for value in metrics["dropped_fraction"]]
+
+
+def test_models_bound_to_different_kernels_each_keep_theirs_also_in_copies_and_nothing_is_registered():
+    before = len(ALL_EXPERTS_FUNCTIONS)
+    tight, roomy, plain = tiny_mixtral(), tiny_mixtral(), tiny_mixtral()
+    bind(tight, EXPERTS, Capacity(factor=0.5))
+    bind(roomy, EXPERTS, Capacity(factor=4 / 2))
+    for model in (tight, roomy, plain):
+        model.set_experts_implementation("capacity")
+    for model in (tight, copy.deepcopy(tight)):
+        assert min(dropped(model)) >= 0.5
+    assert dropped(roomy) == dropped(copy.deepcopy(roomy)) == [0.0, 0.0]
+    assert min(dropped(plain)) < 0.5
+    assert len(ALL_EXPERTS_FUNCTIONS) == before
+
+
+def test_a_module_bound_to_another_kernel_than_the_model_was_told_is_refused():
+    model = tiny_mixtral()
+    bind(model, EXPERTS, Dropless())
+    model.set_experts_implementation("capacity")
+    with pytest.raises(ValueError, match="'capacity' on a module that is bound to Dropless"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
 
 
 def test_first_choices_are_seated_before_second_choices():

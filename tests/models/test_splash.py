@@ -1,7 +1,8 @@
-"""`models.attention.splash`: the TPU's kernel, run by Pallas's interpreter against the portable one; and lowered for a TPU."""
+"""`models.attention.splash`: the TPU's kernel interpreted, against the portable one, and lowered for a TPU."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models.attention.interface import Attention, register_attention
+from models.attention.interface import NAME, Attention, bind
 from models.attention.splash import KernelLayout
 from models.jax_call import lowering_for
 
@@ -63,8 +65,10 @@ def make_segments() -> torch.Tensor:
 def output_and_gradients(
     inputs: list[torch.Tensor], layout: KernelLayout | None, segments=None, with_sinks=False, **options: Any
 ) -> list[torch.Tensor]:
-    """The output, then the gradients of query, key, value and, if they are used, sinks, on the CPU: of the kernel
-    under a layout, or of the portable attention."""
+    """The output and the gradients of query, key, value and, if they are used, sinks.
+
+    They are the kernel's under ``layout``, or the portable attention's on the CPU if that is None.
+    """
     function = Attention() if layout is None else Attention(layout, interpret=BLOCK)
     device = "cpu" if layout is None else "xla"
     *tensors, grad_out = [t.detach().to(device).requires_grad_() for t in inputs]
@@ -126,16 +130,17 @@ def test_bfloat16_stays_near_float32_and_keeps_its_dtype():
     assert worst(ours, theirs) < 8e-3
 
 
-def lowered_for_tpu(function: Attention, heads: int, length: int, window: int | None = None) -> str:
-    """The HLO of forward and backward. Nothing is allocated, and nothing may live on: it can't run here."""
+def lowered_for_tpu(function: Any, heads: int, length: int, window: int | None = None, module: Any = MODULE) -> str:
+    """The HLO of forward and backward. It can't run here, so none of its tensors may outlive this function."""
     with lowering_for("tpu"):
         query, key, value, grad_out = (
             torch.zeros(shape, dtype=torch.bfloat16, device="xla", requires_grad=True)
             for shape in [(8, heads, length, 128), *[(8, 2, length, 128)] * 2, (8, length, heads, 128)]
         )
         segments = torch.ones(8, length, dtype=torch.int32, device="xla")
-        out, _ = function(MODULE, query, key, value, None, segment_ids=segments, sliding_window=window)
+        out, _ = function(module, query, key, value, None, segment_ids=segments, sliding_window=window)
         grads = torch.autograd.grad(out, [query, key, value], grad_out)
+        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
         return torch_xla._XLAC._get_xla_tensors_hlo([out, *grads])
 
 
@@ -150,36 +155,44 @@ def test_for_a_tpu_it_is_three_kernels_and_nothing_grows_with_the_square_of_the_
     assert len(text) < 200_000
 
 
+def kernel_shapes(hlo: str) -> list[str]:
+    """The result shapes of each kernel."""
+    return re.findall(r'= (.+?) custom-call\(.*custom_call_target="tpu_custom_call"', hlo)
+
+
 def test_for_a_tpu_each_device_runs_the_kernel_on_its_own_batch_and_heads():
     layout = KernelLayout((("data", 2), ("tensor", 4)), ("data",), ("tensor",))
-    text = lowered_for_tpu(Attention(layout), 8, 4096)
-    kernels = re.findall(r'= (.+?) custom-call\(.*custom_call_target="tpu_custom_call"', text)
+    kernels = kernel_shapes(lowered_for_tpu(Attention(layout), 8, 4096))
     assert len(kernels) == 3
     # 8 sequences over 2; 8 query heads over 4; 2 key heads, each held by two devices
     assert "bf16[4,2,4096,128]" in kernels[0]
     assert any("bf16[4,1,4096,128]" in kernel for kernel in kernels)
 
 
-def test_a_layout_has_a_name_of_its_own_that_transformers_takes_for_no_kernel_of_the_hub():
-    layout = KernelLayout((("data", 2), ("tensor", 4)), ("data",), ("tensor",))
-    names = {
-        register_attention(),
-        register_attention(layout),
-        register_attention(KernelLayout((("data", 8),), ("data",))),
-    }
-    assert len(names) == 3
-    assert ALL_ATTENTION_FUNCTIONS[register_attention(layout)] == Attention(layout)
-    for name in names:
-        assert name not in ALL_MASK_ATTENTION_FUNCTIONS
-        assert "flash" not in name
-        assert not set("/:|@") & set(name)
+def test_models_bound_to_different_layouts_each_keep_theirs_also_in_copies_and_nothing_is_registered():
+    before = len(ALL_ATTENTION_FUNCTIONS), len(ALL_MASK_ATTENTION_FUNCTIONS)
+    by_heads, by_batch, plain = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+    bind(by_heads, KernelLayout((("data", 2), ("tensor", 4)), ("data",), ("tensor",)))
+    bind(by_batch, KernelLayout((("data", 8),), ("data",)))
+    # [batch, query heads, sequence, value dimension] of a device: of 8 sequences and 8 heads
+    expected = {by_heads: "bf16[4,2,4096,128]", by_batch: "bf16[1,8,4096,128]", plain: "bf16[8,8,4096,128]"}
+    for model, shape in expected.items():
+        for module in (model[0], copy.deepcopy(model)[0]):
+            assert shape in kernel_shapes(lowered_for_tpu(ALL_ATTENTION_FUNCTIONS[NAME], 8, 4096, module=module))[0]
+    assert (len(ALL_ATTENTION_FUNCTIONS), len(ALL_MASK_ATTENTION_FUNCTIONS)) == before
 
 
-def test_inside_a_scanned_layer_gradients_equal_the_portable_attention_s(monkeypatch):
+def test_the_name_is_not_one_that_transformers_takes_for_a_kernel_of_the_hub():
+    assert "flash" not in NAME
+    assert not set("/:|@") & set(NAME)
+
+
+def test_inside_a_scanned_layer_gradients_equal_the_portable_attentions(monkeypatch):
     from functorch.compile import min_cut_rematerialization_partition
     from torch_xla.experimental import scan
 
-    # its backward under SPMD asks jax to lay gradients out as the parameters are; numbers do not depend on it
+    # monkeypatch: torch_xla/experimental/scan.py, torch_xla 2.9. Its backward under SPMD needs torchax to lay gradients
+    # out as the parameters are, and numbers do not depend on layouts.
     monkeypatch.setattr(scan, "shard_as", lambda a, b: (a, b))
     layout, heads = LAYOUTS["batch over four, heads over two"]
     torch.manual_seed(0)

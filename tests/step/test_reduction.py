@@ -7,8 +7,8 @@ import torch
 import torch_xla
 from torch.distributed.tensor import Shard
 
+from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
-from trainer.layout.recipe import Mesh
 from trainer.step import reduction
 from trainer.step.reduction import PartialGradient
 from trainer.xla import sharding

@@ -9,17 +9,14 @@ import torch
 import torch_xla
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.support.fetched import unstacked
+from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe
-from trainer.layout.partition import partition_spec
-from trainer.layout.plan import ShardingPlan, make_plan
+from trainer.layout.plan import ShardingPlan
 from trainer.layout.recipe import Recipe
-from trainer.model import meta_model
-from trainer.step.build import assemble, make_loss
+from trainer.step.build import build
 from trainer.step.eval_step import EvalStep
-from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.train_step import TrainStep
-from trainer.weights.live import unstacked
-from trainer.weights.place import place_parameters
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.batch import place_batch
 from trainer.xla.mesh import build_mesh
@@ -43,7 +40,7 @@ class Case:
 
     def gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
         """Our loss and gradients, under the model's own names, on the CPU."""
-        split = {k: t.reshape(-1, self.step.accumulation, *t.shape[1:]) for k, t in batch.items()}
+        split = {k: t.reshape(-1, self.step.options.accumulation, *t.shape[1:]) for k, t in batch.items()}
         loss, found, _ = self.step.loss_and_gradients(place_batch(split, self.mesh, self.recipe.batch))
         torch_xla.sync()
         return loss.item(), dict(unstacked(self.plan, found))
@@ -70,7 +67,6 @@ def make_case(
     accumulation: int = 1,
     mesh: str | None = None,
     weight_decay: float = 0.1,
-    learning_rate: float = 1e-2,
     **compute: Any,
 ) -> Case:
     """``compute`` overrides fields of the recipe's Compute; capacity is raised until nothing can drop."""
@@ -88,21 +84,11 @@ def make_case(
     for name, parameter in reference.named_parameters():
         if name.endswith(".bias"):  # transformers starts biases at 0, where a wrong layout would not show
             torch.nn.init.normal_(parameter, std=0.1)
-    plain_plan = make_plan(recipe, meta_model(config), 8)
-    device_mesh = build_mesh(recipe.mesh)
-    model, plan = assemble(recipe, plain_plan, config, device_mesh)
-    parameters = place_parameters(
-        model, plan, device_mesh, state_dict_weights({k: v.clone() for k, v in reference.state_dict().items()})
-    )
-    loss = make_loss(model, recipe, plain_plan, device_mesh)
-    specs = {p.name: partition_spec(p.layout, len(p.shape), tuple(plan.mesh)) for p in plan.parameters}
-    optimizer = AdamW(0.9, 0.999, 1e-8, weight_decay, decay_names(model))
-    step = TrainStep(
-        loss, parameters, specs, device_mesh, recipe.batch, optimizer, accumulation=accumulation, max_grad_norm=1.0
-    )
-    return Case(
-        recipe, config, reference, plan, step, EvalStep(loss, parameters, device_mesh, recipe.batch), device_mesh
-    )
+    options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay}
+    job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
+    weights = {name: values.clone() for name, values in reference.state_dict().items()}
+    built = build(job, device_mesh, state_dict_weights(weights))
+    return Case(recipe, config, reference, job.stored, built.step, built.evaluation, device_mesh)
 
 
 def make_batch(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Small models in the hub's format, saved by transformers itself, and ours placed on the devices from them."""
+"""Small models that transformers itself saves in the hub's format, and the same models placed on the devices."""
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan, make_plan
-from trainer.model import meta_model
-from trainer.step.build import assemble
+from trainer.layout.plan import ShardingPlan
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source
@@ -46,7 +46,7 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
 
 
 def save_theirs(folder: Path, config: PretrainedConfig, *, seed: int = 0, **how: Any) -> PreTrainedModel:
-    """A random model of ``config``, written by transformers' own `save_pretrained`; norms and biases random as well."""
+    """Writes a random model of ``config`` by transformers' own `save_pretrained`; norms and biases are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
@@ -58,6 +58,8 @@ def save_theirs(folder: Path, config: PretrainedConfig, *, seed: int = 0, **how:
 
 @dataclass
 class Placed:
+    """An assembled model, whose parameters are on the devices."""
+
     model: PreTrainedModel
     plan: ShardingPlan
     mesh: Any
@@ -69,16 +71,17 @@ class Placed:
 
 
 def place(family: str, config: PretrainedConfig, source: Source, *, scan: bool = True) -> Placed:
-    """The family's recipe on 8 devices, its parameters from ``source``."""
+    """Places the family's model on 8 devices by its recipe, with the parameters of ``source``."""
     recipe = load_recipe(FAMILIES[family][0])
     recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
     mesh = build_mesh(recipe.mesh)
-    model, plan = assemble(recipe, make_plan(recipe, meta_model(config), 8), config, mesh)
-    return Placed(model, plan, mesh, place_parameters(model, plan, mesh, source))
+    job = job_of(recipe, config)
+    model = copy.deepcopy(job.assembled)
+    return Placed(model, job.stored, mesh, place_parameters(model, job.stored, mesh, source))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """What the safetensors files of ``folder`` hold; an index must name just that."""
+    """Returns what the safetensors files of ``folder`` hold; asserts that an index names just that."""
     tensors, where = {}, {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -95,6 +98,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    """Equal names, dtypes and bytes."""
+    """Whether names, dtypes and bytes are equal."""
     assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     return all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,6 +1,6 @@
-"""A process that has everything imported and forks a training run on demand: many lives for one import.
+"""Many training runs for one import: a process that has everything imported forks a run when it is asked to.
 
-Each life is `scripts/train.py` with its own arguments, from before the first device is opened to its exit code.
+Each run is `scripts/train.py` with its own arguments, from before the first device is opened to its exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-# how fast the compiled step runs does not matter in these runs; how fast it compiles does
+from tests.support.paths import ROOT
+
+# these runs are so short that compiling quickly matters, and quick steps do not
 QUICK_COMPILE = "--xla_backend_optimization_level=0"
 TINY = {
     "model_type": "llama",
@@ -23,19 +25,20 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 304,  # more than the bytes, and 8 devices divide it
+    "vocab_size": 304,  # above the 256 bytes, and 8 devices divide it
 }
 
 
 class Lives:
-    """Starts runs of `scripts/train.py`; used in a ``with``.
+    """Starts runs of `scripts/train.py`, one at a time; used in a ``with``.
 
     Args:
         devices: virtual CPU devices of each run.
     """
 
     def __init__(self, devices: int = 8) -> None:
-        self.living: int | None = None
+        self.living: int | None = None  # the process id of the run
+        self.server: subprocess.Popen[str] | None = None
         self.environment = {
             **os.environ,
             "PJRT_DEVICE": "CPU",
@@ -51,37 +54,39 @@ class Lives:
             stdout=subprocess.PIPE,
             text=True,
             env=self.environment,
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
         )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.living is not None:  # a test that failed left it
+        if self.living is not None:  # a test failed while it ran
             os.kill(self.living, signal.SIGKILL)
         self._pipe("stdin").close()
+        assert self.server is not None
         self.server.wait(timeout=60)
         self._pipe("stdout").close()
 
     def start(self, log: Path, *arguments: object) -> int:
-        """Start a run whose output goes to ``log``; returns its process id."""
+        """Starts a run whose output goes to ``log``; returns its process id."""
         print(json.dumps([str(log), *map(str, arguments)]), file=self._pipe("stdin"), flush=True)
         self.living = int(self._pipe("stdout").readline())
         return self.living
 
     def wait(self) -> int:
-        """Wait for the run's end; its exit code, or minus the signal that ended it."""
+        """Waits for the run's end; returns its exit code, or minus the signal that ended it."""
         code = int(self._pipe("stdout").readline())
         self.living = None
         return code
 
     def run(self, log: Path, *arguments: object) -> int:
+        """Starts a run and waits for its end; returns what :meth:`wait` does."""
         self.start(log, *arguments)
         return self.wait()
 
     def kill(self, process: int, number: int = signal.SIGKILL) -> int:
-        """Send a signal and wait for the run's end; see :meth:`wait`."""
+        """Sends a signal and waits for the run's end; returns what :meth:`wait` does."""
         os.kill(process, number)
         return self.wait()
 
@@ -92,7 +97,7 @@ class Lives:
 
 
 def write_text(folder: Path) -> None:
-    """A dataset of ten short files, and the config of the smallest of models beside it."""
+    """Writes a dataset of ten short files, and beside it the config of a tiny model."""
     (folder / "text").mkdir()
     for i in range(10):
         lines = [f"{a} plus {i} makes {a + i}, and {a} times {i} makes {a * i}." for a in range(60)]
@@ -101,7 +106,7 @@ def write_text(folder: Path) -> None:
 
 
 def tiny_run(folder: Path) -> list[object]:
-    """Arguments of a short run on what :func:`write_text` wrote, of few milliseconds a step."""
+    """Arguments of a run on what :func:`write_text` wrote; a step takes a few milliseconds."""
     return [
         *("--recipe", "llama_fsdp", "--model", folder / "config.json", "--dataset", folder / "text"),
         *("--compute", "scan=False,remat=none", "--sequence_length", 32, "--warmup_steps", 5),
@@ -109,10 +114,11 @@ def tiny_run(folder: Path) -> list[object]:
 
 
 def serve() -> None:
+    """Forks a run for each line of standard input, a JSON list of its log's path and its arguments."""
     import logging
 
     logging.disable(logging.WARNING)
-    import trainer.job  # noqa: F401
+    import trainer.run  # noqa: F401
     from scripts import train
     from trainer.errors import exit_code
 

@@ -1,8 +1,8 @@
 """A lowered step run on 8 virtual CPU devices by jax's runtime: ``python tests/support/lowered_on_cpu.py FOLDER``.
 
-A process of its own, so that torch_xla has no part in it. It reads ``step.hlo.pb``, ``request.json`` (shardings and
-aliases as trainer.compile.libtpu_process takes them, and the results' shapes) and ``inputs.npz`` (the arguments ``0``, ``1``, …,
-whole), and leaves ``outputs.npz`` (the results, whole).
+It is a process of its own so that torch_xla has no part in it. It reads ``step.hlo.pb``, ``request.json`` (the results'
+shapes, and shardings and aliases as trainer.compile.libtpu_process takes them) and ``inputs.npz`` (the whole arguments
+``0``, ``1``, …), and leaves ``outputs.npz`` (the whole results).
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import numpy as np
+
+# semi-private: jax/_src/compiler.py, lib/__init__.py and sharding_impls.py, jax 0.7.1
 from jax._src import compiler
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
 
-from trainer.compile.libtpu_process import _annotated
+from trainer.compile.libtpu_process import annotated
 
 jax.config.update("jax_enable_x64", True)  # torch's integers and scalars have 64 bits
 jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla has GSPMD partition its steps
@@ -38,7 +40,7 @@ def main(folder: Path) -> None:
         device_assignment=np.array([[device.id for device in devices]]),
         use_spmd_partitioning=True,
     )
-    module = _annotated((folder / "step.hlo.pb").read_bytes(), request)
+    module = annotated((folder / "step.hlo.pb").read_bytes(), request)
     step = devices[0].client.compile_and_load(module, xla_client.DeviceList(devices), options)
     given, placed = np.load(folder / "inputs.npz"), []
     for number, sharding in enumerate(step.get_parameter_shardings()):

@@ -29,12 +29,12 @@ class InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, key: str) -> torch.Tensor:
         ctx.key = key
-        torch_xla._XLAC._xla_mark_sharding(tensor, sharding._shardings[key])
+        torch_xla._XLAC._xla_mark_sharding(tensor, sharding.op_sharding(key))
         return tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        torch_xla._XLAC._xla_mark_sharding(gradient, sharding._shardings[ctx.key])
+        torch_xla._XLAC._xla_mark_sharding(gradient, sharding.op_sharding(ctx.key))
         return gradient, None
 
 

@@ -1,14 +1,16 @@
-"""Saved under one recipe and mesh, resumed under another: the losses that follow against those of the run that went on.
+"""Runs saved under one recipe and mesh and resumed under another: do their losses equal those of the run that went on?
 
-`python tests/support/resharding.py` prints the table.
+`python -m tests.support.resharding` prints the table.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from tests.support.lives import TINY, Lives, write_text
 
@@ -26,8 +28,8 @@ LLAMA = {**TINY, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_hea
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a run is laid out; ``batch_shards``: ways that its rows are split."""
+class Setting:
+    """What a run is started with; ``batch_shards``: the number of ways that its rows are split."""
 
     recipe: str
     devices: int
@@ -40,7 +42,7 @@ class Layout:
     def arguments(self, folder: Path) -> list[object]:
         compute = f"scan={self.scan}" + ("" if self.scan else ",remat=none")
         if self.recipe in ("mixtral_ep", "mixtral_ep_tp"):
-            compute += ",capacity_factor=4"  # all there are: nothing is dropped, whatever the groups
+            compute += ",capacity_factor=4"  # 8 experts, 2 of them for a token: none can be full
         return [
             *("--recipe", self.recipe, "--model", folder / f"{self.recipe.partition('_')[0]}.json"),
             *("--dataset", folder / "text", "--sequence_length", 32, "--compute", compute),
@@ -49,50 +51,60 @@ class Layout:
         ]
 
 
-FSDP = Layout("mixtral_fsdp", 8, 8)
-EP_TP = Layout("mixtral_ep_tp", 8, 4)
-DENSE = Layout("llama_fsdp", 8, 8)
-DENSE_UNSCANNED = Layout("llama_fsdp", 8, 8, scan=False)
+FSDP = Setting("mixtral_fsdp", 8, 8)
+EP_TP = Setting("mixtral_ep_tp", 8, 4)
+DENSE = Setting("llama_fsdp", 8, 8)
+DENSE_UNSCANNED = Setting("llama_fsdp", 8, 8, scan=False)
 PAIRS = [
     (DENSE, DENSE),
-    (DENSE, Layout("llama_fsdp", 4, 4)),
-    (Layout("llama_fsdp", 4, 4), DENSE),
-    (DENSE, Layout("llama_tp", 8, 2)),
+    (DENSE, Setting("llama_fsdp", 4, 4)),
+    (Setting("llama_fsdp", 4, 4), DENSE),
+    (DENSE, Setting("llama_tp", 8, 2)),
     (DENSE, DENSE_UNSCANNED),
     (DENSE_UNSCANNED, DENSE),
     (FSDP, EP_TP),
     (EP_TP, FSDP),
-    (EP_TP, Layout("mixtral_ep", 4, 4, scan=False)),
+    (EP_TP, Setting("mixtral_ep", 4, 4, scan=False)),
 ]
 
 
 class Resharding:
-    """Runs in ``folder``; a run that several pairs start from is made once."""
+    """Runs in ``folder``; used in a ``with``. A run that several pairs start from is made once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         write_text(folder)
         (folder / "llama.json").write_text(json.dumps(LLAMA))
         (folder / "mixtral.json").write_text(json.dumps(MIXTRAL))
-        self.unbroken: dict[Layout, Path] = {}
+        self.unbroken: dict[Setting, Path] = {}
+        self._servers: dict[int, Lives] = {}  # by their number of devices
+        self._open = ExitStack()
 
-    def difference(self, saved: Layout, resumed: Layout, servers: dict[int, Lives]) -> float:
+    def __enter__(self) -> Resharding:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def difference(self, saved: Setting, resumed: Setting) -> float:
         """The largest relative difference of the losses of the steps after the resume."""
         if saved not in self.unbroken:
-            self.unbroken[saved] = self._run(saved, servers, f"{len(self.unbroken)}")
+            self.unbroken[saved] = self._run(saved, f"{len(self.unbroken)}")
         whole = self.unbroken[saved]
         path = whole / f"checkpoint-{SAVED}"
-        other = self._run(resumed, servers, f"{whole.name}-{hash(resumed)}", "--resume_from_checkpoint", path)
+        other = self._run(resumed, f"{whole.name}-{hash(resumed)}", "--resume_from_checkpoint", path)
         expected, found = _losses(whole), _losses(other)
         assert len(expected) == len(found) == STEPS
         return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
-    def _run(self, layout: Layout, servers: dict[int, Lives], name: str, *more: object) -> Path:
+    def _run(self, setting: Setting, name: str, *more: object) -> Path:
         output = self.folder / name
-        arguments = [*layout.arguments(self.folder), "--output_dir", output, *more]
-        if layout.devices not in servers:
-            servers[layout.devices] = Lives(layout.devices).__enter__()
-        code = servers[layout.devices].run(self.folder / f"{name}.log", *arguments)
+        arguments = [*setting.arguments(self.folder), "--output_dir", output, *more]
+        if setting.devices not in self._servers:
+            self._servers[setting.devices] = self._open.enter_context(Lives(setting.devices))
+        code = self._servers[setting.devices].run(self.folder / f"{name}.log", *arguments)
         assert code == 0, (self.folder / f"{name}.log").read_text()
         return output
 
@@ -111,16 +123,10 @@ def main() -> None:
     console = Console(width=140)
     title = f"losses of steps {SAVED + 1} to {STEPS} after a resume, against the run that went on"
     table = Table("saved", "resumed", "largest relative difference", title=title)
-    servers: dict[int, Lives] = {}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            runs = Resharding(Path(folder))
-            for saved, resumed in tracked(console, "runs", PAIRS, len(PAIRS)):
-                difference = runs.difference(saved, resumed, servers)
-                table.add_row(str(saved), str(resumed), f"{difference:.1e}" if difference else "0, bit for bit")
-    finally:
-        for server in servers.values():
-            server.__exit__(None, None, None)
+    with tempfile.TemporaryDirectory() as folder, Resharding(Path(folder)) as runs:
+        for saved, resumed in tracked(console, "runs", PAIRS, len(PAIRS)):
+            difference = runs.difference(saved, resumed)
+            table.add_row(str(saved), str(resumed), f"{difference:.1e}" if difference else "0, bit for bit")
     console.print(table)
 
 

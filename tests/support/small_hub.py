@@ -1,4 +1,4 @@
-"""A hub on this machine that holds one dataset, ``someone/stories``, of one JSON-lines file; it can be cut off."""
+"""The hub's dataset ``someone/stories`` without the hub: served by this machine, or already in the cache."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from datasets import Dataset
 
 COMMIT, BLOB = "a" * 40, "b" * 40
 API, FILE = "/api/datasets/someone/stories", "train.jsonl"
 
 
 class Hub(ThreadingHTTPServer):
-    """``limit``: bytes of the file after which it refuses; GET /limit/BYTES sets it. A silent hub is asked for long."""
+    """Serves the dataset as one JSON-lines file.
+
+    From byte ``limit`` of the file on it refuses, as if it were cut off; GET /limit/BYTES sets the limit. It does not
+    fall silent, because a client asks a silent hub again for minutes.
+    """
 
     content, limit = b"", 1 << 40
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process must have set to take this for the hub."""
+        """The environment variables of a process that is to take this for the hub."""
         return {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HUB_OFFLINE": "0"}
 
 
@@ -69,6 +76,7 @@ class _Requests(BaseHTTPRequestHandler):
 
 @contextmanager
 def small_hub(content: bytes) -> Iterator[Hub]:
+    """A hub that serves ``content`` as the dataset's file."""
     with Hub(("127.0.0.1", 0), _Requests) as hub:
         hub.content = content
         thread = threading.Thread(target=hub.serve_forever)
@@ -78,3 +86,16 @@ def small_hub(content: bytes) -> Iterator[Hub]:
         finally:
             hub.shutdown()
             thread.join()
+
+
+def write_hub_cache(cache: Path, splits: dict[str, list[str]]) -> dict[str, str]:
+    """Lays out ``cache`` as a download of the dataset leaves it; returns the environment of a process that reads it."""
+    folder = cache / "someone___stories" / "default" / "0.0.0" / COMMIT
+    made = {}
+    for name, texts in splits.items():
+        Dataset.from_dict({"text": texts}).map(lambda row: row, cache_file_name=str(folder / f"stories-{name}.arrow"))
+        made[name] = {"name": name, "num_examples": len(texts), "dataset_name": "stories"}
+    info = {"features": {"text": {"dtype": "string", "_type": "Value"}}, "splits": made, "builder_name": "parquet"}
+    info |= {"dataset_name": "stories", "config_name": "default", "version": "0.0.0"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return {"HF_DATASETS_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""Texts for the tests of data, every way to write them down, and how to load them."""
+"""Texts for the tests of data, written in every kind of file, and loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
-from trainer.data.corpus import Corpus, load_corpus
-from trainer.data.documents import find_documents, split_documents
+from trainer.data.corpus import Corpus, DataOptions, load_corpus
+from trainer.data.documents import find_documents
+from trainer.data.heldout import split_documents
 
 TEXTS = [f"Story {i}.\n" + " ".join(f"{i * j % 97} is a number," for j in range(5 + i % 11)) for i in range(300)]
 
@@ -69,7 +71,7 @@ def documents_of(dataset: Path | str | None, scratch: Path, fraction: float = 0.
 
 
 def run_python(script: str, **environment: str) -> str:
-    """What ``script`` prints in a process of its own."""
+    """Runs ``script`` in a process of its own; returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
@@ -77,18 +79,26 @@ def run_python(script: str, **environment: str) -> str:
     return done.stdout
 
 
-def load_small(cache_dir: Path | None, dataset: Path | str, **options: Any) -> Corpus:
-    """The corpus of ``dataset`` with a small tokenizer in rows of 32 tokens, but for ``options``."""
-    settings = {"tokenizer": None, "sequence_length": 32, "vocab_size": 300, "cache_dir": cache_dir}
-    return load_corpus(str(dataset), **{**settings, **options})
+def load_small(
+    cache_dir: Path | None,
+    dataset: Path | str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    vocab_size: int = 300,
+    **options: Any,
+) -> Corpus:
+    """The corpus of ``dataset``, in rows of 32 tokens if ``options`` (of `DataOptions`) do not say otherwise."""
+    return load_corpus(
+        DataOptions(dataset=str(dataset), **{"sequence_length": 32, **options}), tokenizer, vocab_size, cache_dir
+    )
 
 
-def mixed(path: Path) -> Path:
+def write_mixed(path: Path) -> Path:
     write_jsonl(path / "a.jsonl")
     (path / "readme.md").write_text("text")
     return path
 
 
+# what is wrong: (writes such a dataset into a folder and returns its name, what the error says was found)
 BAD = {
     "absent": (lambda d: d / "absent.jsonl", r"no such file or folder: .*absent\.jsonl"),
     "absent folder": (lambda d: f"{d}/absent/", "no such file or folder"),
@@ -100,7 +110,7 @@ BAD = {
     "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "JSON parse error"),
     "malformed Parquet": (lambda d: written(d / "x.parquet", b"PAR1junk"), "[Pp]arquet"),
     "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
-    "mixed kinds": (lambda d: mixed(d / "m"), r"json \(a\.jsonl\), text \(readme\.md\)"),
+    "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(readme\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
     "tokenised": (lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'), r"input_ids.*\n.*tokenised already"),
     "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),

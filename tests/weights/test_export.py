@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.support.hub_models import FAMILIES, config_of, place, same, save_theirs, tensors_in
 from trainer.errors import UserError
+from trainer.layout.stacking import is_stacked
 from trainer.model import meta_model
 from trainer.storage import Folder
 from trainer.weights import hub_read
-from trainer.weights.hub_write import export
+from trainer.weights.hub_write import ExportFormat, export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import layer_batches
 from trainer.weights.sources import seeded_init
@@ -24,7 +25,7 @@ FORMATS = {"original": {}, "new": {"save_original_format": False}}
 
 
 def opened(folder, config):
-    return hub_read.open_checkpoint(str(folder), meta_model(config))
+    return hub_read.open_hub_weights(str(folder), meta_model(config))
 
 
 @pytest.mark.parametrize("key_format", FORMATS)
@@ -35,7 +36,7 @@ def test_what_is_loaded_onto_the_devices_and_saved_is_byte_equal_and_gives_the_s
     config, (base, saved) = config_of(family), (tmp_path / "base", tmp_path / "saved")
     theirs = save_theirs(base, config, **FORMATS[key_format])
     placed = place(family, config, opened(base, config))
-    export(saved, meta_model(config), placed.live, key_format=key_format)
+    export(saved, meta_model(config), placed.live, form=ExportFormat(key_format))
     assert same(tensors_in(saved), tensors_in(base))
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(saved)(tokens).logits, theirs(tokens).logits)
@@ -45,19 +46,20 @@ def test_the_two_key_formats_are_the_old_and_the_new_names_of_the_family(tmp_pat
     config = config_of("mixtral")
     save_theirs(tmp_path / "base", config)
     for key_format in FORMATS:
-        export(tmp_path / key_format, meta_model(config), opened(tmp_path / "base", config), key_format=key_format)
+        form = ExportFormat(key_format)
+        export(tmp_path / key_format, meta_model(config), opened(tmp_path / "base", config), form=form)
     old, new = tensors_in(tmp_path / "original"), tensors_in(tmp_path / "new")
     assert old["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (64, 128)
     assert new["model.layers.1.mlp.experts.down_proj"].shape == (4, 64, 128)
     with pytest.raises(UserError, match="key format 'hub'"):
-        export(tmp_path / "other", meta_model(config), opened(tmp_path / "base", config), key_format="hub")
-    assert not (tmp_path / "other").exists()
+        ExportFormat("hub")
 
 
 def test_large_models_are_cut_into_files_with_an_index_and_the_same_tensors(tmp_path):
     config = config_of("mixtral")
     save_theirs(tmp_path / "base", config)
-    export(tmp_path / "cut", meta_model(config), opened(tmp_path / "base", config), max_shard_size="100KB")
+    small_files = ExportFormat(max_shard_size="100KB")
+    export(tmp_path / "cut", meta_model(config), opened(tmp_path / "base", config), form=small_files)
     files = sorted(path.name for path in (tmp_path / "cut").glob("*.safetensors"))
     assert len(files) > 5
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
@@ -65,7 +67,7 @@ def test_large_models_are_cut_into_files_with_an_index_and_the_same_tensors(tmp_
     assert same(tensors_in(tmp_path / "cut"), tensors_in(tmp_path / "base"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
     with pytest.raises(UserError, match="--max_shard_size 5 apples"):
-        export(tmp_path / "x", meta_model(config), opened(tmp_path / "base", config), max_shard_size="5 apples")
+        ExportFormat(max_shard_size="5 apples")
 
 
 def test_saved_weights_are_the_trained_ones_and_not_those_the_run_began_with(tmp_path):
@@ -77,7 +79,7 @@ def test_saved_weights_are_the_trained_ones_and_not_those_the_run_began_with(tmp
     for step in (1, 2):
         case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3)
     live = LiveWeights(case.step.loss.model, case.plan, case.mesh, case.step.parameters)
-    export(tmp_path / "saved", meta_model(case.config), live, key_format="new")
+    export(tmp_path / "saved", meta_model(case.config), live, form=ExportFormat("new"))
     saved, trained = tensors_in(tmp_path / "saved"), case.parameters()
     assert same(saved, trained)
     base = dict(case.reference.named_parameters())
@@ -111,7 +113,7 @@ def test_a_stack_is_read_by_layers_with_a_compile_for_a_batch_of_parameters_not_
     save_theirs(tmp_path / "base", config)
     before = compile_count()
     placed = place("mixtral", config, opened(tmp_path / "base", config))
-    batches = len(layer_batches([entry for entry in placed.plan.parameters if ".*." in entry.name]))
+    batches = len(layer_batches([entry for entry in placed.plan.parameters if is_stacked(entry.name)]))
     assert compile_count() - before == batches + 1  # and the zeros
     before = compile_count()
     export(tmp_path / "saved", meta_model(config), placed.live)
@@ -124,7 +126,12 @@ def test_weights_can_be_written_in_another_dtype_which_the_config_says(tmp_path)
     config = config_of("llama")
     theirs = save_theirs(tmp_path / "base", config)
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    export(tmp_path / "ours", meta_model(config), opened(tmp_path / "base", config), dtype=torch.bfloat16)
+    export(
+        tmp_path / "ours",
+        meta_model(config),
+        opened(tmp_path / "base", config),
+        form=ExportFormat(dtype=torch.bfloat16),
+    )
     assert same(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -149,7 +156,7 @@ def test_an_export_goes_to_an_object_store_as_to_a_disk(tmp_path):
     config = config_of("mixtral")
     save_theirs(tmp_path / "base", config)
     source = opened(tmp_path / "base", config)
-    export("memory://exports/model", meta_model(config), source, max_shard_size="100KB")
+    export("memory://exports/model", meta_model(config), source, form=ExportFormat(max_shard_size="100KB"))
     fsspec.filesystem("memory").get("/exports/model", str(tmp_path / "back"), recursive=True)
     assert same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "base"))
 
@@ -159,7 +166,8 @@ def test_a_second_export_into_a_folder_leaves_nothing_of_the_first(tmp_path, fir
     config = config_of("llama")
     for seed, size in enumerate((first, then)):
         theirs = save_theirs(tmp_path / f"base{seed}", config, seed=seed)
-        export(tmp_path / "out", meta_model(config), opened(tmp_path / f"base{seed}", config), max_shard_size=size)
+        source, form = opened(tmp_path / f"base{seed}", config), ExportFormat(max_shard_size=size)
+        export(tmp_path / "out", meta_model(config), source, form=form)
     assert same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "base1"))
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits, theirs(tokens).logits)
@@ -172,7 +180,12 @@ def test_a_full_disk_is_one_message_that_names_the_folder_and_nothing_looks_whol
     theirs = save_theirs(tmp_path / "base", config)
     assert sum(parameter.nbytes for parameter in theirs.parameters()) > 1 << 20
     with pytest.raises(UserError, match=rf"write {small_disk}[\s\S]*No space left"):
-        export(small_disk, meta_model(config), opened(tmp_path / "base", config), max_shard_size=max_shard_size)
+        export(
+            small_disk,
+            meta_model(config),
+            opened(tmp_path / "base", config),
+            form=ExportFormat(max_shard_size=max_shard_size),
+        )
     assert {path.name for path in small_disk.iterdir()} <= {"config.json", "generation_config.json"}
 
 

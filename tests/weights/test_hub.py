@@ -1,4 +1,4 @@
-"""A checkpoint in the hub's format is the start of training: every layout of it, and all that can be wrong with one."""
+"""Weights in the hub's format as the start of training: every format of them, and all that can be wrong with one."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from safetensors.torch import load_file, save_file
 from tests.support.hub_models import FAMILIES, config_of, place, save_theirs
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
-from trainer.layout.partition import partition_spec
 from trainer.layout.plan import make_plan
 from trainer.model import meta_model
 from trainer.weights import hub_read
 from trainer.xla import sharding
 from trainer.xla.mesh import build_mesh
 
-LAYOUTS = {"old keys": {}, "new keys": {"save_original_format": False}, "sharded": {"max_shard_size": "60KB"}}
+FORMATS = {"old keys": {}, "new keys": {"save_original_format": False}, "sharded": {"max_shard_size": "60KB"}}
 
 
 def opened(folder, config):
-    return hub_read.open_checkpoint(str(folder), meta_model(config))
+    return hub_read.open_hub_weights(str(folder), meta_model(config))
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "layer by layer"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_on_the_devices_is_that_of_transformers_own_model(tmp_path, family, layout, scan):
+def test_every_parameter_on_the_devices_is_that_of_transformers_own_model(tmp_path, family, form, scan):
     config = config_of(family)
-    theirs = save_theirs(tmp_path, config, **LAYOUTS[layout])
+    theirs = save_theirs(tmp_path, config, **FORMATS[form])
     placed = place(family, config, opened(tmp_path, config), scan=scan)
     for name, parameter in theirs.named_parameters():
         values = placed.live(name)
@@ -55,29 +54,28 @@ def test_bfloat16_files_are_cast_to_what_weights_are_stored_in(tmp_path):
         assert torch.equal(values[tuple(slice(0, size) for size in values.shape)], parameter.float()), name
 
 
-@pytest.mark.parametrize("layout", ["old keys", "new keys"])
-def test_a_host_with_half_of_the_shards_reads_half_of_the_bytes(tmp_path, layout):
+@pytest.mark.parametrize("form", ["old keys", "new keys"])
+def test_a_host_with_half_of_the_shards_reads_half_of_the_bytes(tmp_path, form):
     config = config_of("mixtral")
-    save_theirs(tmp_path, config, **LAYOUTS[layout])
+    save_theirs(tmp_path, config, **FORMATS[form])
     recipe = load_recipe("mixtral_fsdp")
     mesh, plan = build_mesh(recipe.mesh), make_plan(recipe, meta_model(config), 8)
-    checkpoint = opened(tmp_path, config)
+    weights = opened(tmp_path, config)
     sharded = [entry for entry in plan.parameters if math.prod(entry.shape) == 8 * math.prod(entry.local_shape)]
     assert len(sharded) > 15
     for entry in sharded:
-        spec = partition_spec(entry.layout, len(entry.shape), tuple(plan.mesh))
-        before, values = checkpoint.bytes_read, checkpoint(entry.name)
+        before, values = weights.bytes_read, weights(entry.name)
         for device in range(4):
-            values[sharding.shard_slices(entry.name, entry.shape, mesh, spec, device)]
-        assert checkpoint.bytes_read - before == math.prod(entry.shape) * 4 // 2, entry.name
+            values[sharding.shard_slices(entry.name, entry.shape, mesh, plan.specs[entry.name], device)]
+        assert weights.bytes_read - before == math.prod(entry.shape) * 4 // 2, entry.name
 
 
 def test_the_bar_counts_every_byte_of_the_files_once(tmp_path):
     config = config_of("mixtral")
     theirs = save_theirs(tmp_path, config)
-    checkpoint = opened(tmp_path, config)
-    place("mixtral", config, checkpoint)
-    assert checkpoint.bytes_read == checkpoint.total_bytes == sum(p.nbytes for p in theirs.parameters())
+    weights = opened(tmp_path, config)
+    place("mixtral", config, weights)
+    assert weights.bytes_read == weights.total_bytes == sum(p.nbytes for p in theirs.parameters())
 
 
 def test_a_hub_id_is_read_from_the_hubs_cache_without_network(tmp_path, monkeypatch):
@@ -88,14 +86,14 @@ def test_a_hub_id_is_read_from_the_hubs_cache_without_network(tmp_path, monkeypa
     (tmp_path / "models--someone--small" / "refs" / "main").write_text(snapshot.name)
     theirs = save_theirs(snapshot, config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    values = hub_read.open_checkpoint("someone/small", meta_model(config))("model.norm.weight")
+    values = hub_read.open_hub_weights("someone/small", meta_model(config))("model.norm.weight")
     assert torch.equal(values[(slice(0, 64),)], theirs.model.norm.weight)
 
 
 def test_a_hub_id_that_is_in_no_cache_and_no_network_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"someone/none[\s\S]*the hub did not give its weights"):
-        hub_read.open_checkpoint("someone/none", meta_model(config_of("llama")))
+        hub_read.open_hub_weights("someone/none", meta_model(config_of("llama")))
 
 
 def test_tied_weights_may_be_there_once_under_either_name_or_twice_if_they_agree(tmp_path):

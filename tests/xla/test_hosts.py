@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 
 from trainer.data.batches import TrainingBatches, heldout_batches
+from trainer.data.rows import StoredRows
 from trainer.errors import UserError
 from trainer.step.train_step import _by_micro_batch
 from trainer.xla import sharding
@@ -20,7 +21,7 @@ from trainer.xla.batch import HostRows, batch_share, batch_spec
 from trainer.xla.mesh import AbstractMesh
 from trainer.xla.sharding import shard_slices
 
-ROWS = Dataset.from_dict({"input_ids": torch.arange(100 * 3).view(100, 3).tolist()})
+ROWS = StoredRows(Dataset.from_dict({"input_ids": torch.arange(100 * 3).view(100, 3).tolist()}))
 
 # axes of the mesh, those that split the batch, devices a host: what each host reads
 MESHES = {
@@ -86,7 +87,7 @@ def test_hosts_score_every_held_out_row_once_in_batches_of_one_shape() -> None:
 
 def test_a_placed_share_is_the_global_batch_on_the_devices() -> None:
     """As far as one process can go: its share is the whole, read through the same slices."""
-    from trainer.layout.recipe import Mesh
+    from trainer.layout.mesh import Mesh
     from trainer.xla.mesh import build_mesh
 
     mesh = build_mesh(Mesh(fsdp=4, tensor=2))

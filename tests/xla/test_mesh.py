@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trainer.errors import UserError
-from trainer.layout.recipe import Mesh
+from trainer.layout.mesh import Mesh
 from trainer.xla.chips import FLAGS
 from trainer.xla.mesh import check_slices
 from trainer.xla.runtime import init_runtime
@@ -86,7 +86,7 @@ GRID = """
 import warnings
 from trainer.xla.mesh import build_mesh
 from trainer.xla.runtime import init_runtime
-from trainer.layout.recipe import Mesh
+from trainer.layout.mesh import Mesh
 print(init_runtime())
 warnings.simplefilter("error")
 mesh = build_mesh(Mesh(data=1, fsdp=-1, expert=2, dcn={"data": 2}))

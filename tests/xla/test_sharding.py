@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from trainer.errors import UserError
+from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
 from trainer.layout.plan import make_plan
-from trainer.layout.recipe import Mesh, Recipe
+from trainer.layout.recipe import Recipe
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.mesh import build_mesh

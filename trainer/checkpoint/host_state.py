@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the host: random generators and versions."""
+"""What a checkpoint keeps of the host: the states of its random generators, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, JSON-able."""
+    """Returns the states of Python's, numpy's and torch's generators, JSON-able."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back as :func:`random_state` found them."""
+    """Sets the generators to the states that :func:`random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(_as_array(words, np.uint32).tolist()), gauss))
     legacy = state["numpy"]
@@ -41,5 +41,5 @@ def _as_array(text: str, dtype: Any) -> np.ndarray:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a state depends on."""
+    """Returns the versions of the packages that a run's numbers depend on."""
     return {name: importlib.metadata.version(name) for name in ("shardwright", "torch", "torch_xla", "transformers")}

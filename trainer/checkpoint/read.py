@@ -1,7 +1,8 @@
-"""Checkpoints that lose nothing: `checkpoint-N` folders, written while training goes on, whole or not there at all.
+"""Finds a run's checkpoint, refuses it early if the run can't go on from it, checks it, and reads it.
 
-A save is three things: the state's shards are copied to the host (the pause), a thread writes them, and the manifest
-(`trainer.checkpoint.manifest`) is written last. A failed write stops the run. What is read back is checked first.
+The checkpoints of a run are the folders `checkpoint-N` of its output directory, N being the step. One is opened in two
+parts: its small files (names, shapes and all that is not tensors) are checked and read at once, and its tensor files,
+nearly all of its bytes, are checked only after the caller has accepted what the small files say.
 """
 
 from __future__ import annotations
@@ -14,47 +15,56 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    TrainerState,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from trainer.arrays import Array
 from trainer.checkpoint import manifest, tensors
 from trainer.errors import UserError
 from trainer.layout.plan import ShardingPlan
+from trainer.report.bars import byte_bar
 from trainer.storage import Folder
 
 NAME = re.compile(r"checkpoint-(\d+)")
-METRICS = "metrics"  # the one tensor of the state that is no parameter's
+METRICS = "metrics"  # the only tensor of the state that belongs to no parameter
 
 
 class RunCheckpoint:
-    """A checkpoint on disk or in a store, ready to be read: by slices, under any layout and any stacking of layers.
+    """A run's checkpoint, on disk or in a store: all that it keeps of the host, and a source of its tensors.
 
-    Needs no device. Its files are believed to be whole: :func:`open_checked` makes sure.
+    Needs no device. Constructing one checks and reads its small files; :meth:`check_tensors` checks the others.
+
+    Raises:
+        UserError: there is no whole checkpoint in ``folder``, or one of its small files is damaged.
     """
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        manifest.read_manifest(folder)
+        self._files = manifest.read_manifest(folder)
+        manifest.check(folder, [name for name in self._files if not manifest.is_tensors(name)])
         self.host: dict[str, Any] = self._json("host.json")
         self.arguments: dict[str, Any] = self._json("training_args.json")
         self.recipe: dict[str, Any] = self._json("recipe.json")
         self.step: int = self.host["step"]
         self._tensors = tensors.StoredTensors(folder)
 
-    def source(self, name: str) -> Array:
-        """The values of a parameter or of one of its moments; KeyError if there are none of that name.
+    def __call__(self, name: str) -> Array:
+        """Returns a parameter or one of its moments as an array; KeyError if there is none of that name.
 
         Args:
-            name: the model's own name, stacked or not; a moment's has ``first moment`` or ``second moment`` behind it.
+            name: the model's own name, stacked or not; for a moment, followed by ``first moment`` or ``second moment``.
         """
         return self._tensors(name)
+
+    def check_tensors(self, console: Console) -> None:
+        """Reads every tensor file and compares its size and checksum with those that it was written with.
+
+        Raises:
+            UserError: names the file that is missing or damaged.
+        """
+        names = [name for name in self._files if manifest.is_tensors(name)]
+        total = sum(int(self._files[name]["bytes"]) for name in names)
+        with byte_bar(console, f"checking {self.folder}", total) as advance:
+            manifest.check(self.folder, names, advance)
 
     @property
     def trainer_state(self) -> TrainerState:
@@ -67,13 +77,13 @@ class RunCheckpoint:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         with tempfile.TemporaryDirectory() as local:
-            source = self.folder / manifest.TOKENIZER
-            for name in source.names():
-                Path(local, name).write_bytes(source.read(name))
+            stored = self.folder / manifest.TOKENIZER
+            for name in stored.names():
+                Path(local, name).write_bytes(stored.read(name))
             return AutoTokenizer.from_pretrained(local)
 
     def check_model(self, plan: ShardingPlan) -> None:
-        """Raise UserError unless the weights are those of ``plan``'s model: the same names and shapes."""
+        """Raises UserError unless the weights have the names and shapes of ``plan``'s model."""
         wanted = {p.name: tuple(p.shape) for p in plan.parameters}
         names = [name for name in self._tensors.names() if " " not in name and name != METRICS]
         found = {name: tuple(self._tensors(name).shape) for name in names}
@@ -94,7 +104,7 @@ class RunCheckpoint:
             )
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
-        """What of ``arguments`` differs from the saved run's, a line each: allowed, but worth saying."""
+        """Returns a line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
         unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
         return [
             f"--{name} {value} (it was {self.arguments[name]})"
@@ -109,53 +119,56 @@ class RunCheckpoint:
             raise manifest.damaged(self.folder, f"{name} can't be read ({error})") from None
 
 
-def open_source(path: str) -> tuple[Callable[[str], Array], RunCheckpoint]:
-    """A checkpoint's weights, by the model's own names, and what else is in it; every file is checked first.
-
-    Raises:
-        UserError: there is no whole checkpoint at ``path``.
-    """
-    found = open_checked(Folder(path), Console(quiet=True))
-    return found.source, found
-
-
 def open_checked(folder: Folder, console: Console) -> RunCheckpoint:
-    """The checkpoint in ``folder``, once every file's size and checksum are those that it was written with.
+    """Returns the checkpoint in ``folder``, once all of its files are found to be as they were written.
 
     Raises:
-        UserError: names the file that is missing or damaged.
+        UserError: there is no whole checkpoint, or names the file that is missing or damaged.
     """
-    bar = (TextColumn(f"checking {folder}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*bar, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("check", total=None)
-        manifest.check(folder, lambda done, total: progress.update(task, completed=done, total=total))
-    return RunCheckpoint(folder)
+    found = RunCheckpoint(folder)
+    found.check_tensors(console)
+    return found
 
 
-def find_checkpoint(asked: str | None, output: Folder, console: Console) -> RunCheckpoint | None:
-    """What ``--resume_from_checkpoint`` asks for: a path's checkpoint, or the newest whole one of ``output``.
+def find_checkpoint(
+    asked: str | None, output: Folder, console: Console, accept: Callable[[RunCheckpoint], None]
+) -> RunCheckpoint | None:
+    """Returns what ``--resume_from_checkpoint`` asks for: a path's checkpoint, or the newest whole one of ``output``.
 
-    ``latest`` passes over damaged ones, and says so; None if nothing was asked or nothing was saved yet.
+    ``latest`` passes over damaged ones, and says so. None if nothing was asked for, or nothing was saved yet.
+
+    Args:
+        accept: raises UserError if the run can't go on from a checkpoint. It is called before the tensor files are
+            read, and what it raises ends the search.
 
     Raises:
-        UserError: the checkpoint at the path is damaged or not there, or all of ``output`` are damaged.
+        UserError: the checkpoint at the path is damaged or not there; all of ``output`` are damaged; or ``accept``'s.
     """
     if asked is None:
         return None
     if asked != "latest":
-        return open_checked(Folder(asked), console)
-    steps = whole_steps(output)
+        found = RunCheckpoint(Folder(asked))
+        accept(found)
+        found.check_tensors(console)
+        return found
     problems = []
-    for step in reversed(steps):
+    for step in reversed(whole_steps(output)):
         try:
-            return open_checked(folder_of(output, step), console)
+            found = RunCheckpoint(folder_of(output, step))
         except UserError as error:
-            problems.append(error)
-            console.print(f"checkpoint-{step} is passed over: {error.found}", highlight=False, soft_wrap=True)
+            problems.append(_passed_over(step, error, console))
+            continue
+        accept(found)
+        try:
+            found.check_tensors(console)
+        except UserError as error:
+            problems.append(_passed_over(step, error, console))
+            continue
+        return found
     if problems:
         raise UserError(
             asked="--resume_from_checkpoint latest",
-            found=f"{len(problems)} checkpoints in {output}, none of them undamaged: {problems[0].found}",
+            found=f"{len(problems)} checkpoints in {output}, none of them undamaged: {problems[0]}",
             why="starting anew would throw away what they stand for, unasked",
             instead="another --output_dir to start anew",
         )
@@ -163,11 +176,18 @@ def find_checkpoint(asked: str | None, output: Folder, console: Console) -> RunC
     return None
 
 
+def _passed_over(step: int, error: UserError, console: Console) -> str:
+    """Says on the console that a checkpoint is damaged; returns what was found."""
+    console.print(f"checkpoint-{step} is passed over: {error.found}", highlight=False, soft_wrap=True)
+    return error.found
+
+
 def folder_of(output: Folder, step: int) -> Folder:
+    """The folder of the checkpoint of ``step``."""
     return output / f"checkpoint-{step}"
 
 
 def whole_steps(output: Folder) -> list[int]:
-    """The steps of the checkpoints in ``output`` whose save ended, oldest first."""
+    """Returns the steps of the checkpoints in ``output`` whose save ended, oldest first."""
     steps = sorted(int(match[1]) for name in output.names() if (match := NAME.fullmatch(name)))
     return [step for step in steps if manifest.is_whole(folder_of(output, step))]

@@ -1,8 +1,8 @@
 """The tensors of a checkpoint, in `torch.distributed.checkpoint`'s format (DCP).
 
-Tensors are written as shards that lie on the host already (so a save need not wait for the device), those of stacked
-layers one layer at a time, and are read by slices under any layout and any stacking. DCP's own `load` reads them too.
-Semi-private, pinned with torch 2.9: `_StorageInfo`, and `FileSystemReader.fs`.
+What is written are shards that lie on the host already, so a save need not wait for the devices; stacked layers are
+written one at a time. Tensors are read by slices, under any layout and whether layers are stacked or not. DCP's own
+`load` reads them too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import io
 import pickle
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     FileSystemBase,
     FileSystemReader,
-    _StorageInfo,
+    _StorageInfo,  # semi-private: torch/distributed/checkpoint/filesystem.py, torch 2.9
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,27 +32,27 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from trainer.arrays import Array, Slices, Stack
-from trainer.checkpoint.manifest import Checksum, damaged
+from trainer.checkpoint.manifest import METADATA, Checksum, damaged
+from trainer.layout.stacking import is_stacked, layer_name, layer_names, possible_stacks
 from trainer.storage import Folder, StorageError
 
-METADATA = ".metadata"  # DCP's own name
-Shards = list[tuple[Slices, torch.Tensor]]
-Snapshot = Mapping[str, Shards]  # name -> its shards on the host
+Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, values) of each shard of a tensor
+Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 
 def write_tensors(
     folder: Folder, snapshot: Snapshot, shapes: Mapping[str, Sequence[int]], process: int = 0
 ) -> dict[str, Checksum]:
-    """Write the shards of ``snapshot`` in DCP's format; returns the manifest's entries of the files written.
+    """Writes the shards of ``snapshot`` in DCP's format; returns the manifest's entries of the files written.
 
-    DCP's own `save` is not used: its planners want live tensors on both sides, ours are on the host already.
+    DCP's own `save` is not used: its planners want the live tensors, and these are copies on the host.
 
     Args:
-        shapes: name -> shape of the whole tensor.
-        process: this process's number, which its file is named for (one alone writes metadata yet).
+        shapes: a tensor's name -> shape of the whole.
+        process: this process's number, which is in its file's name (only one process writes metadata yet).
 
     Raises:
-        StorageError: the disk or store did not take it.
+        StorageError: the disk or the store did not take it.
     """
     files, name = _FolderFiles(folder), f"__{process}_0.distcp"
     entries: dict[str, Any] = {}
@@ -62,7 +61,7 @@ def write_tensors(
         for tensor, shards in snapshot.items():
             for offsets, values in layer_shards(tensor, shards):
                 begun = stream.tell()
-                # a view is saved with all of its storage
+                # torch.save writes the whole storage of a view, so a view is copied first
                 torch.save(values if values.nbytes == values.untyped_storage().nbytes() else values.clone(), stream)
                 places[MetadataIndex(tensor, offsets)] = _StorageInfo(name, begun, stream.tell() - begun)
                 properties, size = TensorProperties(dtype=values.dtype), torch.Size(shapes[tensor])
@@ -74,10 +73,10 @@ def write_tensors(
 
 
 def layer_shards(name: str, shards: Shards) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(offsets, values) of what is written: shards as they are, and layer by layer where layers are stacked."""
+    """Yields (offsets, values) of what is written for each shard: the shard itself, or of a stack each layer of it."""
     for where, values in shards:
         start = tuple(part.start or 0 for part in where)
-        if ".*." in name:
+        if is_stacked(name):
             for layer in range(values.shape[0]):
                 yield (start[0] + layer, *start[1:]), values[layer : layer + 1]
         else:
@@ -85,7 +84,7 @@ def layer_shards(name: str, shards: Shards) -> Iterator[tuple[tuple[int, ...], t
 
 
 class _FolderFiles(FileSystemBase):
-    """A :class:`Folder` as DCP's file system; remembers size and checksum of what is written through it."""
+    """A :class:`Folder` as a file system of DCP's; remembers the size and checksum of each file that it writes."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -101,9 +100,9 @@ class _FolderFiles(FileSystemBase):
             hashed = _Hashed(file)
             try:
                 yield hashed
-            except RuntimeError as error:  # torch.save's, which forgets what the stream told it
+            except RuntimeError as error:  # torch.save raises it in place of the stream's own error
                 raise hashed.error or error from None
-        self.written[name] = hashed.digest
+        self.written[name] = hashed.checksum
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return suffix
@@ -115,7 +114,7 @@ class _FolderFiles(FileSystemBase):
         return path
 
     def mkdir(self, path: Any) -> None:
-        pass  # a folder is made when something is written into it
+        pass  # Folder makes itself when something is written into it
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -129,14 +128,14 @@ class _FolderFiles(FileSystemBase):
 
 
 class _Hashed(io.RawIOBase):
-    """A stream for writing that counts and sums what passes; closing it is its owner's."""
+    """A stream for writing that counts the bytes and computes their checksum; its owner closes the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.size, self.hash = file, 0, xxhash.xxh3_64()
         self.error: OSError | None = None
 
     @property
-    def digest(self) -> Checksum:
+    def checksum(self) -> Checksum:
         return {"bytes": self.size, "xxh3": self.hash.hexdigest()}
 
     def write(self, data: Any) -> int:
@@ -160,10 +159,10 @@ class _Hashed(io.RawIOBase):
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, by name, each an array that is read by slices; only what a slice touches is read.
+    """The tensors of a checkpoint: name -> an array, of which a slice reads only the shards that it touches.
 
-    A name is found however layers were stacked when it was written: ``model.layers.*.x`` for ``model.layers.3.x``
-    and the other way round.
+    A name is found whether layers were stacked or not when it was written: ``model.layers.3.x`` is read from
+    ``model.layers.*.x``, and the other way round.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -173,28 +172,26 @@ class StoredTensors:
         self.entries: dict[str, Any] = self.metadata.state_dict_metadata
 
     def names(self) -> list[str]:
-        """Every tensor's name, layers one by one whether they were stacked or not."""
-        found = []
-        for name, entry in self.entries.items():
-            prefix, star, rest = name.partition(".*.")
-            found += [f"{prefix}.{i}.{rest}" for i in range(entry.size[0])] if star else [name]
-        return found
+        """Returns every tensor's name; of a stack, the names of its layers."""
+        return [
+            member
+            for name, entry in self.entries.items()
+            for member in (layer_names(name, entry.size[0]) if is_stacked(name) else [name])
+        ]
 
     def __call__(self, name: str) -> Array:
-        """The array of that name; KeyError if there is none."""
+        """Returns the array of that name; KeyError if there is none."""
         if name in self.entries:
             return self._stored(name)
-        prefix, star, rest = name.partition(".*.")
-        if star:
+        if is_stacked(name):
             layers: list[Array] = []
-            while (layer := f"{prefix}.{len(layers)}.{rest}") in self.entries:
+            while (layer := layer_name(name, len(layers))) in self.entries:
                 layers.append(self._stored(layer))
             if layers:
                 return Stack(layers)
-        for number in re.finditer(r"(?<=\.)\d+(?=\.)", name):
-            stacked = f"{name[: number.start()]}*{name[number.end() :]}"
-            if stacked in self.entries and int(number[0]) < self.entries[stacked].size[0]:
-                return _Layer(self._stored(stacked), int(number[0]))
+        for stack, index in possible_stacks(name):
+            if stack in self.entries and index < self.entries[stack].size[0]:
+                return _Layer(self._stored(stack), index)
         raise KeyError(name)
 
     def _stored(self, name: str) -> Array:
@@ -202,7 +199,7 @@ class StoredTensors:
 
 
 class _Stored:
-    """One stored tensor; see `Array`."""
+    """A stored tensor as an array, put together from the chunks that DCP's metadata lists."""
 
     def __init__(self, reader: _Reader, name: str, entry: Any) -> None:
         self.reader, self.name, self.chunks = reader, name, entry.chunks
@@ -230,7 +227,7 @@ class _Stored:
 
 
 class _Layer:
-    """A layer of a stack, without the stack's dimension."""
+    """The array of one layer of a stack, without the stack's first dimension."""
 
     def __init__(self, stack: Array, layer: int) -> None:
         self.stack, self.layer = stack, layer
@@ -241,7 +238,7 @@ class _Layer:
 
 
 class _Into:
-    """A DCP load planner that puts every item where it belongs in one tensor."""
+    """A load planner of DCP's that copies every item to its place in one tensor."""
 
     def __init__(self, out: torch.Tensor) -> None:
         self.out = out
@@ -254,8 +251,11 @@ class _Into:
 
 
 class _Reader(FileSystemReader):
+    """DCP's reader, over a :class:`Folder`; what it can't read is said to be damaged."""
+
     def __init__(self, folder: Folder) -> None:
         super().__init__(str(folder))
+        # semi-private: the attribute fs, torch/distributed/checkpoint/filesystem.py, torch 2.9
         self.folder, self.fs = folder, _FolderFiles(folder)  # type: ignore[assignment]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
@@ -271,6 +271,8 @@ class _Reader(FileSystemReader):
             raise damaged(self.folder, f"{METADATA} is no list of tensors ({error})") from None
 
 
+# what DCP's metadata is made of; semi-private: torch/distributed/checkpoint/{metadata,filesystem}.py and
+# torch/serialization.py, torch 2.9
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -290,14 +292,14 @@ _ALLOWED = {
 
 
 def _enum_member(kind: Any, name: str) -> Any:
-    """What `getattr` is asked for by an enum's member that Python 3.11.0 to 3.11.3 pickled, and nothing else."""
+    """Stands in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle an enum's member; returns nothing else."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"getattr of {kind!r} in {METADATA}")
     return kind[name]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of DCP's metadata and nothing else: a checkpoint is data, and must not run code."""
+    """Reads DCP's metadata and refuses any other object: a checkpoint is data, and must not run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

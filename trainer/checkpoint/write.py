@@ -1,4 +1,8 @@
-"""Checkpoints out: written while training goes on, whole or not there at all."""
+"""Writes a run's checkpoints while training goes on; each is whole or not there at all.
+
+A save has three parts: the state's shards are copied to the host, for which training pauses; a thread writes them; and
+the manifest (`trainer.checkpoint.manifest`) is written last. If a write fails, the run stops.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    TrainerState,
-)
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from trainer.checkpoint import manifest, tensors
 from trainer.checkpoint.read import NAME, folder_of, whole_steps
@@ -26,7 +26,10 @@ from trainer.xla import sharding
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """Which of the whole checkpoints (oldest first) to remove, to keep ``limit``: never the newest, nor the best."""
+    """Returns which of the whole checkpoints at ``steps`` (oldest first) to remove, so that ``limit`` are kept.
+
+    The newest and the one of step ``best`` are never removed.
+    """
     if limit is None:
         return []
     kept = {*steps[-1:], best}
@@ -36,7 +39,7 @@ def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[i
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that ended: its step, bytes, and the seconds that writing took."""
+    """A save that has ended: its step, its bytes, and the seconds that writing took."""
 
     step: int
     bytes: int
@@ -47,37 +50,29 @@ class CheckpointWriter:
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
     Args:
-        texts: name -> content, of the files that are the same in every checkpoint.
-        limit: how many to keep; None: all.
+        texts: name -> content of the files that are the same in every checkpoint.
+        limit: how many checkpoints to keep; None: all.
     """
 
-    def __init__(
-        self,
-        output: Folder,
-        texts: Mapping[str, bytes],
-        limit: int | None = None,
-    ) -> None:
+    def __init__(self, output: Folder, texts: Mapping[str, bytes], limit: int | None = None) -> None:
         self.output, self.texts, self.limit = output, texts, limit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
     def remove_half_written(self) -> None:
-        """Remove what killed saves left in the output folder: nobody else writes there."""
+        """Removes what killed saves left in the output folder; no other run writes there."""
         for name in self.output.names():
             folder = self.output / name
             if NAME.fullmatch(name) and not manifest.is_whole(folder) and manifest.ours(folder.names()):
                 manifest.remove(folder)
 
     def save(
-        self,
-        state: Mapping[str, torch.Tensor],
-        host: Mapping[str, Any],
-        trainer_state: TrainerState,
+        self, state: Mapping[str, torch.Tensor], host: Mapping[str, Any], trainer_state: TrainerState
     ) -> tuple[float, Saved | None]:
-        """Copy ``state`` to the host and let the thread write it; waits for the write before, if one is under way.
+        """Waits for the write before, if one is under way; then copies ``state`` to the host, for the thread to write.
 
         Returns:
-            the seconds that the copy took (training stood still meanwhile), and the write that was waited for.
+            the seconds that the copy took, for which training stood still; and the write that was waited for.
 
         Raises:
             StorageError: the write before failed.
@@ -93,7 +88,7 @@ class CheckpointWriter:
         return pause, before
 
     def finished(self) -> Saved | None:
-        """The write that has ended since the last call, if one has.
+        """Returns the write that has ended since the last call, if one has.
 
         Raises:
             StorageError: it failed.
@@ -101,7 +96,7 @@ class CheckpointWriter:
         return self.wait() if self._writing is not None and self._writing.done() else None
 
     def wait(self) -> Saved | None:
-        """The write under way, once it has ended; None if there is none.
+        """Waits for the write under way, and returns it; None if there is none.
 
         Raises:
             StorageError: it failed.
@@ -130,7 +125,7 @@ class CheckpointWriter:
         started = time.perf_counter()
         folder = folder_of(self.output, step)
         if manifest.ours(folder.names()):
-            manifest.remove(folder)  # of a run that went on from an older one
+            manifest.remove(folder)  # this run went on from an older checkpoint and comes to the step again
         try:
             files = tensors.write_tensors(folder, snapshot, shapes)
             for name, data in texts.items():
@@ -148,7 +143,7 @@ class CheckpointWriter:
 
 
 def _remove_quietly(folder: Folder) -> None:
-    """Give back the room of a save that failed, if the disk lets us; why it failed is what the user hears."""
+    """Removes what a failed save wrote; an error in that is dropped, for the user must hear why the save failed."""
     try:
         manifest.remove(folder)
     except UserError:
@@ -158,10 +153,10 @@ def _remove_quietly(folder: Folder) -> None:
 def run_texts(
     texts: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, bytes]:
-    """The files that are the same in every checkpoint of a run.
+    """Returns name -> content of the files that are the same in every checkpoint of a run.
 
     Args:
-        texts: name -> JSON-able content.
+        texts: name -> JSON-able content of those that are not the config's or the tokenizer's.
     """
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
@@ -174,4 +169,5 @@ def run_texts(
 
 
 def as_json(value: Any) -> bytes:
+    """Returns ``value`` as JSON; what JSON does not know is written as its ``str``."""
     return (json.dumps(value, indent=2, default=str) + "\n").encode()

@@ -1,4 +1,4 @@
-"""A training job compiled for TPUs that are not here: what `scripts/compile.py` and `train.py --compile_only` call."""
+"""Compiling a training job for TPUs that need not be here, for `scripts/compile.py` and `train.py --compile_only`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from trainer.arguments import TrainingArguments, option
+from trainer.arguments import TrainingArguments
 from trainer.cli import parse
+from trainer.compile.arguments import CompileArguments
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,27 +23,6 @@ if TYPE_CHECKING:
 
 
 DOES_NOT_FIT = 3
-
-
-@dataclass
-class CompileArguments:
-    """What to compile for, and what to make of it; the job itself is that of the training options."""
-
-    topology: str | None = option(None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …")
-    slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
-    search: bool = option(
-        False,
-        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches. "
-        "Minutes for each; what was tried is on the page and in the JSON too.",
-    )
-    report: str | None = option(None, "Write the report as an HTML page to this file.")
-    json: str | None = option(None, "Write the report as JSON to this file.")
-    compiler_options: str = option(
-        "",
-        "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
-        "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
-    )
-    compile_timeout: int = option(3600, "Seconds after which a compile is given up.")
 
 
 def main(words: list[str], description: str | None) -> int:
@@ -60,7 +39,7 @@ def main(words: list[str], description: str | None) -> int:
 
 
 def run(args: TrainingArguments, options: CompileArguments, console: Console | None = None) -> int:
-    """Compile the step, print and write the report; 0 if it fits, :data:`DOES_NOT_FIT` if not.
+    """Compile the step, print and write the report. Returns 0 if it fits, :data:`DOES_NOT_FIT` if it does not.
 
     Raises:
         UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
@@ -98,7 +77,7 @@ def _write(
     tried: Sequence[Tried] = (),
     most: int | None = None,
 ) -> None:
-    """The page and the JSON that were asked for; with what a search tried, and the largest batch it saw fit."""
+    """Write the page and the JSON that were asked for, with what a search tried and the largest batch that fits."""
     from trainer.compile.page import write_page
 
     if options.report:
@@ -113,7 +92,7 @@ def _write(
 
 
 def _check_writable(path: str) -> None:
-    """A compile takes minutes: what can't be written is refused before."""
+    """Refuse a path that can't be written, before minutes of compiling."""
     parent = Path(path).expanduser().absolute().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
         raise UserError(

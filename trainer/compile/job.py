@@ -1,4 +1,4 @@
-"""CompileJob: a step to compile, and where."""
+"""CompileJob: a job to compile, and the slice to compile it for."""
 
 from __future__ import annotations
 
@@ -7,67 +7,77 @@ import os
 from dataclasses import dataclass
 
 from trainer.arguments import TrainingArguments
-from trainer.compile.command import CompileArguments
-from trainer.compile.libtpu import compile_for
+from trainer.compile.arguments import CompileArguments
+from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import lower
-from trainer.compile.report import CompileReport
+from trainer.compile.report import CompileReport, Expected
 from trainer.errors import UserError
-from trainer.layout.plan import make_plan
-from trainer.layout.recipe import Recipe
-from trainer.model import experts_modules, load_config, meta_model, training_flops
-from trainer.xla.chips import Chip, find_topology
+from trainer.job import Job
+from trainer.model import experts_modules, training_flops
+from trainer.xla.chips import Chip, Topology, find_topology
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A step to compile: recipe, options, and where."""
+    """A job, and what to compile it for. ``replace(this, job=replace(job, …))`` makes a neighbour."""
 
-    recipe: Recipe
-    args: TrainingArguments
+    job: Job
     options: CompileArguments
 
     @classmethod
     def of(cls, args: TrainingArguments, options: CompileArguments) -> CompileJob:
-        from trainer.job import effective_recipe
+        """The job that ``args`` describe, on the slice that ``options`` name.
 
-        return cls(effective_recipe(args), args, options)
+        Raises:
+            UserError: no such slice, or anything in the arguments, the recipe or the model that can't be.
+        """
+        where = _topology(options)
+        return cls(Job.resolve(args, lambda: where.devices), options)
 
     @property
     def title(self) -> str:
+        """What is compiled, for a heading."""
+        args = self.job.args
         return (
-            f"{self.recipe.name}, {self.args.model or 'its own model'}: {self.args.per_device_train_batch_size} × "
-            f"{self.args.sequence_length} tokens a device"
+            f"{self.job.recipe.name}, {args.model or 'its own model'}: {args.per_device_train_batch_size} × "
+            f"{args.sequence_length} tokens a device"
         )
 
     def compile(self) -> CompileReport:
-        """Lower and compile it, or take the cached result.
+        """Lower and compile the step, or take the cached result.
 
         Raises:
-            UserError: whatever a run would refuse; no libtpu; a compiler that failed.
+            UserError: no libtpu, or a compiler that failed.
         """
-        options, args = self.options, self.args
-        where = find_topology(str(options.topology), options.slices)
-        flags = compiler_flags(where.chip, options.compiler_options)
-        config = load_config(args.model, self.recipe)
-        model = meta_model(config)
-        plan = make_plan(self.recipe, model, where.devices, **args.state_dtypes)
-        rows = args.per_device_train_batch_size * plan.batch_shards * args.gradient_accumulation_steps
-        crossed = [axis for name in experts_modules(model)[:1] for axis in plan[f"{name}.down_proj"].axes_of(0)]
-        dcn = self.recipe.mesh.dcn_sizes()
-        return compile_for(
-            lower(self.recipe, args, config, plan),
-            where.name,
-            slices=options.slices,
+        job, options, where = self.job, self.options, _topology(self.options)
+        crossed = [axis for name in experts_modules(job.model)[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
+        dcn = job.recipe.mesh.dcn_sizes()
+        target = Target(
+            topology=where.name,
+            slices=where.slices,
             dcn=dcn if math.prod(dcn.values()) > 1 else None,
-            flags=flags,
+            flags=compiler_flags(where.chip, options.compiler_options),
             timeout=options.compile_timeout,
-            model_flops=training_flops(model, config, rows, args.sequence_length),
+        )
+        expected = Expected(
+            model_flops=training_flops(job.model, job.config, job.rows, job.args.sequence_length),
             exchange=crossed[0] if crossed else None,
         )
+        return compile_for(lower(job), target, expected)
+
+
+def _topology(options: CompileArguments) -> Topology:
+    return find_topology(str(options.topology), options.slices)
 
 
 def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
-    """The chip's flags, as a run there sets them, and the user's own before them; ``name=`` takes one of ours back."""
+    """Compiler flag → value: the chip's, as a run there sets them, and those in ``text``, which win.
+
+    ``name=`` in ``text`` takes back a flag that a run would set.
+
+    Raises:
+        UserError: ``text`` is not ``name=value name=value``.
+    """
     flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
     for word in text.split():
         name, equals, value = word.lstrip("-").partition("=")

@@ -1,8 +1,8 @@
-"""A lowered step through the TPU's own compiler, on a machine that need have no TPU.
+"""Compiles a lowered step with the TPU's own compiler (libtpu), on a machine that need have no TPU.
 
-libtpu is loaded in a child process only: it can abort, and takes its process along. The child leaves files in a folder
-(memory sizes, the optimised HLO, the buffers alive at the peak, or the error), which is kept in the cache under a key
-of everything that went in. The report is made from those files each time, so it is never older than the code.
+libtpu is loaded by another process alone, since it can abort and then takes its process along. That process leaves a
+folder of files: memory sizes, the optimised HLO, the buffers alive at the peak, or the error. The folder is kept in the
+cache, under a key of all that went in. The report is made from it each time, so it is never older than the code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
@@ -18,96 +19,98 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from models.jax_call import xla_client
-from trainer.cache import cache_root
+from trainer.cache import cache_root, publish
 from trainer.compile.lowering import Lowered
 from trainer.compile.memory import is_out_of_hbm
-from trainer.compile.report import CompileReport, make_report
+from trainer.compile.report import CompileReport, Expected, make_report
 from trainer.errors import UserError
 from trainer.xla.chips import Topology, find_topology
 
-_FORMAT = 2  # part of the key: raise it when what the child leaves changes
-_LAST_LINES = 12
+_FORMAT = 2  # part of the cache's key: raise it when what the compiling process leaves changes
+_LINES_SHOWN = 12  # of the compiler's own words in an error message
 _CHILD = ("-m", "trainer.compile.libtpu_process")
-_NAMES = {"result.json", "optimised.hlo.gz", "buffers.txt.gz"}
+_NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a step is compiled for, and how.
+
+    Args:
+        topology: libtpu's name of a slice, ``v5p:4x4x4``.
+        slices: how many of them, joined by DCN.
+        dcn: how many slices each mesh axis spans, as the recipe's mesh has it; None: the outermost axes span them.
+        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``;
+            those in LIBTPU_INIT_ARGS hold too.
+        timeout: seconds of wall time after which the compiler is killed.
+    """
+
+    topology: str
+    slices: int = 1
+    dcn: dict[str, int] | None = None
+    flags: dict[str, str] | None = None
+    timeout: float = 3600.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.slices} × {self.topology}"
 
 
 def compile_for(
-    lowered: Lowered,
-    topology: str,
-    *,
-    slices: int = 1,
-    dcn: dict[str, int] | None = None,
-    flags: dict[str, str] | None = None,
-    timeout: float = 3600,
-    model_flops: float | None = None,
-    exchange: str | None = None,
-    cache_dir: Path | None = None,
+    lowered: Lowered, target: Target, expected: Expected | None = None, cache_dir: Path | None = None
 ) -> CompileReport:
-    """Compile a step for a slice of TPUs and say what it would take there.
+    """Compiles a step for a slice of TPUs, or takes what was compiled before, and reports what it would take there.
 
     Args:
-        topology: libtpu's name, ``v5p:4x4x4``.
-        slices: how many of them, joined by DCN.
-        dcn: the factor of each mesh axis over slices, as the recipe's mesh has them; None: the outermost axes first.
-        flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``;
-            those in LIBTPU_INIT_ARGS hold too.
-        timeout: seconds of wall time after which the child is killed.
-        model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
-        exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
+        expected: what the report sets the compiler's numbers beside.
+        cache_dir: as :func:`trainer.cache.cache_root` takes it.
 
     Raises:
         UserError: unknown topology; mesh of another size; no libtpu; the compiler failed or took too long.
     """
-    where = find_topology(topology, slices)
-    _check_size(lowered, where)
-    factors = _dcn_factors(lowered.mesh, slices, dcn)
+    where = find_topology(target.topology, target.slices)
+    _check_size(lowered, target, where)
+    factors = _dcn_factors(lowered.mesh, target)
     request = {
         "arguments": [(a.sharding, a.output) for a in lowered.arguments],
         "outputs": lowered.outputs,
         "mesh": list(lowered.mesh.values()),
         "dcn": [factors.get(axis, 1) for axis in lowered.mesh],
         "topology": where.libtpu(),
-        "flags": sorted((flags or {}).items()),
+        "flags": sorted((target.flags or {}).items()),
         "environment": os.environ.get("LIBTPU_INIT_ARGS", ""),
     }
     folder = cache_root(cache_dir) / "compiled" / _key(lowered, request)
     if not (folder / "result.json").exists():
-        _compile(lowered, request, where, folder, timeout)
-    return _read(folder, lowered, where, model_flops, exchange)
+        _compile(lowered, request, target, folder)
 
-
-def _read(
-    folder: Path, lowered: Lowered, where: Topology, model_flops: float | None, exchange: str | None
-) -> CompileReport:
     def text(name: str) -> str:
         path = folder / f"{name}.gz"
         return gzip.decompress(path.read_bytes()).decode() if path.exists() else ""
 
     result = json.loads((folder / "result.json").read_text())
-    return make_report(
-        lowered, where, result, text("optimised.hlo"), text("buffers.txt"), model_flops=model_flops, exchange=exchange
-    )
+    return make_report(lowered, where, result, text("optimised.hlo"), text("buffers.txt"), expected or Expected())
 
 
-def _check_size(lowered: Lowered, where: Topology) -> None:
-    size = 1
-    for axis in lowered.mesh.values():
-        size *= axis
+def _check_size(lowered: Lowered, target: Target, where: Topology) -> None:
+    size = math.prod(lowered.mesh.values())
     if size != where.devices:
         raise UserError(
-            asked=f"{where.slices} × {where.name}, {where.devices} chips",
+            asked=f"{target.name}, {where.devices} chips",
             found=f"a step lowered for a mesh of {size}: {lowered.mesh}",
             why="each chip is one position of the mesh",
             instead=f"a mesh of {where.devices} devices, or a topology of {size} chips",
         )
 
 
-def _dcn_factors(mesh: dict[str, int], slices: int, dcn: dict[str, int] | None) -> dict[str, int]:
-    """How many slices each axis spans; the outermost axes, which communicate least, take them unless told."""
+def _dcn_factors(mesh: dict[str, int], target: Target) -> dict[str, int]:
+    """How many slices each axis spans; unless told, the outermost axes, which communicate least, span them."""
+    dcn, slices = target.dcn, target.slices
     if dcn is None:
         dcn, left = {}, slices
         for axis, size in mesh.items():
@@ -127,7 +130,7 @@ def _dcn_factors(mesh: dict[str, int], slices: int, dcn: dict[str, int] | None) 
 
 
 def libtpu_version() -> str:
-    """The installed libtpu's version.
+    """The version of the libtpu that is installed.
 
     Raises:
         UserError: there is none.
@@ -144,49 +147,47 @@ def libtpu_version() -> str:
 
 
 def _key(lowered: Lowered, request: dict[str, Any]) -> str:
+    """A name for all that the compiler's result depends on."""
     versions = [_FORMAT, libtpu_version(), importlib.metadata.version("jaxlib")]
-    digest = hashlib.sha256(json.dumps([versions, request]).encode())
-    # without the metadata, which tells files and lines of ours: those change when the step does not
+    key = hashlib.sha256(json.dumps([versions, request]).encode())
+    # Without metadata: it holds files and lines of ours, which change when the step does not.
+    # Semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1.
     options = xla_client._xla.HloPrintOptions.short_parsable()
     options.print_large_constants = True
     try:
-        digest.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
-    except RuntimeError:  # no HLO: the child will say so
-        digest.update(lowered.hlo)
-    return digest.hexdigest()[:32]
+        key.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
+    except RuntimeError:  # this is no HLO: the compiling process will say so
+        key.update(lowered.hlo)
+    return key.hexdigest()[:32]
 
 
-def _compile(lowered: Lowered, request: dict[str, Any], where: Topology, folder: Path, timeout: float) -> None:
-    """Run the child and put what it leaves into ``folder``, in one piece."""
+def _compile(lowered: Lowered, request: dict[str, Any], target: Target, folder: Path) -> None:
+    """Runs the compiling process and puts what it leaves into ``folder``, in one piece."""
+    shutil.rmtree(folder, ignore_errors=True)  # if it is there, it has lost its result
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".working-") as name:
         work = Path(name)
         (work / "step.hlo.pb").write_bytes(lowered.hlo)
         (work / "request.json").write_text(json.dumps(request))
         began = time.monotonic()
-        ended = _run(work, timeout)
+        ended = _run(work, target.timeout)
         if not (work / "result.json").exists():
-            raise _failure(ended, work, where, timeout, request["flags"])
+            raise _no_result(ended, (work / "log").read_text(errors="replace"), target)
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
-            raise _failure(ended, work, where, timeout, request["flags"], result["error"])
+            raise _failure(target, ["the TPU compiler refused it", *_said(result["error"])[:_LINES_SHOWN]])
         result["wall_seconds"] = time.monotonic() - began
         (work / "result.json").write_text(json.dumps(result))
-        done = work / "done"
-        done.mkdir()
+        made = work / folder.name
+        made.mkdir()
         for kept in _NAMES:
             if (work / kept).exists():
-                (work / kept).rename(done / kept)
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            done.rename(folder)
-        except OSError:
-            if not (folder / "result.json").exists():  # else another process was faster, with the same
-                raise
+                (work / kept).rename(made / kept)
+        publish(made, folder)
 
 
 def _run(work: Path, timeout: float) -> int | None:
-    """The child's exit status, None if it was killed for taking longer than ``timeout`` seconds."""
+    """The exit status of the compiling process; None if it was killed for taking longer than ``timeout`` seconds."""
     environment = {
         **os.environ,
         # one device of the host will do: the chips are described, not there
@@ -218,27 +219,27 @@ def _run(work: Path, timeout: float) -> int | None:
                 child.wait()
 
 
-def _failure(
-    ended: int | None, work: Path, where: Topology, timeout: float, flags: list[tuple[str, str]], error: str = ""
-) -> UserError:
-    lines = (error or (work / "log").read_text(errors="replace")).strip().splitlines()
-    lines = [
-        line for line in lines if line.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", line)
-    ]
-    if error:
-        shown, how = lines[:_LAST_LINES], "the TPU compiler refused it"
-    else:
-        shown = lines[-_LAST_LINES:]
-        if ended is None:
-            how = f"no result after {timeout:g} s; the compiler was killed"
-        else:
-            how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
-    found = "\n           ".join([how, *(line[:300] for line in shown)])
+def _no_result(ended: int | None, log: str, target: Target) -> UserError:
+    """Says how the compiling process ended, with the last lines of its log."""
+    last = _said(log)[-_LINES_SHOWN:]
+    if ended is None:
+        how = f"no result after {target.timeout:g} s; the compiler was killed"
+        return _failure(target, [how, *last], instead="a longer timeout, or a smaller model first")
+    how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
+    return _failure(target, [how, *last])
+
+
+def _said(text: str) -> list[str]:
+    """Its lines, without warnings, information and empty ones."""
+    lines = text.strip().splitlines()
+    return [x for x in lines if x.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", x)]
+
+
+def _failure(target: Target, lines: list[str], instead: str = "") -> UserError:
+    unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
     return UserError(
-        asked=f"compiling the step for {where.slices} × {where.name}" + (f" with {dict(flags)}" if flags else ""),
-        found=found,
+        asked=f"compiling the step for {target.name}" + (f" with {target.flags}" if target.flags else ""),
+        found="\n           ".join(line[:300] for line in lines),
         why="without its result there is no telling what the step takes on this TPU",
-        instead="a longer timeout, or a smaller model first"
-        if ended is None
-        else "see the last lines above" + ("; flags that this chip does not know are refused by name" if flags else ""),
+        instead=instead or f"see the last lines above{unknown}",
     )

@@ -1,7 +1,8 @@
-"""The process that loads libtpu: ``python -m trainer.compile.libtpu_process FOLDER PARENT``. Only trainer.compile.libtpu starts it.
+"""The process that loads libtpu; only trainer.compile.libtpu starts it.
 
-It reads ``step.hlo.pb`` and ``request.json``, and leaves ``result.json`` (memory sizes in bytes, CPU seconds, or the
-compiler's error), ``optimised.hlo.gz`` and ``buffers.txt.gz`` (the compiler's list of what lives at the peak).
+``python -m trainer.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and
+leaves there ``result.json`` (memory sizes in bytes and CPU seconds, or the compiler's error), ``optimised.hlo.gz`` and
+``buffers.txt.gz`` (the allocations, and the buffers alive at the peak). It ends when the process PARENT does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 
 import jax
 import numpy as np
+
+# semi-private: jax/_src/compiler.py, interpreters/mlir.py and lib/__init__.py, jax 0.7.1; no public call compiles HLO
+# that is not jax's own
 from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
@@ -29,8 +33,9 @@ _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def main(folder: Path) -> None:
+    """Compiles what is in ``folder`` and leaves the result there."""
     request = json.loads((folder / "request.json").read_text())
-    module = _annotated((folder / "step.hlo.pb").read_bytes(), request)
+    module = annotated((folder / "step.hlo.pb").read_bytes(), request)
     devices = _devices(request)
     result: dict[str, Any] = {}
     try:
@@ -52,8 +57,9 @@ def main(folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def _annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
-    """The module as MLIR bytecode, its parameters and results with their shardings, donated ones with the output."""
+def annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
+    """The module as MLIR bytecode, with the shardings of its parameters and results, and what is donated to which."""
+    # semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
@@ -72,7 +78,7 @@ def _annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
-    """The topology's devices in mesh order: as torch_xla's HybridMesh lays a mesh on a real slice."""
+    """The topology's devices in mesh order, laid out as torch_xla's HybridMesh lays a mesh on a real slice."""
     name, options = request["topology"]
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     described = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)
@@ -98,27 +104,24 @@ def _compile(module: bytes, devices: list[Any], flags: list[tuple[str, str]]) ->
 
 
 def _dumped(folder: Path, ending: str) -> str:
-    """The last file that libtpu dumped of this ending, empty if there is none."""
+    """The text of the last file with this ending that libtpu dumped, empty if there is none."""
     found = sorted((folder / "dump").glob(f"module_*{ending}"))
     return found[-1].read_text(errors="replace") if found else ""
 
 
 def _buffers(assignment: str) -> str:
-    """Of the buffer assignment: the allocations, and the buffers in HBM that are alive at the peak, with sizes."""
-    allocations, in_hbm, current = [], set(), False
+    """The lines of a dumped buffer assignment that count: allocations, and the buffers in HBM alive at the peak."""
+    allocations, in_hbm, hbm = [], set(), False
     for line in assignment.splitlines():
         if line.startswith("allocation "):
             allocations.append(line)
-            current = "color " not in line  # the others are in VMEM, on the host, …
-        elif current and (value := re.match(r" value: <\d+ (\S+) @", line)):
+            hbm = "color " not in line  # an allocation with a color is in VMEM, on the host, …
+        elif hbm and (value := re.match(r" value: <\d+ (\S+) @", line)):
             in_hbm.add(value[1].removesuffix("{}"))
     peak = re.search(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n)*)", assignment, re.MULTILINE)
-    alive = [line for line in (peak[1].splitlines() if peak else ()) if _buffer(line) in in_hbm]
+    lines = peak[1].splitlines() if peak else []
+    alive = [line for line in lines if line.split(":")[0].strip().removesuffix("{}") in in_hbm]
     return "\n".join([*allocations, "peak:", *alive])
-
-
-def _buffer(line: str) -> str:
-    return line.split(":")[0].strip().removesuffix("{}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -126,9 +129,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A parent that is killed can't kill its child: Linux does, where it is asked to."""
+    """Has Linux kill this process when its parent ends, for a parent that is killed can't do so itself."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it was too late to ask
+    if os.getppid() != parent:  # it ended before Linux was asked
         sys.exit("the parent is gone")
 
 

@@ -1,7 +1,7 @@
 """The training step without weights: placeholders → HLO with the plan's shardings.
 
-The step is the very one that `Trainer` runs (:func:`trainer.step.build.build`), on an abstract mesh: its tensors have
-shapes and layouts and no data, so a model of any size is lowered in seconds, in the memory of its graph.
+The step is the one that `Trainer` runs (:func:`trainer.step.build.build`), on an abstract mesh. Its tensors have shapes
+and layouts but no data, so a model of any size is lowered in seconds, in the memory of its graph.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from dataclasses import dataclass
 
 import torch
 import torch_xla
-from transformers import PretrainedConfig
 
 from models import jax_call
-from models.scan import DecoderLayers
-from trainer.arguments import TrainingArguments
-from trainer.layout.partition import PartitionSpec
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Recipe
-from trainer.model import meta_model
-from trainer.step.build import build
+from models.layers import DecoderLayers
+from trainer.job import Job
+from trainer.layout.partition import PartitionSpec, axes_of
+from trainer.step.build import Built, build
 from trainer.step.train_step import MOMENTS
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.mesh import AbstractMesh
@@ -31,14 +27,14 @@ from trainer.xla.runtime import init_runtime
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of the lowered step's HLO, in order.
+    """One parameter of the lowered step's HLO.
 
     Args:
-        name: as the recipe says it, ``model.layers.*.mlp.experts.gate_up_proj``, its moments with " first moment", ….
+        name: as the recipe has it, ``model.layers.*.mlp.experts.gate_up_proj``; a moment has " first moment" behind it.
         kind: ``weights``, ``optimizer``, ``batch`` or ``other``.
         shape: global.
         sharding: HLO's text, ``{devices=[8,1]<=[8]}`` or ``{replicated}``.
-        output: the output that takes its place in memory; None: not donated.
+        output: number of the output that takes its place in memory; None: it is not donated.
     """
 
     name: str
@@ -55,9 +51,10 @@ class Lowered:
 
     Args:
         hlo: a serialised HloModuleProto.
-        outputs: each output's sharding, HLO's text.
+        arguments: its parameters, in order.
+        outputs: each output's sharding, in HLO's text.
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
-        layers: how often the loops over the layer stack run.
+        layers: how often the loop over the layer stack runs.
     """
 
     hlo: bytes
@@ -67,80 +64,72 @@ class Lowered:
     layers: int
 
 
-def lower(
-    recipe: Recipe, args: TrainingArguments, config: PretrainedConfig, plan: ShardingPlan, *, platform: str = "tpu"
-) -> Lowered:
-    """The train step of ``recipe`` and ``args`` on the devices of ``plan``, as HLO.
+def lower(job: Job, *, platform: str = "tpu") -> Lowered:
+    """The job's train step as HLO.
 
     Args:
-        plan: of the plain model, as `make_plan` gives it.
         platform: what kernels are chosen and lowered for: ``tpu`` or ``cpu``.
-
-    Raises:
-        UserError: the recipe's compute policy does not fit the model.
     """
     init_runtime()
     # autograd asks the device for its context, which only a first computation makes
     torch.ones(1, device=torch_xla.device()).cpu()
-    mesh = AbstractMesh(plan.mesh)
+    mesh = AbstractMesh(job.plan.mesh)
     try:
-        return _lower(recipe, args, config, plan, mesh, platform)
+        return _lower(job, mesh, platform)
     finally:
-        # Tensors without data must not outlive this, for a sync of all that is lazy would try to compute them: kernels
-        # bound to the mesh stay registered and keep it, and reference cycles keep the model.
+        # Tensors without data must not outlive this: a sync of all lazy tensors would try to compute them. The mesh
+        # remembers some, and reference cycles keep the model.
         mesh.placed.clear()
         gc.collect()
 
 
-def _lower(
-    recipe: Recipe,
-    args: TrainingArguments,
-    config: PretrainedConfig,
-    plan: ShardingPlan,
-    mesh: AbstractMesh,
-    platform: str,
-) -> Lowered:
-    names = ["input_ids", "labels", *(("segment_ids", "position_ids") if args.isolate_documents else ())]
-    rows = args.per_device_train_batch_size * plan.batch_shards * args.gradient_accumulation_steps
-    batch = {name: torch.empty(rows, args.sequence_length, dtype=torch.int64, device="meta") for name in names}
+def _lower(job: Job, mesh: AbstractMesh, platform: str) -> Lowered:
+    names = ["input_ids", "labels", *(("segment_ids", "position_ids") if job.args.isolate_documents else ())]
+    shape = (job.rows, job.args.sequence_length)
+    batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
     with jax_call.lowering_for(platform):
-        built = build(recipe, args, config, plan, mesh, state_dict_weights(meta_model(config).state_dict()))
+        built = build(job, mesh, state_dict_weights(job.model.state_dict()))
         built.step.trace(batch, step=1, learning_rate=1.0)
         state = built.step.state
+        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
         context = torch_xla._XLAC.lowering.LoweringContext("train_step")
         context.build(list(state.values()))
-    hlo = context.hlo()
-    known = {context.tensor_parameter_id(placeholder.tensor): placeholder for placeholder in mesh.placed}
-    outputs = {name: index for index, name in enumerate(state)}
+    outputs = {name: number for number, name in enumerate(state)}
+    known = {context.tensor_parameter_id(placeholder.tensor): placeholder.name for placeholder in mesh.placed}
     specs = {placeholder.name: placeholder.spec for placeholder in mesh.placed}
+    hlo = context.hlo()
     arguments = []
-    for number, shape in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
-        name = known[number].name if number in known else "a constant"
-        spec = specs.get(name, (None,) * len(shape.dimensions()))
+    for number, parameter in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
+        name, dimensions = known.get(number, "a constant"), tuple(parameter.dimensions())
+        spec = specs.get(name, (None,) * len(dimensions))
         arguments.append(
             Argument(
                 name=name,
-                kind=_kind(name, built.parameters.keys(), batch.keys()),
-                shape=tuple(shape.dimensions()),
-                dtype=str(shape.numpy_dtype()),
-                sharding=sharding_text(plan.mesh, spec),
+                kind=_kind(name, built.placed.parameters.keys(), batch.keys()),
+                shape=dimensions,
+                dtype=str(parameter.numpy_dtype()),
+                sharding=sharding_text(job.plan.mesh, spec),
                 output=outputs.get(name),
             )
         )
-    stacks = [module for module in built.model.modules() if isinstance(module, DecoderLayers)]
     return Lowered(
         hlo=hlo,
         arguments=tuple(arguments),
-        outputs=tuple(sharding_text(plan.mesh, specs[name]) for name in state),
-        mesh=dict(plan.mesh),
-        layers=next((stack.count for stack in stacks if stack.count), 1),
+        outputs=tuple(sharding_text(job.plan.mesh, specs[name]) for name in state),
+        mesh=dict(job.plan.mesh),
+        layers=_layers(built),
     )
 
 
+def _layers(built: Built) -> int:
+    stacks = [module for module in built.model.modules() if isinstance(module, DecoderLayers)]
+    return next((stack.count for stack in stacks if stack.count), 1)
+
+
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
-    """What ``spec`` means on ``mesh``, in HLO's own notation."""
+    """The sharding that ``spec`` means on ``mesh``, in HLO's own notation."""
     axes = [axis for axis, size in mesh.items() if size > 1]
-    groups = [() if named is None else (named,) if isinstance(named, str) else named for named in spec]
+    groups = [axes_of(entry) for entry in spec]
     sharded = [axis for group in groups for axis in group if axis in axes]
     if not sharded:
         return "{replicated}"
@@ -150,7 +139,7 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     if copies > 1:
         tiles.append(copies)
     order = f"[{math.prod(mesh[axis] for axis in axes)}]"
-    # Only where it says something: of a result's sharding that ends in `<=[8]T(0)` MLIR makes {replicated}, silently.
+    # Transposed only where the order differs: MLIR silently makes {replicated} of a result's `<=[8]T(0)`.
     if [*sharded, *rest] != axes:
         transposed = ",".join(str(axes.index(axis)) for axis in [*sharded, *rest])
         order = f"[{','.join(str(mesh[axis]) for axis in axes)}]T({transposed})"

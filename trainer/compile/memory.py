@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.compile.hlo.collectives import module_of
 from trainer.compile.hlo.text import Computation, Instruction, Module, leaves
 from trainer.compile.lowering import Lowered
+from trainer.report.units import parse_size
 
-LARGEST = 20
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+LARGEST = 20  # buffers in a report
+_LOOK_BACK = 8  # instructions back from a buffer, at most, to one whose metadata names a module
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _ALIVE = re.compile(r"^ +(\S+?)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
 
@@ -31,14 +32,15 @@ class Sizes:
     """Bytes a chip.
 
     Args:
-        peak_bytes: the most that is alive at once, by the compiler; where it does not fit, what it would have to hold.
-        required_bytes: what must be free to load and run it: arguments, outputs that replace none, the heap of
-            temporaries with its gaps. The compiler refuses a step by this number.
+        peak_bytes: the most that is alive at once, by the compiler; if the step does not fit, ``required_bytes``.
+        required_bytes: what must be free to load and run the step: arguments, outputs that take no argument's place,
+            and the heap of temporaries with its gaps. By this number the compiler refuses a step.
         argument_bytes: weights_bytes + optimizer_bytes + batch_bytes + other_bytes.
         alias_bytes: of outputs that take the place of arguments.
         temp_bytes: the heap of temporaries.
-        compiler_temp_bytes: `temp` as the compiler's statistics give it, which can exceed the heap.
-        host_temp_bytes: offloaded.
+        compiler_temp_bytes: temporaries by the compiler's statistics, which can exceed the heap.
+        host_temp_bytes: temporaries in the host's memory (offloaded).
+        host_argument_bytes: arguments in the host's memory.
     """
 
     peak_bytes: int
@@ -58,21 +60,30 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Memory(Sizes):
-    """Sizes, and what an error told.
+class Memory:
+    """The sizes of a step, and what the error told if it does not fit.
 
     Args:
-        limit: what the compiler said a chip has for a program, 0 if it did not say.
+        limit: what the compiler said a program can use of the chip's HBM, 0 if it did not say.
         refused: the largest buffers of a step that does not fit.
     """
 
-    limit: int
-    refused: tuple[Buffer, ...]
+    sizes: Sizes
+    limit: int = 0
+    refused: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler's refusal, in bytes; what it did not say is 0."""
+    """The compiler's refusal, in bytes; what it did not say is 0.
+
+    Args:
+        used: what the step would take in all.
+        limit: what a program can use.
+        program: temporaries.
+        shared: of outputs that take the place of arguments.
+        buffers: the largest, in the compiler's order.
+    """
 
     used: int
     limit: int
@@ -83,61 +94,70 @@ class OutOfMemory:
     buffers: tuple[Buffer, ...]
 
 
-def memory_of(result: dict, buffers: str, lowered: Lowered) -> Memory:
-    """Sizes of a step that fits or, from the error, of one that does not.
+def memory_of(result: dict[str, Any], buffers: str, lowered: Lowered) -> Memory:
+    """The memory of a step: from statistics if it fits, from the error if not.
 
     Args:
-        result: of the compiling process: its statistics, or ``error``.
-        buffers: its allocations.
+        result: what the compiling process left: statistics, or ``error``.
+        buffers: the allocations that it left.
     """
     heap, kinds = _assigned(buffers, lowered)
-    arguments = sum(kinds.values())
     if "error" in result:
         refusal = parse_out_of_memory(result["error"])
-        arguments = max(arguments, refusal.arguments)
-        temp = max(heap, refusal.program)
-        kept = refusal.outputs - refusal.shared
-        required = max(temp + arguments + kept, refusal.used)
-        peak, compiler_temp, code, host_temp, host_arguments = required, refusal.program, 0, 0, 0
-        outputs, alias, limit, refused = refusal.outputs, refusal.shared, refusal.limit, refusal.buffers
-    else:
-        arguments = result["argument"]
-        outputs, alias = result["output"], result["alias"]
-        compiler_temp = result["temp"]
-        temp = heap or compiler_temp
-        required = arguments + temp + max(outputs - alias, 0)
-        peak, code = result["peak"], result["generated_code"]
-        if result["host_temp"]:  # the statistic counts what is on the host too
-            peak = required
-        required = max(peak, required)
-        host_temp, host_arguments = result["host_temp"], result["host_argument"]
-        limit, refused = 0, ()
-    return Memory(
+        return Memory(_refused_sizes(refusal, heap, kinds), refusal.limit, refusal.buffers)
+    arguments, outputs, alias = result["argument"], result["output"], result["alias"]
+    temp = heap or result["temp"]
+    required = arguments + temp + max(outputs - alias, 0)
+    # with temporaries on the host the compiler's peak counts those too
+    peak = required if result["host_temp"] else result["peak"]
+    sizes = Sizes(
         peak_bytes=peak,
-        required_bytes=required,
+        required_bytes=max(peak, required),
         argument_bytes=arguments,
-        weights_bytes=kinds["weights"],
-        optimizer_bytes=kinds["optimizer"],
-        batch_bytes=kinds["batch"],
-        other_bytes=arguments - kinds["weights"] - kinds["optimizer"] - kinds["batch"],
+        **_by_kind(kinds, arguments),
         output_bytes=outputs,
         alias_bytes=alias,
         temp_bytes=temp,
-        compiler_temp_bytes=compiler_temp,
-        code_bytes=code,
-        host_temp_bytes=host_temp,
-        host_argument_bytes=host_arguments,
-        limit=limit,
-        refused=refused,
+        compiler_temp_bytes=result["temp"],
+        code_bytes=result["generated_code"],
+        host_temp_bytes=result["host_temp"],
+        host_argument_bytes=result["host_argument"],
+    )
+    return Memory(sizes)
+
+
+def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> Sizes:
+    """The larger of what the error says, in numbers that it rounds, and what was allocated before it."""
+    arguments = max(sum(kinds.values()), refusal.arguments)
+    temp = max(heap, refusal.program)
+    required = max(temp + arguments + refusal.outputs - refusal.shared, refusal.used)
+    return Sizes(
+        peak_bytes=required,
+        required_bytes=required,
+        argument_bytes=arguments,
+        **_by_kind(kinds, arguments),
+        output_bytes=refusal.outputs,
+        alias_bytes=refusal.shared,
+        temp_bytes=temp,
+        compiler_temp_bytes=refusal.program,
+        code_bytes=0,
+        host_temp_bytes=0,
+        host_argument_bytes=0,
     )
 
 
+def _by_kind(kinds: dict[str, int], arguments: int) -> dict[str, int]:
+    """The fields of `Sizes` that divide ``arguments`` bytes by kind; what no allocation tells is ``other_bytes``."""
+    told = {kind: kinds[kind] for kind in ("weights", "optimizer", "batch")}
+    return {f"{kind}_bytes": count for kind, count in (told | {"other": arguments - sum(told.values())}).items()}
+
+
 def _assigned(buffers: str, lowered: Lowered) -> tuple[int, dict[str, int]]:
-    """(bytes of the temporaries' heap in HBM, bytes of arguments by kind); only HBM, which has no color."""
+    """(bytes of the temporaries' heap, bytes of arguments by kind), both in HBM."""
     kinds = {"weights": 0, "optimizer": 0, "batch": 0, "other": 0}
     heap = 0
     for size, rest in _ALLOCATION.findall(buffers):
-        if "color " in rest:
+        if "color " in rest:  # another memory: HBM has no color
             continue
         parameter = re.search(r"parameter (\d+)", rest)
         if parameter and int(parameter[1]) < len(lowered.arguments):
@@ -148,7 +168,7 @@ def _assigned(buffers: str, lowered: Lowered) -> tuple[int, dict[str, int]]:
 
 
 def largest_buffers(lowered: Lowered, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
-    """The largest in HBM of those alive at the peak."""
+    """The largest in HBM of those alive at the peak; none without a module."""
     if module is None:
         return ()
     homes = {i.name: (computation, i) for computation in module.computations.values() for i in computation.instructions}
@@ -166,8 +186,8 @@ def largest_buffers(lowered: Lowered, module: Module | None, buffers: str) -> tu
 
 
 def _owner(lowered: Lowered, module: Module, home: Computation, instruction: Instruction | None) -> str:
-    """The module of an instruction's metadata, or the argument that it is; without, what it was made from."""
-    for _ in range(8):
+    """The module that an instruction's metadata names, or the argument that it is; else those of its first operand."""
+    for _ in range(_LOOK_BACK):
         if instruction is None:
             break
         if instruction.opcode == "parameter":
@@ -184,9 +204,9 @@ def is_out_of_hbm(error: str) -> bool:
 
 
 def parse_out_of_memory(message: str) -> OutOfMemory:
-    """Read libtpu's RESOURCE_EXHAUSTED, in either form: a table of allocations, or the one allocation that failed.
+    """Reads libtpu's RESOURCE_EXHAUSTED in either form: a table of allocations, or the one allocation that failed.
 
-    Sizes have two decimals, so they are good to a hundredth of their unit.
+    The table's sizes have two decimals, so they are good to a hundredth of their unit.
     """
     used = re.search(r"Used (\S+) of (\S+) hbm", message)
     single = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", message)
@@ -199,36 +219,34 @@ def parse_out_of_memory(message: str) -> OutOfMemory:
         return OutOfMemory(size, int(single[2]), size, 0, 0, 0, (buffer,))
     outputs = re.search(r"Output size (\S+); shares (\S+) with arguments", message)
     return OutOfMemory(
-        used=_bytes(used[1]) if used else 0,
-        limit=_bytes(used[2]) if used else 0,
-        program=_line(message, "program"),
-        arguments=_line(message, "arguments"),
-        outputs=_bytes(outputs[1]) if outputs else 0,
-        shared=_bytes(outputs[2].rstrip(".")) if outputs else 0,
-        buffers=tuple(_refused(block) for block in re.split(r"\n\s+\d+\. Size: ", message)[1:]),
+        used=parse_size(used[1]) if used else 0,
+        limit=parse_size(used[2]) if used else 0,
+        program=_row(message, "program"),
+        arguments=_row(message, "arguments"),
+        outputs=parse_size(outputs[1]) if outputs else 0,
+        shared=parse_size(outputs[2].rstrip(".")) if outputs else 0,
+        buffers=tuple(_listed(block) for block in re.split(r"\n\s+\d+\. Size: ", message)[1:]),
     )
 
 
-def _refused(block: str) -> Buffer:
+def _listed(block: str) -> Buffer:
+    """A buffer from its paragraph in the message."""
+
     def field(pattern: str) -> str:
         match = re.search(pattern, block)
         return match[1] if match else ""
 
     name = field(r"XLA label: (.+?)(?: =|\n|$)")
     module = module_of(field(r'op_name="([^"]*)"'))
-    return Buffer(_bytes(block.split()[0]), _bare(field(r"Shape: (\S+)")), module or name, name)
+    return Buffer(parse_size(block.split()[0]), _bare(field(r"Shape: (\S+)")), module or name, name)
 
 
-def _line(message: str, what: str) -> int:
+def _row(message: str, what: str) -> int:
+    """Bytes in the row ``what`` of the message's table, 0 if it has none."""
     match = re.search(rf"^\s+{what}\s+(\S+)\s*$", message, re.MULTILINE)
-    return _bytes(match[1]) if match else 0
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([\d.]+)([BKMGT]?)", text)
-    return math.ceil(float(match[1]) * _UNITS[match[2]]) if match else 0
+    return parse_size(match[1]) if match else 0
 
 
 def _bare(shape: str) -> str:
-    """Without layouts."""
+    """A shape's text without layouts."""
     return ", ".join(map(str, leaves(shape))) or shape

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console
 
@@ -14,9 +16,11 @@ from trainer.compile.report import CompileReport
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
 from trainer.report.units import size
-from trainer.xla.chips import find_topology
 
 _MOST_TRIES = 12  # of batch sizes: minutes each
+# makes a neighbour, or raises the UserError that says why there is none
+Neighbour = Callable[[], CompileJob]
+
 _REMAT = ("none", "save_matmuls", "full", "offload")
 
 
@@ -52,30 +56,30 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
     console.print("\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
     tried: list[Tried] = []
 
-    def attempt(what: str, other: CompileJob) -> Tried:
+    def attempt(what: str, neighbour: Neighbour) -> Tried:
         with console.status(f"compiling {what} …"):
-            result = _try(what, other)
+            result = _try(what, neighbour)
         tried.append(result)
         name, fits, *rest = result.cells
         console.print(f"{name}: {'fits' if fits == 'yes' else fits}: " + ", ".join(filter(None, rest)), highlight=False)
         return result
 
     if not report.fits:
-        for what, other in (*_other_remats(job), *_other_meshes(job)):
-            attempt(what, other)
+        for what, neighbour in (*_other_remats(job), *_other_meshes(job)):
+            attempt(what, neighbour)
     limit = report.chip_hbm_bytes
 
     def needed(result: CompileReport | Tried) -> float | None:
-        """What it requires, on the side of the limit where the compiler's verdict is: its messages round."""
+        """Bytes that it requires. The compiler rounds them in its messages, so its verdict decides near the limit."""
         if result.required_bytes is None:
             return None
         return min(result.required_bytes, limit) if result.fits else max(result.required_bytes, limit + 1)
 
     most = largest_batch(
         report.argument_bytes,
-        {job.args.per_device_train_batch_size: needed(report) or 0},
+        {job.job.args.per_device_train_batch_size: needed(report) or 0},
         limit,
-        lambda rows: needed(attempt(f"{rows} rows a device", _with_batch(job, rows))),
+        lambda rows: needed(attempt(f"{rows} rows a device", lambda: _with_batch(job, rows))),
     )
     console.print(
         f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
@@ -84,13 +88,13 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
     return tried, most
 
 
-def _try(what: str, job: CompileJob) -> Tried:
+def _try(what: str, neighbour: Neighbour) -> Tried:
     try:
-        found = job.compile()
+        other = neighbour()
+        found = other.compile()
     except UserError as error:
         return Tried(what, refused=str(error.found))
-    tokens = job.args.per_device_train_batch_size * job.args.sequence_length * job.args.gradient_accumulation_steps
-    cycles = found.estimated_cycles / tokens if found.fits else None
+    cycles = found.estimated_cycles / (other.job.tokens / other.job.plan.batch_shards) if found.fits else None
     return Tried(what, found.fits, found.required_bytes, cycles, found.wall_seconds)
 
 
@@ -99,9 +103,9 @@ def largest_batch(
 ) -> int:
     """The largest batch a device that was seen to fit; 0: not even one row.
 
-    Memory is close to linear in the batch, but not near the limit, where the compiler spends time to save some. So the
-    next to try is where a line meets the limit; an eighth more, as long as all fits; the middle, after a try that left
-    more than half of what was open.
+    Memory is close to linear in the batch, except near the limit, where the compiler spends time to save some. So the
+    next batch to try is where a line through the known sizes meets the limit, or an eighth more as long as everything
+    fits. After a try that left more than half of the open range, the next is the middle of what is left.
 
     Args:
         arguments: bytes that any batch requires.
@@ -134,22 +138,28 @@ def largest_batch(
 
 
 def _with_batch(job: CompileJob, batch: int) -> CompileJob:
-    return replace(job, args=replace(job.args, per_device_train_batch_size=batch))
+    args = replace(job.job.args, per_device_train_batch_size=batch)
+    return replace(job, job=replace(job.job, args=args))
 
 
-def _other_remats(job: CompileJob) -> Iterator[tuple[str, CompileJob]]:
+def _with_recipe(job: CompileJob, **changes: Any) -> CompileJob:
+    return replace(job, job=replace(job.job, recipe=replace(job.job.recipe, **changes)))
+
+
+def _other_remats(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
+    compute = job.job.recipe.compute
     for remat in _REMAT:
-        if remat != job.recipe.compute.remat:
-            recipe = replace(job.recipe, compute=replace(job.recipe.compute, remat=remat))
-            yield f"remat {remat}", replace(job, recipe=recipe)
+        if remat != compute.remat:
+            changed = replace(compute, remat=remat)
+            yield f"remat {remat}", functools.partial(_with_recipe, job, compute=changed)
 
 
-def _other_meshes(job: CompileJob) -> Iterator[tuple[str, CompileJob]]:
-    """A factor of two moved from one axis to another, within a slice."""
-    mesh = job.recipe.mesh
-    sizes = mesh.ici_sizes(find_topology(str(job.options.topology), job.options.slices).devices)
+def _other_meshes(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
+    """Meshes with a factor of two moved from one axis to another, within a slice."""
+    mesh = job.job.recipe.mesh
+    sizes = mesh.ici_sizes(job.job.devices)
     for giver, taker in itertools.permutations(sizes, 2):
         if sizes[giver] % 2 == 0:
             moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
-            recipe = replace(job.recipe, mesh=Mesh(dcn=mesh.dcn, **moved))
-            yield "mesh " + " × ".join(f"{axis}={n}" for axis, n in moved.items()), replace(job, recipe=recipe)
+            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in moved.items())
+            yield what, functools.partial(_with_recipe, job, mesh=Mesh(dcn=mesh.dcn, **moved))

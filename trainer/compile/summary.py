@@ -1,26 +1,26 @@
-"""A CompileReport in words and rows: what terminal and page both show."""
+"""A compile report in words and rows of text: what the terminal and the page both show."""
 
 from __future__ import annotations
 
-from trainer.compile.report import CollectiveLine, CompileReport
+from trainer.compile.attribution import CollectiveLine
+from trainer.compile.report import CompileReport
 from trainer.report.units import size
 
 ESTIMATE = "An estimate from the compiled program and the chip's peaks: nothing ran."
-ROOFS = {
+ROOFS = {  # what each of `Roofline.times` divides by what
     "compute": "FLOPs ÷ peak bf16 FLOP/s",
     "hbm": "HBM bytes ÷ HBM bandwidth",
     "ici": "bytes sent ÷ bandwidth of all ICI links",
     "dcn": "bytes sent between slices ÷ DCN bandwidth",
     "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak, and what is sent with nothing beside it",
 }
-
-
+MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
 TRIED_HEADER = ("tried", "fits", "HBM a chip", "cycles a token", "compile")
 ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
 def verdict(report: CompileReport) -> str:
-    """One sentence: does it fit, and how much of a chip it takes."""
+    """Whether the step fits, and how much of a chip's HBM it takes."""
     word = "Fits" if report.fits else "Does not fit"
     share = report.required_bytes / report.chip_hbm_bytes
     used = f"{size(report.required_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
@@ -28,13 +28,14 @@ def verdict(report: CompileReport) -> str:
 
 
 def where_it_runs(report: CompileReport) -> str:
+    """The slices, how many chips they have, and the mesh."""
     slices = f"{report.slices} slices of " if report.slices > 1 else ""
     mesh = " × ".join(f"{axis}={n}" for axis, n in report.mesh.items())
     return f"{slices}{report.topology}, {report.devices} chips, mesh {mesh}"
 
 
 def memory_parts(report: CompileReport) -> list[tuple[str, int]]:
-    """What fills the HBM; adds up to what is required, or a little less."""
+    """(name, bytes) of what fills the HBM; together they are what the step requires."""
     parts = [
         ("weights", report.weights_bytes),
         ("optimizer state", report.optimizer_bytes),
@@ -43,22 +44,21 @@ def memory_parts(report: CompileReport) -> list[tuple[str, int]]:
         ("temporaries", report.temp_bytes),
         ("outputs of their own", max(report.output_bytes - report.alias_bytes, 0)),
     ]
-    rest = report.required_bytes - sum(n for _, n in parts)
+    rest = report.required_bytes - sum(part for _, part in parts)
     return [*parts, ("code and constants", max(rest, 0))]
 
 
 def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
+    """(what, how much) for everything that is neither a part of the HBM nor a table of its own."""
     roof = report.roofline
+    exposed = f"{size(report.exposed_bytes)} of it with nothing computed beside"
     facts = [
         ("peak alive at once", size(report.peak_bytes)),
         ("arguments", f"{size(report.argument_bytes)}, of which {size(report.alias_bytes)} are replaced in place"),
         ("on the host", size(report.host_temp_bytes + report.host_argument_bytes)),
         ("compiled in", f"{report.compile_seconds:,.0f} s of CPU, {report.wall_seconds:,.0f} s on the clock"),
         ("FLOPs", f"{report.flops:.3e}"),
-        (
-            "sent by a chip",
-            f"{size(report.wire_bytes)}, {size(report.exposed_bytes)} of it with nothing computed beside",
-        ),
+        ("sent by a chip", f"{size(report.wire_bytes)}, {exposed}"),
         ("step takes at least", f"{roof.seconds:,.3f} s, bound by {roof.bound} (estimate)"),
     ]
     if roof.mfu_bound is not None:
@@ -67,19 +67,13 @@ def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
         names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
         facts.append(("not in FLOPs and cycles", f"kernels that tell no FLOPs: {names}"))
     for name, trips in report.loops.items():
-        facts.append(
-            (
-                "depends on data",
-                f"a loop taken to run {trips} times: {name}" if trips != 1 else f"a loop taken to run once: {name}",
-            )
-        )
+        times = "once" if trips == 1 else f"{trips} times"
+        facts.append(("depends on data", f"a loop taken to run {times}: {name}"))
     return facts
 
 
-MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
-
-
 def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Cells under :data:`MODULE_HEADER`."""
     return [
         (f"{x.flops:.2e}", size(x.hbm_bytes), f"{x.cycles / max(report.estimated_cycles, 1):.1%}", x.module)
         for x in report.modules[: ROWS // 2]
@@ -87,16 +81,19 @@ def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
 
 
 def what_for(line: CollectiveLine) -> str:
+    """Whose collective it is, and in brackets what is moved: ``model.layers.*.mlp.experts (gradients)``."""
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
     return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose or "(not told)"
 
 
 def flag(line: CollectiveLine) -> str:
+    """A collective that should not be there, and why."""
     shape = line.shape if len(line.shape) < 60 else f"{line.shape[:60]} …"
     return f"{line.kind} of {shape} over {line.axis}, {size(line.bytes)} a step: {line.unplanned}"
 
 
 def by_axis(report: CompileReport) -> list[tuple[str, float]]:
+    """(mesh axis, bytes that a chip sends along it), the largest first."""
     total: dict[str, float] = {}
     for line in report.collectives:
         total[line.axis] = total.get(line.axis, 0.0) + line.wire_bytes

@@ -1,4 +1,4 @@
-"""A CompileReport on a terminal."""
+"""A compile report as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from trainer.report.units import size
 
 
 def print_report(report: CompileReport, console: Console) -> None:
-    """The report on a terminal: the verdict, what fills the HBM, the roofline, collectives, buffers."""
+    """Prints the verdict, what fills the HBM, the roofline, collectives, modules and the largest buffers."""
     console.print(Text(verdict(report), style="bold green" if report.fits else "bold red"))
     console.print(Text(where_it_runs(report)))
     facts = Table(show_header=False, box=None, pad_edge=False)
-    for what, number in [*((n, size(b)) for n, b in memory_parts(report) if b), *fact_rows(report)]:
-        facts.add_row(Text(what), Text(number))
+    for name, text in [*((name, size(part)) for name, part in memory_parts(report) if part), *fact_rows(report)]:
+        facts.add_row(Text(name), Text(text))
     console.print(facts)
     roofs = Table("roofline (estimate)", "seconds", "", box=None, pad_edge=False)
     for name, seconds in report.roofline.times.items():
-        roofs.add_row(
-            Text(ROOFS[name]), f"{seconds:,.4f}", "█" * round(30 * seconds / max(report.roofline.seconds, 1e-12))
-        )
+        bar = "█" * round(30 * seconds / max(report.roofline.seconds, 1e-12))
+        roofs.add_row(Text(ROOFS[name]), f"{seconds:,.4f}", bar)
     console.print(roofs)
     _print_table(
         console,

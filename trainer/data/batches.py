@@ -1,7 +1,7 @@
-"""Rows → batches of one fixed shape, and the cursor that says which comes next. Pure CPU.
+"""Rows → batches of one fixed shape, and the cursor that says which batch comes next. Pure CPU.
 
-The order of the rows is drawn by the seed and the epoch alone. A cursor counts the rows taken of it, so that it holds
-for any batch size and any number of processes.
+Seed and epoch alone draw the order of the rows. A cursor counts the rows that were taken in that order, so that it
+holds for any batch size and any number of processes.
 
 Shape legend: B rows in a batch, S tokens in a row.
 """
@@ -14,39 +14,40 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 
-from trainer.data.row_stream import RowStream, StreamOrder
-from trainer.data.rows import Order, StoredOrder, fingerprint
+from trainer.data.rows import Order, Rows, StoredRows
 from trainer.errors import UserError
 
-IGNORE = -100  # a label that torch's cross entropy, and so every transformers model, leaves out
+IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label
 Batch = dict[str, torch.Tensor]
 
 
 class TrainingBatches:
     """Batches without end, epoch after epoch: ``input_ids``, ``labels`` and the rows' other columns, int64 [B, S].
 
-    Every row comes once an epoch; rows that fill no batch at an epoch's end begin the next epoch's first. Labels are
-    the inputs (transformers shifts them by one inside the loss); -100 where a target would be another document's first.
+    Every row comes once an epoch. Rows that fill no batch at an epoch's end begin the first batch of the next. Labels
+    are the inputs (transformers shifts them by one inside the loss); where documents are isolated, the first token of
+    each further document in a row has -100.
 
-    A consumer that reads ahead keeps ``state_dict()``, called right after each ``next()``, beside the batch: it is the
-    cursor to store once that batch was trained on.
+    A consumer that reads ahead calls ``state_dict()`` right after each ``next()`` and keeps it beside the batch: it is
+    the cursor to store once that batch was trained on.
 
     Args:
         rows: stored rows, or a stream of them.
         batch_size: rows of the global batch.
         seed: draws the order of the rows.
-        process_index: which share of each global batch this process yields: rows
+        process_index: says which rows of each global batch this process yields:
             ``[process_index, process_index + 1) * batch_size / process_count``.
+        process_count: processes that share each global batch.
 
     Raises:
-        UserError: the rows don't fill one batch (a stream says so where it ends), or it can't be shared out.
+        UserError: the rows don't fill one batch (of a stream, ``next()`` raises it where the stream ends), or
+            ``process_count`` does not divide ``batch_size``.
     """
 
     def __init__(
         self,
-        rows: Dataset | RowStream,
+        rows: Rows,
         batch_size: int,
         *,
         seed: int,
@@ -61,10 +62,11 @@ class TrainingBatches:
                 instead=f"a global batch that {process_count} divides (--per_device_train_batch_size)",
             )
         self._rows, self._batch_size, self._seed = rows, batch_size, seed
-        self._data = rows.fingerprint if isinstance(rows, RowStream) else fingerprint(rows)
+        self._data = rows.fingerprint
         share = batch_size // process_count
         self._share = slice(process_index * share, (process_index + 1) * share)
-        self._start({"epoch": 0, "row": 0})
+        self._cursor: dict[str, Any] = {"epoch": 0, "row": 0}
+        self._order: Order = rows.order(seed, batch_size, self._cursor)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -80,7 +82,7 @@ class TrainingBatches:
 
     @property
     def epoch(self) -> float:
-        """Epochs done; of a stream, whose length is not known, whole ones."""
+        """Epochs done: a fraction, but of a stream, whose length is not known, whole epochs."""
         return self._order.epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,8 +110,9 @@ class TrainingBatches:
                 why="another seed draws another order: rows would be seen twice or never",
                 instead=f"--seed {cursor.get('seed')}",
             )
+        place = copy.deepcopy({name: cursor[name] for name in cursor if name not in ("seed", "data")})
         try:
-            self._start(copy.deepcopy({name: cursor[name] for name in cursor if name not in ("seed", "data")}))
+            self._order = self._rows.order(self._seed, self._batch_size, place)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 asked="to go on at a cursor of the data",
@@ -117,34 +120,27 @@ class TrainingBatches:
                 why="it is not what state_dict() gives",
                 instead="another checkpoint",
             ) from error
-
-    def _start(self, cursor: dict[str, Any]) -> None:
-        self._order: Order
-        if isinstance(self._rows, RowStream):
-            self._order = StreamOrder(self._rows, self._seed, self._batch_size, cursor)
-        else:
-            self._order = StoredOrder(self._rows, self._seed, self._batch_size, cursor)
-        self._cursor = cursor
+        self._cursor = place
 
 
 def heldout_batches(
-    dataset: Dataset, batch_size: int, process_index: int = 0, process_count: int = 1
+    rows: StoredRows, batch_size: int, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
-    """Every row once and in order; rows that fill up the last batch have labels of -100 alone.
+    """Batches with every row once and in order. The last is filled up with rows all of whose labels are -100.
 
-    Shared between processes as `TrainingBatches` are.
+    Processes share each batch as they share those of `TrainingBatches`.
     """
-    rows, share = dataset.with_format("numpy"), batch_size // process_count
-    for start in range(process_index * share, len(dataset) + process_index * share, batch_size):
+    share = batch_size // process_count
+    for start in range(process_index * share, len(rows) + process_index * share, batch_size):
         wanted = np.arange(start, start + share)
-        # filled up with the last row, not with zeros: inputs that any model takes
-        batch = as_batch(rows[np.minimum(wanted, len(dataset) - 1)])
-        batch["labels"][torch.from_numpy(wanted >= len(dataset))] = IGNORE
+        # filled up with the last row, not with zeros: any model takes it as input
+        batch = as_batch(rows.read(np.minimum(wanted, len(rows) - 1)))
+        batch["labels"][torch.from_numpy(wanted >= len(rows))] = IGNORE
         yield batch
 
 
 def as_batch(columns: Mapping[str, np.ndarray]) -> Batch:
-    """Columns of rows and their labels, int64 [B, S]."""
+    """A batch of these columns and their ``labels``, int64 [B, S]."""
     batch = {name: torch.from_numpy(values.astype(np.int64)) for name, values in columns.items()}
     labels_BS = batch["input_ids"].clone()
     if "segment_ids" in batch:

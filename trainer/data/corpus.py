@@ -1,7 +1,7 @@
 """A dataset → its tokenizer, its rows to train on, stored or streamed, and its held-out rows. Pure CPU.
 
-Everything is deterministic: the tokenizer, the rows, and their order in an epoch. What is slow is cached under a key of
-all that it depends on; of a stream that is its tokenizer alone.
+Everything is deterministic: the tokenizer, the rows, and their order in an epoch. What is slow to make is cached under
+a key of all that it depends on: tokenizer and rows; of a stream the tokenizer alone.
 
 Shape legend: S tokens in a row (``sequence_length``).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,128 +22,112 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trainer.cache import cache_root, cached, digest
-from trainer.data.batches import TrainingBatches, heldout_batches
-from trainer.data.document_stream import Stream, find_stream
-from trainer.data.documents import find_documents, has_text, key_hash, split_documents
-from trainer.data.packing import Packer, as_table
-from trainer.data.row_stream import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, RowStream
-from trainer.data.rows import load_rows, write_rows
-from trainer.data.tokenizer import (
-    check_end_of_text,
-    check_vocab_size,
-    load_tokenizer,
-    tokenizer_fingerprint,
-    write_tokenizer,
-)
-from trainer.data.unigram import unigram_loss
-from trainer.errors import UserError
+from trainer.data.document_stream import find_stream
+from trainer.data.documents import find_documents
+from trainer.data.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
+from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, Packer
+from trainer.data.row_stream import StreamedRows
+from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
+from trainer.data.tokenizer import check_tokenizer, tokenizer_fingerprint, trained_tokenizer
 
-__all__ = ["Corpus", "TrainingBatches", "heldout_batches", "load_corpus", "unigram_loss"]
 CACHE_FORMAT = 1  # part of every cache key: raise it when what is cached changes meaning
-SAMPLE_CHARACTERS = 64 << 20  # a sample of this size is as good as all of a larger text to learn merges from
-SHUFFLE_ROWS = 2048  # 32 MiB at 4096 tokens a row
-HELDOUT_ROWS = 512  # of a stream
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which text is trained on, and how it becomes rows.
+
+    Args:
+        dataset: a text, JSON-lines or Parquet file, a folder of one of these kinds, or a hub id (``id:config`` where
+            the dataset has several, ``id@commit`` for one that does not change). None: the source of this Python's
+            standard library.
+        sequence_length: S, tokens a row.
+        text_column: where JSON-lines, Parquet and hub datasets keep their text.
+        isolate_documents: rows say which document each token belongs to.
+        streaming: rows are made as training asks for them and never stored.
+        shuffle_rows: rows of a stream that are mixed with one another; 2048 take 32 MiB at 4096 tokens a row.
+        heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
+            A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
+            same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
+    """
+
+    dataset: str | None
+    sequence_length: int
+    text_column: str = "text"
+    isolate_documents: bool = False
+    streaming: bool = False
+    shuffle_rows: int = 2048
+    heldout_fraction: float = 0.05
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Packed rows and the tokenizer that made them.
 
-    Rows are ``{"input_ids": [S]}``, and with ``isolate_documents`` also ``segment_ids`` (1, 2, … in each row) and
+    Each row has ``input_ids``, and with ``isolate_documents`` also ``segment_ids`` (1, 2, … in each row) and
     ``position_ids`` (from 0 in each segment), all of them [S].
     """
 
-    train: Dataset | RowStream
-    heldout: Dataset
+    train: Rows
+    heldout: StoredRows
     tokenizer: PreTrainedTokenizerBase
 
 
 def load_corpus(
-    dataset: str | None,
-    *,
+    options: DataOptions,
     tokenizer: PreTrainedTokenizerBase | None,
-    sequence_length: int,
-    vocab_size: int = 2048,
-    isolate_documents: bool = False,
-    text_column: str = "text",
-    heldout_fraction: float = 0.05,
-    seed: int = 0,
-    max_train_tokens: int | None = None,
-    streaming: bool = False,
-    shuffle_rows: int = SHUFFLE_ROWS,
+    vocab_size: int,
     cache_dir: Path | None = None,
 ) -> Corpus:
-    """Tokenised and packed rows of ``dataset``: documents joined by the end-of-text token, cut every S tokens.
+    """Tokenised and packed rows: documents joined by the end-of-text token, cut every S tokens.
+
+    The tokenizer is checked before the dataset is looked for.
 
     Args:
-        dataset: a text, JSON-lines or Parquet file, a folder of one of these kinds, or a hub id (``id:config`` where
-            the dataset has several, ``id@commit`` for one that does not change). Default:
-            the source of this Python's standard library.
-        tokenizer: default: a byte-level BPE of ``vocab_size`` tokens, trained on the training documents.
-        sequence_length: S, tokens a row.
-        isolate_documents: rows say which document each token belongs to.
-        text_column: where JSON-lines, Parquet and hub datasets keep their text.
-        heldout_fraction: of the documents, where the dataset has no validation or test split. Which ones depends on
-            their names (of records: their text) alone, so that runs with other seeds are scored on the same tokens.
-        seed: draws the rows that ``max_train_tokens`` leaves.
-        max_train_tokens: train on at most so many tokens; not of a stream.
-        streaming: rows are made as training asks for them and never stored. Held out are then documents whose hash
-            says so among the first 64 M characters, 512 rows at most, wherever they come again.
-        shuffle_rows: rows of a stream that are mixed with one another.
-        cache_dir: default: $SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright.
+        options: which text, and how it becomes rows.
+        tokenizer: None: a byte-level BPE of ``vocab_size`` tokens is trained on the training documents.
+        vocab_size: tokens that the model knows.
+        cache_dir: None: $SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright.
 
     Raises:
-        UserError: no such dataset, or an unreadable or empty one, or one of mixed kinds, without a column of text or
-            too small to make a row on either side of the split; a tokenizer without an end-of-text token.
+        UserError: the tokenizer has no end-of-text token or too many tokens, or ``vocab_size`` is too small to train
+            one; there is no such dataset, or it is unreadable, empty, of mixed kinds, without a column of text, or too
+            small to make a row on either side of the split.
     """
-    root = cache_root(cache_dir)
-    if streaming and max_train_tokens is not None:
-        raise UserError(
-            asked=f"a stream of at most {max_train_tokens} tokens",
-            found="a stream, of which no rows are known to draw from",
-            why="the rows that are left are drawn from all of them",
-            instead="fewer steps",
-        )
-    if streaming:
-        return _stream_corpus(
-            find_stream(dataset, text_column),
-            root,
-            tokenizer,
-            functools.partial(Packer, sequence_length=sequence_length, isolate_documents=isolate_documents),
-            vocab_size=vocab_size,
-            heldout_fraction=heldout_fraction,
-            shuffle_rows=shuffle_rows,
-        )
-    source = find_documents(dataset, text_column)
-    key = [CACHE_FORMAT, source.fingerprint, heldout_fraction]
+    check_tokenizer(tokenizer, vocab_size)
+    load = _streamed_corpus if options.streaming else _stored_corpus
+    return load(options, tokenizer, vocab_size, cache_root(cache_dir))
+
+
+def _stored_corpus(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
+) -> Corpus:
+    """Tokenizer and rows from the cache, made if they are not there."""
+    documents = find_documents(options.dataset, options.text_column)
+    key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
         scratch = Path(temporary)
-        # documents are read only if something is not cached, and once
-        split = functools.cache(lambda: split_documents(source, scratch / "documents", heldout_fraction))
+
+        @functools.cache  # the documents are read once, and only if something is not in the cache
+        def split() -> dict[str, Dataset]:
+            return split_documents(documents, scratch / "documents", options.heldout_fraction)
+
         if tokenizer is None:
-            check_vocab_size(vocab_size)
-            tokenizer = cached(
-                root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__]),
-                scratch,
-                build=lambda folder: write_tokenizer(folder, _sample(split()["train"]), vocab_size),
-                load=load_tokenizer,
-            )
-        check_end_of_text(tokenizer)
-        packer = functools.partial(Packer, tokenizer, sequence_length, isolate_documents)
+            folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__])
+            tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()["train"]), vocab_size)
+        packing = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
+        new_packer = functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents)
         rows = cached(
-            root / "rows" / digest([*key, tokenizer_fingerprint(tokenizer), sequence_length, isolate_documents]),
+            root / "rows" / digest([*key, *packing]),
             scratch,
-            build=lambda folder: write_rows(split(), folder, packer, source.asked),
+            build=lambda folder: write_rows(split(), folder, new_packer, documents.asked),
             load=load_rows,
         )
-    train = rows["train"]
-    if max_train_tokens is not None and max_train_tokens // sequence_length < len(train):
-        drawn = np.random.default_rng(seed).permutation(len(train))[: max_train_tokens // sequence_length]
-        train = train.select(np.sort(drawn))
-    return Corpus(train, rows["heldout"], tokenizer)
+    return Corpus(rows["train"], rows["heldout"], tokenizer)
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
+    """Texts of documents drawn at random, about 64 M characters: a tokenizer learns no more from a larger text."""
     budget = SAMPLE_CHARACTERS
     for index in np.random.default_rng(0).permutation(len(documents)).tolist():
         if budget <= 0:
@@ -153,76 +137,30 @@ def _sample(documents: Dataset) -> Iterator[str]:
         yield text
 
 
-def _stream_corpus(
-    stream: Stream,
-    root: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    packer: Callable[[PreTrainedTokenizerBase], Packer],
-    *,
-    vocab_size: int,
-    heldout_fraction: float,
-    shuffle_rows: int,
+def _streamed_corpus(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    """Nothing of it is written but a tokenizer that was trained on it."""
-    fraction = 0.0 if stream.heldout else heldout_fraction
+    """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
+    stream = find_stream(options.dataset, options.text_column)
+    fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
-        check_vocab_size(vocab_size)
-        texts = (text for _, text, held in _first_documents(stream, fraction) if not held)
+        folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])
+        texts = (text for _, text, held in first_documents(stream, fraction) if not held)
         with tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as scratch:
-            tokenizer = cached(
-                root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"]),
-                Path(scratch),
-                build=lambda folder: write_tokenizer(folder, texts, vocab_size),
-                load=load_tokenizer,
-            )
-    check_end_of_text(tokenizer)
-    new_packer = functools.partial(packer, tokenizer)
-    heldout, left_out = _heldout_of_stream(stream, new_packer(), fraction)
-    rows = [tokenizer_fingerprint(tokenizer), new_packer().length, new_packer().columns, shuffle_rows, sorted(left_out)]
+            tokenizer = trained_tokenizer(folder, Path(scratch), lambda: texts, vocab_size)
+    new_packer = functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents)
+    heldout, left_out = heldout_of_stream(stream, new_packer(), fraction)
+    packing = [tokenizer_fingerprint(tokenizer), options.sequence_length, new_packer().columns]
     # the last two: a place in a stream counts rows of documents that were packed together
-    made = digest([CACHE_FORMAT, *rows, DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE])
-    train = RowStream(stream, new_packer, left_out, shuffle_rows, f"{stream.identity}, rows {made[:8]}")
-    return Corpus(train, heldout, tokenizer)
-
-
-def _first_documents(stream: Stream, heldout_fraction: float) -> Iterator[tuple[int, str, bool]]:
-    """(hash, text, whether the hash is one to hold out) of the documents of the first 64 M characters."""
-    budget = SAMPLE_CHARACTERS
-    for key, text in stream.documents():
-        if text and has_text(text):
-            number = key_hash(key)
-            yield number, text, number < heldout_fraction * 2**63
-            budget -= len(text)
-        if budget <= 0:
-            return
-
-
-def _heldout_of_stream(stream: Stream, packer: Packer, heldout_fraction: float) -> tuple[Dataset, frozenset[int]]:
-    """512 rows at most, and the hashes of their documents, none of which may be trained on."""
-    given = stream.heldout
-    documents = _first_documents(given, 1.0) if given else _first_documents(stream, heldout_fraction)
-    pieces, count, hashes = [packer.rows([])], 0, set()
-    for number, text, held in documents:
-        if held:
-            hashes.add(number)
-            pieces.append(packer.rows([text]))
-            count += len(pieces[-1]["input_ids"])
-        if count >= HELDOUT_ROWS:
-            break
-    if not count:
-        raise UserError(
-            asked=f"held-out rows of {packer.length} tokens from the stream {stream.asked}",
-            found=f"{len(hashes)} documents to hold out, of {len(packer.rest)} tokens in all",
-            why="they don't fill one row; of a stream, a hash of each document decides",
-            instead="more data, a shorter --sequence_length, or no --streaming: it holds out a share of what there is",
-        )
-    rows = {name: np.concatenate([piece[name] for piece in pieces])[:HELDOUT_ROWS] for name in packer.columns}
-    return Dataset(as_table(rows)), frozenset() if given else frozenset(hashes)
+    key = [CACHE_FORMAT, *packing, options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
+    fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
+    return Corpus(StreamedRows(stream, new_packer, left_out, options.shuffle_rows, fingerprint), heldout, tokenizer)
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """`datasets` without its bars, which flash by for small data and break the console's own live line."""
+    """Switches off the bars of `datasets`, which flash by for small data and break the console's own live line."""
+    # semi-private, one switch for the whole process: datasets/utils/tqdm.py, datasets 5.2
     if datasets.are_progress_bars_disabled():
         yield
         return

@@ -1,11 +1,11 @@
-"""Where a stream of documents comes from: files or the hub, read part by part (file by file), from any document on."""
+"""A stream of documents, from files or the hub: read part by part (file by file), beginning at any document."""
 
 from __future__ import annotations
 
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import datasets
 from datasets import Features, IterableDataset
@@ -17,31 +17,31 @@ from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Stream:
+class DocumentStream:
     """Documents that are read when they are asked for, and never kept.
 
     Args:
         asked: what the user asked for, as errors say it.
-        identity: names the documents, on every machine alike, for a person to read.
-        parts: how many files there are; a folder of text files has one document in each.
-        read: (part, document) -> (what the document is known by, its text) from that document on. Of text files it is
-            the name, of records the text itself.
-        heldout: what the dataset itself holds out.
+        identity: a name for the documents that a person can read, the same on every machine.
+        parts: how many files there are; in a folder of text files each is one document.
+        read: (part, document) -> (what a document is known by, its text), from that document to the part's end. A text
+            file is known by its name, a record by its text.
+        heldout: the documents that the dataset itself holds out.
     """
 
     asked: str
     identity: str
     parts: int
     read: Callable[[int, int], Iterator[tuple[str, str | None]]]
-    heldout: Stream | None = None
+    heldout: DocumentStream | None = None
 
     def documents(self) -> Iterator[tuple[str, str | None]]:
-        """All of them, part after part."""
+        """All documents, part after part."""
         return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
 
 
-def find_stream(dataset: str | None, text_column: str) -> Stream:
-    """The stream that ``--dataset`` names; None is the standard library. The first documents are looked at.
+def find_stream(dataset: str | None, text_column: str) -> DocumentStream:
+    """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
     Raises:
         UserError: nothing is there, or nothing to read, or no column of text. ``read`` raises it where a stream breaks.
@@ -49,7 +49,7 @@ def find_stream(dataset: str | None, text_column: str) -> Stream:
     where = locate(dataset)
     if isinstance(where, Files) and where.kind == "text":
         names = list(where.files)
-        return Stream(
+        return DocumentStream(
             where.asked,
             _identity(where),
             len(names),
@@ -57,32 +57,33 @@ def find_stream(dataset: str | None, text_column: str) -> Stream:
         )
     try:
         splits, identity = _open(where)
-    except Exception as error:  # offline, not found, malformed, …: of many types
+    except Exception as error:  # of many types: offline, not found, malformed, …
         raise unreadable(where, error) from error
     train, heldout = pick_splits(splits, where.asked)
     streams = [_records(where, splits[name], text_column, identity) for name in [train, *heldout]]
-    return streams[0] if len(streams) == 1 else Stream(**{**vars(streams[0]), "heldout": streams[1]})
+    return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
 def _identity(where: Files) -> str:
-    """Of the files' names and sizes: a copy on another machine is the same data."""
+    """A name made of the files' names and sizes alone, so that a copy on another machine is the same data."""
     sizes = {name: path.stat().st_size for name, path in where.files.items()}
     return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
 
 
 def _open(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:
-    """The splits of records, by name, and what names them."""
+    """The splits by name, and their identity."""
     if isinstance(where, Files):
         with tempfile.TemporaryDirectory() as cache:  # the builder makes it and leaves nothing in it
             builder = datasets.load_dataset_builder(where.kind, data_files=where.by_split(), cache_dir=cache)
             return builder.as_streaming_dataset(), _identity(where)
     builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
-    # of a dataset on the hub `datasets` takes the commit for the hash
+    # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
     identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
     return builder.as_streaming_dataset(), identity
 
 
-def _records(where: Files | HubDataset, split: IterableDataset, text_column: str, identity: str) -> Stream:
+def _records(where: Files | HubDataset, split: IterableDataset, text_column: str, identity: str) -> DocumentStream:
+    """The stream of one split of records."""
     try:
         columns = split.features or _columns_of(split)
     except Exception as error:
@@ -90,12 +91,12 @@ def _records(where: Files | HubDataset, split: IterableDataset, text_column: str
     check_text_column(columns, text_column, where.asked)
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
-        # `skip` is exact in every kind of file (the tests count), and drops whole Arrow tables unconverted
+        # `skip` is exact in every kind of file (a test counts), and drops whole Arrow tables without converting them
         records = split.select_columns(text_column).shard(split.num_shards, part).skip(document)
         try:
             for record in records:
                 yield record[text_column] or "", record[text_column]
-        except Exception as error:  # what a network or a file can do: of many types
+        except Exception as error:  # of many types: whatever a network or a file can do
             raise UserError(
                 asked=f"{where.asked}: documents of its part {part + 1} of {split.num_shards}",
                 found=cause(error),
@@ -103,11 +104,11 @@ def _records(where: Files | HubDataset, split: IterableDataset, text_column: str
                 instead="the same command with --resume_from_checkpoint latest, when the data can be read again",
             ) from error
 
-    return Stream(where.asked, f"{identity}, {text_column}", split.num_shards, read)
+    return DocumentStream(where.asked, f"{identity}, {text_column}", split.num_shards, read)
 
 
 def _columns_of(split: IterableDataset) -> Features:
-    """What `datasets` does not say of a file that it has not read, such as a JSON array."""
+    """The columns of the first record, for files whose columns `datasets` does not know before it reads them."""
     first = next(iter(split), None)
     if first is None:
         raise ValueError("no records")

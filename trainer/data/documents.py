@@ -1,16 +1,14 @@
-"""Documents to train on and held-out ones."""
+"""Documents that are stored: found, and read whole when they are needed; and the two facts that any document has."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 from datasets import Dataset, Features, Value
 
 from trainer.cache import digest
@@ -19,7 +17,7 @@ from trainer.errors import UserError
 
 # one text file alone is cut at line ends into about a hundred documents, so that some can be held out
 DOCUMENTS_OF_ONE_FILE = 100
-DOCUMENT_BYTES = (4 << 10, 1 << 20)  # least and most that such a document holds, but for its last line
+DOCUMENT_BYTES = (4 << 10, 1 << 20)  # least and most bytes of such a document, not counting its last line
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,9 @@ class Documents:
     Args:
         asked: what the user asked for, as errors say it.
         fingerprint: changes when the documents do.
-        read: takes a scratch folder, which must outlive the result, and gives the documents to train on as ``train``,
-            and those that the dataset itself holds out, if any, under the name of their split. Columns: ``text``, and
-            of files ``name``.
+        read: takes a scratch folder, which must outlive the result. Returns the documents to train on as ``train``, and
+            those that the dataset itself holds out, if any, under the name of their split. Columns: ``text``, and
+            ``name`` if the documents are files.
     """
 
     asked: str
@@ -40,56 +38,22 @@ class Documents:
 
 
 def find_documents(dataset: str | None, text_column: str) -> Documents:
-    """The source that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
+    """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
-        UserError: nothing is there, or nothing to read. ``read`` raises it for what shows in the content alone.
+        UserError: nothing is there, or nothing to read. ``read`` raises it for what only the content shows.
     """
     where = locate(dataset)
     if isinstance(where, HubDataset):
-        return _hub_source(where, text_column)
-    return _text_source(where) if where.kind == "text" else _record_source(where, text_column)
-
-
-def split_documents(source: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
-    """``train`` and ``heldout`` documents of ``source``.
-
-    Where the dataset holds nothing out itself, the documents whose names (of records: their text) have the lowest
-    hashes are held out: a choice that no seed changes, and that puts no text on both sides.
-
-    Raises:
-        UserError: too few documents have text in them, or the source can't be read.
-    """
-    train, *given = source.read(scratch).values()
-    hashes = _hashes(train)
-    filled = hashes >= 0
-    distinct = np.unique(hashes[filled])
-    if len(distinct) < (1 if given else 2):
-        raise UserError(
-            asked=source.asked,
-            found=f"{len(distinct)} document{'' if len(distinct) == 1 else 's'} with text in it",
-            why="some must be trained on and others held out",
-            instead="a dataset with more documents",
-        )
-    if given:
-        return {"train": train.select(np.flatnonzero(filled)), "heldout": given[0]}
-    heldout = filled & (hashes <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
-    return {"train": train.select(np.flatnonzero(filled & ~heldout)), "heldout": train.select(np.flatnonzero(heldout))}
-
-
-def _hashes(documents: Dataset) -> np.ndarray:
-    """Of each document's name (of a record: its text), int64 ≥ 0; -1 where there is no text. [documents]"""
-    named = "name" if "name" in documents.column_names else "text"
-    values = (
-        key_hash(name) if has_text(text) else -1
-        for batch in documents.iter(1024)
-        for name, text in zip(batch[named], batch["text"], strict=True)
-    )
-    return np.fromiter(values, dtype=np.int64, count=len(documents))
+        return _hub_documents(where, text_column)
+    return _text_file_documents(where) if where.kind == "text" else _record_documents(where, text_column)
 
 
 def key_hash(key: str) -> int:
-    """Of a document's name (of a record: its text), 0 to 2**63 - 1; not Python's hash(), which differs each run."""
+    """The hash of what a document is known by: a file's name, a record's text. 0 to 2**63 - 1.
+
+    Python's own hash() would differ in each process.
+    """
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1
 
 
@@ -99,6 +63,7 @@ def has_text(text: str | None) -> bool:
 
 
 def _stamps(files: Mapping[str, Path]) -> list[Any]:
+    """Name, path, size in bytes and time of change of each file."""
     stamps: list[Any] = []
     for name, path in files.items():
         stat = path.stat()
@@ -107,10 +72,10 @@ def _stamps(files: Mapping[str, Path]) -> list[Any]:
 
 
 def text_documents(where: Files, name: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of each document of the text file ``name``: one, or its groups of lines if it is the only file.
+    """(name, text) of the documents of the text file ``name``: the whole file, or groups of lines of an only file.
 
     Raises:
-        UserError: it can't be read, and is not to be skipped.
+        UserError: it can't be read, and such files are not skipped.
     """
     path = where.files[name]
     try:
@@ -128,7 +93,7 @@ def text_documents(where: Files, name: str) -> Iterator[tuple[str, str]]:
             ) from error
 
 
-def _text_source(where: Files) -> Documents:
+def _text_file_documents(where: Files) -> Documents:
     fingerprint = digest(_stamps(where.files))
 
     def documents() -> Iterator[dict[str, str]]:
@@ -147,6 +112,7 @@ def _text_source(where: Files) -> Documents:
 
 
 def _line_groups(path: Path) -> Iterator[str]:
+    """The text of a file, cut at line ends into about a hundred pieces."""
     least, most = DOCUMENT_BYTES
     size = min(most, max(least, path.stat().st_size // DOCUMENTS_OF_ONE_FILE))
     with path.open(encoding="utf-8-sig") as file:
@@ -154,30 +120,30 @@ def _line_groups(path: Path) -> Iterator[str]:
             yield "".join(lines)
 
 
-def _record_source(where: Files, text_column: str) -> Documents:
+def _record_documents(where: Files, text_column: str) -> Documents:
     def read(scratch: Path) -> Mapping[str, Dataset]:
         try:
             splits = datasets.load_dataset(where.kind, data_files=where.by_split(), cache_dir=str(scratch))
-        except Exception as error:  # malformed in one way or another: of many types
+        except Exception as error:  # of many types: each file format is malformed in its own ways
             raise unreadable(where, error) from error
         return _texts(splits, text_column, where.asked)
 
     return Documents(where.asked, digest([_stamps(where.files), text_column]), read)
 
 
-def _hub_source(where: HubDataset, text_column: str) -> Documents:
+def _hub_documents(where: HubDataset, text_column: str) -> Documents:
     try:
         loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
-    except Exception as error:  # offline, not found, gated, one of several configurations: of many types
+    except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
         raise unreadable(where, error) from error
     splits = _texts(loaded, text_column, where.asked)
-    # `datasets` keeps it equal from process to process for what it loads from its cache
+    # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
     return Documents(where.asked, fingerprint, lambda scratch: splits)
 
 
 def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[str, Dataset]:
-    """The text of the split to train on and of the one to hold out, if there is one, as column ``text``."""
+    """The split to train on and the one to hold out, if there is one, each with the one column ``text``."""
     train, heldout = pick_splits(splits.keys(), asked)
     check_text_column(splits[train].features, text_column, asked)
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}

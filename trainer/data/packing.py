@@ -1,4 +1,4 @@
-"""Documents → tokens → rows of S tokens: pure, and the same rows whatever the groups that documents come in.
+"""Documents → tokens → rows of S tokens. Pure: the rows do not depend on how the documents are grouped into calls.
 
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
@@ -15,9 +15,12 @@ from trainer.data.documents import has_text
 
 Columns = dict[str, np.ndarray]
 
+# the most documents, and characters of a stream's documents, that are tokenised in one call
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
+
 
 class Packer:
-    """Documents → rows of S tokens; what does not fill a row waits in ``rest`` for the next call."""
+    """Documents → rows of S tokens. Tokens that do not fill a row wait in ``rest`` for the next call."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool) -> None:
         self.tokenizer, self.length, self.isolate = tokenizer, sequence_length, isolate_documents
@@ -25,16 +28,16 @@ class Packer:
 
     @property
     def columns(self) -> list[str]:
-        """What a row has; all of it int32 [S]."""
+        """The names of a row's columns, each int32 [S]."""
         return ["input_ids", *(["segment_ids", "position_ids"] if self.isolate else [])]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        """The rows that the documents in ``batch["text"]`` complete; those without text are left out."""
+        """The rows that the documents in ``batch["text"]`` complete; documents without text are left out."""
         return as_table(self.rows([text for text in batch["text"] if text and has_text(text)]))
 
     def rows(self, texts: Sequence[str]) -> Columns:
-        """The rows that ``texts`` complete, each of them [B, S]."""
-        # verbose: no warning that a document is longer than the model's context; rows never are
+        """The rows that ``texts`` complete, each column [B, S]."""
+        # verbose=False: no warning that a document is longer than the model's context; rows never are
         tokens = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         end = [self.tokenizer.eos_token_id]
         flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
@@ -44,7 +47,10 @@ class Packer:
         return {"input_ids": rows_BS} | (self._documents_of(rows_BS) if self.isolate else {})
 
     def _documents_of(self, rows_BS: np.ndarray) -> Columns:
-        """A document ends with its end-of-text token; one that a row's end cuts goes on as the next row's first."""
+        """The columns that tell a row's documents apart.
+
+        A document ends with its end-of-text token. If a row's end cuts it, it goes on as the next row's first document.
+        """
         starts_BS = np.ones_like(rows_BS, dtype=bool)
         starts_BS[:, 1:] = rows_BS[:, :-1] == self.tokenizer.eos_token_id
         place_S = np.arange(self.length, dtype=np.int32)
@@ -53,7 +59,7 @@ class Packer:
 
 
 def as_table(columns: Columns) -> pa.Table:
-    """Rows as Arrow: a list of S integers each."""
+    """Rows as an Arrow table: in each column a list of S integers a row."""
     return pa.table(
         {name: pa.FixedSizeListArray.from_arrays(x_BS.ravel(), x_BS.shape[1]) for name, x_BS in columns.items()}
     )

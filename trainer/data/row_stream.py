@@ -1,40 +1,36 @@
-"""Rows that nothing holds: documents read, tokenised and packed as training asks for them, and shuffled in windows.
+"""Streamed rows: documents read, tokenised and packed as training asks for them, and shuffled in windows.
 
-An epoch reads the stream's parts (files) in an order drawn by seed and epoch, packs their documents one after another,
-and cuts the rows into windows of ``shuffle_rows``, each permuted by seed, epoch and its number. What a part's order
-leaves together, a window does not mix with what is further away than itself.
+An epoch reads the stream's parts (files) in an order drawn by seed and epoch, and packs their documents one after
+another. The rows are cut into windows of ``shuffle_rows``, and each window is permuted by seed, epoch and its number.
+Rows that lie further apart than a window are not mixed with one another.
+
+Shape legend: S tokens in a row.
 """
 
 from __future__ import annotations
 
-import atexit
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from trainer.data.document_stream import Stream
+from trainer.data.ahead import Ahead, stop_if_the_program_ends
+from trainer.data.document_stream import DocumentStream
 from trainer.data.documents import has_text, key_hash
-from trainer.data.packing import Columns, Packer
+from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, Columns, Packer
+from trainer.data.rows import ROWS_AT_ONCE, too_few_rows
 from trainer.errors import UserError
-
-# documents tokenised in one go: so many, or so much text
-DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
-
-
-_NEXT_WINDOW, _ending, SECONDS_TO_END = "next window", threading.Event(), 10
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row begins in an epoch: what was read before it is not read again.
+    """Where a row begins in an epoch. To start there, nothing before it has to be read again.
 
     Args:
         part: position in the epoch's order of the stream's parts.
-        document: of that part.
-        skip: rows that the documents from here on give before it.
+        document: number of the document in that part.
+        skip: how many rows the documents from here on give before this one.
         rest: tokens of earlier documents that no row holds yet.
     """
 
@@ -58,36 +54,51 @@ class Window:
 
 
 @dataclass(frozen=True)
-class RowStream:
-    """Rows of S tokens of a stream of documents.
+class StreamedRows:
+    """Rows of S tokens, made from a stream of documents and never stored.
 
     Args:
         documents: the stream.
-        new_packer: makes what turns documents into rows.
-        left_out: hashes of documents that are held out.
+        new_packer: makes the packer that turns documents into rows.
+        left_out: hashes of the documents that are held out.
         shuffle_rows: rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while one is permuted.
-        fingerprint: names the rows and their order, but for the seed; the same on every machine.
+        fingerprint: a name for the rows and their order, all but the seed; the same on every machine.
     """
 
-    documents: Stream
+    documents: DocumentStream
     new_packer: Callable[[], Packer]
     left_out: frozenset[int]
     shuffle_rows: int
     fingerprint: str
 
+    @property
+    def tokens(self) -> None:
+        """Not known: a stream's length shows where it ends."""
+        return None
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
+        """The rows as training takes them, from ``cursor`` on."""
+        return StreamedOrder(self, seed, batch_size, cursor)
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """The first 1024 rows, in one group. [rows, S]"""
+        yield self.first(ROWS_AT_ONCE)
+
     def first(self, count: int) -> Columns:
-        """The first ``count`` rows (fewer, if the stream has not so many), not shuffled."""
-        return _Reader(self, range(self.documents.parts), Place()).take(count)
+        """The first ``count`` rows, or all if there are fewer, not shuffled. [rows, S]"""
+        return _EpochReader(self, range(self.documents.parts), Place()).take(count)
 
     def windows(self, seed: int, epoch: int, number: int, start: Place, at_least: int) -> Iterator[Window]:
-        """Windows without end, from one on that began at ``start``; what fills no row begins the next epoch.
+        """Windows without end, from window ``number`` of ``epoch`` on, which began at ``start``.
+
+        Tokens that fill no row at an epoch's end begin the next epoch.
 
         Raises:
             UserError: an epoch has fewer rows than ``at_least``, or the stream broke off.
         """
         while True:
             parts = np.random.default_rng([seed, epoch]).permutation(self.documents.parts).tolist()
-            reader = _Reader(self, parts, start)
+            reader = _EpochReader(self, parts, start)
             rows = number * self.shuffle_rows
             while len((columns := reader.take(self.shuffle_rows))["input_ids"]):
                 order = np.random.default_rng([seed, epoch, number]).permutation(len(columns["input_ids"]))
@@ -98,10 +109,10 @@ class RowStream:
             epoch, number, start = epoch + 1, 0, Place(rest=reader.place.rest)
 
 
-class _Reader:
-    """The rows of one epoch, in the order of its documents."""
+class _EpochReader:
+    """The rows of one epoch, in the order of its documents, from ``start`` on."""
 
-    def __init__(self, rows: RowStream, parts: Sequence[int], start: Place) -> None:
+    def __init__(self, rows: StreamedRows, parts: Sequence[int], start: Place) -> None:
         self._rows, self._packer = rows, rows.new_packer()
         self._packer.rest = np.array(start.rest, dtype=np.int32)
         self._documents = _documents(rows.documents, parts, start.part, start.document)
@@ -117,7 +128,7 @@ class _Reader:
         return replace(self._group, skip=self._skip)
 
     def take(self, count: int) -> Columns:
-        """The next ``count`` rows; fewer where the epoch ends."""
+        """The next ``count`` rows; fewer where the epoch ends. [rows, S]"""
         pieces = [{name: values[:0] for name, values in self._columns.items()}]
         missing = count
         while missing:
@@ -131,7 +142,7 @@ class _Reader:
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _next_group(self) -> bool:
-        """Pack the next documents; False: there are none."""
+        """Pack the next group of documents; False: there are none."""
         self._group, self._skip = Place(*self._read, rest=self._packer.rest.tolist()), 0
         texts: list[str] = []
         characters = 0
@@ -142,26 +153,28 @@ class _Reader:
                 characters += len(text)
             if len(texts) == DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
                 break
-        if _ending.is_set():
-            raise InterruptedError("the program ends")
+        stop_if_the_program_ends()
         self._columns = self._packer.rows(texts)
         return bool(texts)
 
 
 def _documents(
-    stream: Stream, parts: Sequence[int], part: int, document: int
+    stream: DocumentStream, parts: Sequence[int], part: int, document: int
 ) -> Iterator[tuple[tuple[int, int], str, str | None]]:
-    """(where the next document is, what this one is known by, its text) from document ``document`` of a part on."""
+    """The documents of ``parts`` in this order, from one on.
+
+    Each is ((part and document where the next one begins), what it is known by, its text).
+    """
     for position in range(part, len(parts)):
         for number, (key, text) in enumerate(stream.read(parts[position], document), start=document):
             yield (position, number + 1), key, text
         document = 0
 
 
-class StreamOrder:
-    """The rows of a stream window by window, the next of which is made on a thread while one is used."""
+class StreamedOrder:
+    """The rows of a stream, window by window. While one window is used, the next is made on a thread."""
 
-    def __init__(self, rows: RowStream, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+    def __init__(self, rows: StreamedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
         self._asked, self._size = rows.documents.asked, rows.shuffle_rows
         self._epoch, self._number = int(cursor["epoch"]), int(cursor.get("window", 0))
         self._start, self._taken = Place(**cursor.get("start", {})), int(cursor["row"]) - self._number * self._size
@@ -169,7 +182,7 @@ class StreamOrder:
             raise ValueError(f"row {cursor['row']} in window {self._number} of {self._size} rows, epoch {self._epoch}")
         self._windows = rows.windows(seed, self._epoch, self._number, self._start, batch_size)
         self._window: Window | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead[Window] | None = None
 
     @property
     def epoch(self) -> float:
@@ -190,7 +203,7 @@ class StreamOrder:
 
     def _next_window(self) -> Window:
         if self._ahead is None:
-            self._ahead = _Ahead(self._windows)
+            self._ahead = Ahead(self._windows)
         window = self._ahead.result()
         if self._window is not None:
             self._epoch, self._number, self._start, self._taken = window.epoch, window.number, window.start, 0
@@ -201,48 +214,5 @@ class StreamOrder:
                 why="it is not the stream that was read then",
                 instead="the data as they were, or a run from the start",
             )
-        self._ahead = _Ahead(self._windows)
+        self._ahead = Ahead(self._windows)
         return window
-
-
-class _Ahead:
-    """The next of ``items``, made on a thread; what goes wrong there is raised by :meth:`result`."""
-
-    def __init__(self, items: Iterator[Window]) -> None:
-        self._items = items
-        # a daemon: a program that ends does not wait for a network that is silent
-        self._thread = threading.Thread(target=self._run, name=_NEXT_WINDOW, daemon=True)
-        self._thread.start()
-
-    def result(self) -> Window:
-        self._thread.join()
-        if isinstance(self._made, BaseException):
-            raise self._made
-        return self._made
-
-    def _run(self) -> None:
-        self._made: Window | BaseException
-        try:
-            self._made = next(self._items)
-        except BaseException as error:
-            self._made = error
-
-
-@atexit.register
-def _end_threads() -> None:
-    """Python must not end while one is inside the tokenizer: that can abort the process."""
-    _ending.set()
-    for thread in threading.enumerate():
-        if thread.name == _NEXT_WINDOW:
-            thread.join(SECONDS_TO_END)
-
-
-def too_few_rows(batch_size: int, found: str) -> UserError:
-    """The error of an epoch that does not fill one batch."""
-    return UserError(
-        asked=f"a global batch of {batch_size} rows",
-        found=found,
-        why="they don't fill one batch",
-        instead="more data, a shorter --sequence_length, or a smaller --per_device_train_batch_size or "
-        "--gradient_accumulation_steps",
-    )

@@ -1,10 +1,13 @@
-"""Rows of tokens, stored or streamed, and the order in which training takes them."""
+"""Rows of tokens to train on: what stored and streamed ones have in common, and the stored ones.
+
+Shape legend: S tokens in a row.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,13 +15,153 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from trainer.cache import digest
-from trainer.data.packing import Columns, Packer
-from trainer.data.row_stream import DOCUMENTS_AT_ONCE, too_few_rows
+from trainer.data.packing import DOCUMENTS_AT_ONCE, Columns, Packer
 from trainer.errors import UserError
+
+FINGERPRINT_ROWS = 64  # of stored rows; reading them takes milliseconds
+ROWS_AT_ONCE = 1024  # rows that are counted together
+
+
+class Rows(Protocol):
+    """Rows to train on, stored or streamed."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for the rows and their order, all but the seed; the same on every machine."""
+        ...
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens an epoch has; None where it is not known."""
+        ...
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> Order:
+        """The rows as training takes them, from ``cursor`` on; ``{"epoch": 0, "row": 0}`` is the start.
+
+        Raises:
+            UserError: an epoch has fewer than ``batch_size`` rows; of a stream, its order raises this where it ends.
+            KeyError, TypeError, ValueError: ``cursor`` is not one that an order of these rows gave.
+        """
+        ...
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """The rows whose tokens are counted, in groups: all that are stored, or a stream's first. [rows, S]"""
+        ...
+
+
+class Order(Protocol):
+    """Rows one after another, epoch after epoch, from a cursor on."""
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done: a fraction where an epoch's length is known, else whole ones."""
+        ...
+
+    def take(self, count: int) -> Sequence[Any]:
+        """Marks of the next rows, which :meth:`read` reads: between 1 and ``count`` of them, all of one epoch."""
+        ...
+
+    def read(self, taken: Sequence[Any]) -> Columns:
+        """The values of rows that :meth:`take` gave. [rows, S]"""
+        ...
+
+    def cursor(self) -> dict[str, Any]:
+        """Where the next row lies, JSON-able. The caller must not change it."""
+        ...
+
+
+def too_few_rows(batch_size: int, found: str) -> UserError:
+    """The error of an epoch that does not fill one batch."""
+    return UserError(
+        asked=f"a global batch of {batch_size} rows",
+        found=found,
+        why="they don't fill one batch",
+        instead="more data, a shorter --sequence_length, or a smaller --per_device_train_batch_size or "
+        "--gradient_accumulation_steps",
+    )
+
+
+class StoredRows:
+    """Rows that lie in a dataset. An epoch takes all of them, in an order drawn by seed and epoch.
+
+    Args:
+        dataset: columns of lists of S integers: ``input_ids``, and perhaps ``segment_ids`` and ``position_ids``.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self._arrays = dataset.with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        """The number of rows, and a hash of that number and of up to 64 rows spread evenly over all."""
+        sample = np.linspace(0, len(self) - 1, min(FINGERPRINT_ROWS, len(self))).astype(np.int64)
+        content = hashlib.blake2b(str(len(self)).encode(), digest_size=8)
+        for name, values in sorted(self.read(sample).items()):
+            content.update(name.encode() + values.astype("<i8").tobytes())
+        return f"{len(self)} rows, {content.hexdigest()}"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all rows have."""
+        return len(self) * len(self.dataset[0]["input_ids"])
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StoredOrder:
+        """The rows as training takes them, from ``cursor`` on."""
+        return StoredOrder(self, seed, batch_size, cursor)
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """All rows in order, 1024 at a time. [rows, S]"""
+        return self._arrays.iter(ROWS_AT_ONCE)
+
+    def read(self, numbers: np.ndarray) -> Columns:
+        """The rows of these numbers. [rows, S]"""
+        return self._arrays[numbers]
+
+
+class StoredOrder:
+    """All rows of a dataset, permuted anew each epoch; the marks of rows are their numbers."""
+
+    def __init__(self, rows: StoredRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+        if len(rows) < batch_size:
+            raise too_few_rows(batch_size, f"{len(rows)} rows to train on")
+        self._rows, self._seed = rows, seed
+        self._epoch, self._row = int(cursor["epoch"]), int(cursor["row"])
+        if self._epoch < 0 or not 0 <= self._row < len(rows):
+            raise ValueError(f"row {self._row} of {len(rows)} in epoch {self._epoch}")
+        self._permutation = self._draw()
+
+    @property
+    def epoch(self) -> float:
+        return self._epoch + self._row / len(self._rows)
+
+    def take(self, count: int) -> list[int]:
+        taken = self._permutation[self._row : self._row + count].tolist()
+        self._row += len(taken)
+        if self._row == len(self._rows):
+            self._epoch, self._row = self._epoch + 1, 0
+            self._permutation = self._draw()
+        return taken
+
+    def read(self, taken: Sequence[int]) -> Columns:
+        return self._rows.read(np.asarray(taken))
+
+    def cursor(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "row": self._row}
+
+    def _draw(self) -> np.ndarray:
+        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
 
 
 def write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable[[], Packer], asked: str) -> None:
-    """Write the rows of each split to ``folder``, and last how many they are."""
+    """Write the rows of each split of documents to ``folder``, and last the number of rows, which `load_rows` checks.
+
+    Raises:
+        UserError: the documents of a split don't fill one row.
+    """
     counts = {}
     for name, documents in splits.items():
         packer = new_packer()
@@ -41,76 +184,14 @@ def write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable
     (folder / "rows.json").write_text(json.dumps(counts))
 
 
-def load_rows(folder: Path) -> dict[str, Dataset]:
+def load_rows(folder: Path) -> dict[str, StoredRows]:
+    """The rows of each split that `write_rows` wrote.
+
+    Raises:
+        ValueError: some are missing. Other errors, of many types: a file is absent or damaged.
+    """
     counts = json.loads((folder / "rows.json").read_text())
-    rows = {name: Dataset.from_file(str(folder / f"{name}.arrow")) for name in counts}
+    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow"))) for name in counts}
     if counts != {name: len(split) for name, split in rows.items()}:
         raise ValueError(f"rows are missing from {folder}")
     return rows
-
-
-FINGERPRINT_ROWS = 64
-
-
-class Order(Protocol):
-    """Rows one after another, epoch after epoch, from a cursor on."""
-
-    @property
-    def epoch(self) -> float:
-        """Epochs done; the part of one only where its length is known."""
-        ...
-
-    def take(self, count: int) -> Sequence[Any]:
-        """Which rows are next: one at least and ``count`` at most, all of one epoch; nothing is read for it."""
-        ...
-
-    def read(self, taken: Sequence[Any]) -> Columns:
-        """The values of rows that :meth:`take` gave. [rows, S]"""
-        ...
-
-    def cursor(self) -> dict[str, Any]:
-        """Where the next row lies; not to be changed."""
-        ...
-
-
-class StoredOrder:
-    """All rows of a dataset, permuted anew each epoch."""
-
-    def __init__(self, rows: Dataset, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
-        if len(rows) < batch_size:
-            raise too_few_rows(batch_size, f"{len(rows)} rows to train on")
-        self._rows, self._seed = rows.with_format("numpy"), seed
-        self._epoch, self._row = int(cursor["epoch"]), int(cursor["row"])
-        if self._epoch < 0 or not 0 <= self._row < len(rows):
-            raise ValueError(f"row {self._row} of {len(rows)} in epoch {self._epoch}")
-        self._permutation = self._draw()
-
-    @property
-    def epoch(self) -> float:
-        return self._epoch + self._row / len(self._rows)
-
-    def take(self, count: int) -> list[int]:
-        taken = self._permutation[self._row : self._row + count].tolist()
-        self._row += len(taken)
-        if self._row == len(self._rows):
-            self._epoch, self._row = self._epoch + 1, 0
-            self._permutation = self._draw()
-        return taken
-
-    def read(self, taken: Sequence[int]) -> Columns:
-        return self._rows[np.asarray(taken)]
-
-    def cursor(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "row": self._row}
-
-    def _draw(self) -> np.ndarray:
-        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
-
-
-def fingerprint(rows: Dataset) -> str:
-    """Of how many rows there are and of 64 of them: equal on every machine, and told apart in milliseconds."""
-    sample = np.linspace(0, len(rows) - 1, min(FINGERPRINT_ROWS, len(rows))).astype(np.int64)
-    content = hashlib.blake2b(str(len(rows)).encode(), digest_size=8)
-    for name, values in sorted(rows.with_format("numpy")[sample].items()):
-        content.update(name.encode() + values.astype("<i8").tobytes())
-    return f"{len(rows)} rows, {content.hexdigest()}"

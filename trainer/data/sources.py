@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, local files or the hub, as documents to train on and held-out ones."""
+"""Where text comes from: the standard library, local files or the hub; its splits, and its column of text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ SUFFIXES = {
     "json": [".json", ".jsonl"],
     "parquet": [".parquet"],
 }
-
-
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is left alone
+HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
 class Files:
-    """Local files of one kind, by their path under the dataset's folder and sorted by it."""
+    """Local files of one kind.
+
+    Args:
+        asked: what the user asked for, as errors say it.
+        files: each file by its path relative to the dataset's folder, sorted by it.
+        kind: text, json or parquet.
+        is_folder: the user named a folder, not a file.
+        skip_undecodable: a text file that is not UTF-8 is skipped, not refused.
+    """
 
     asked: str
     files: Mapping[str, Path]
@@ -36,7 +42,7 @@ class Files:
     skip_undecodable: bool = False
 
     def by_split(self) -> dict[str, list[str]]:
-        """Paths of the files of each split; in a folder, the names of files say their splits as they do on the hub."""
+        """The paths of each split's files. In a folder, file names say the split, as they do on the hub."""
         paths: dict[str, list[str]] = {}
         for name, path in self.files.items():
             paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(str(path))
@@ -54,10 +60,10 @@ class HubDataset:
 
 
 def locate(dataset: str | None) -> Files | HubDataset:
-    """What ``--dataset`` names; None is the standard library. Nothing is read.
+    """The place that ``--dataset`` names; None is the standard library. Nothing is read.
 
     Raises:
-        UserError: nothing is there, or nothing to read.
+        UserError: there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
     if dataset is None:
         files = _files(Path(os.__file__).parent, "*.py", STDLIB_LEFT_OUT)
@@ -78,7 +84,10 @@ def locate(dataset: str | None) -> Files | HubDataset:
 
 
 def _files(root: Path, pattern: str, left_out: set[str]) -> dict[str, Path]:
-    """Files under ``root`` by their path relative to it and sorted by it, but hidden ones and those in ``left_out``."""
+    """Files under ``root`` by their path relative to it, sorted by it.
+
+    Left out are hidden files, and files or folders named in ``left_out``.
+    """
     files = {}
     for path in root.rglob(pattern):
         parts = path.relative_to(root).parts
@@ -88,7 +97,10 @@ def _files(root: Path, pattern: str, left_out: set[str]) -> dict[str, Path]:
 
 
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
-    """The files at ``path`` and the one kind that they are of; a file that was named itself may have any suffix."""
+    """The files at ``path``, and the one kind that all of them are of.
+
+    A path that is itself a file may have any suffix: where that says no kind, the file is text.
+    """
     if path.is_file():
         files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
     else:
@@ -112,13 +124,13 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
 
 
 def _split_of(name: str) -> str:
-    """The split of a file in a dataset folder, such as ``test-00000-of-00001.parquet`` or ``validation/1.jsonl``."""
+    """The split of a file in a folder: ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` are of ``test``."""
     match = re.match(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])", name.lower())
     return match[1] if match else "train"
 
 
 def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
-    """The error of records that `datasets` can't open."""
+    """The UserError of a dataset that `datasets` could not open."""
     if isinstance(where, Files):
         return UserError(
             asked=where.asked,
@@ -136,16 +148,16 @@ def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
 
 
 def cause(error: Exception) -> str:
-    """What went wrong: `datasets` wraps it in an error that only says that it failed."""
+    """What went wrong, in words. `datasets` wraps some causes in an error that says no more than that it failed."""
     inner = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
     return f"{type(inner or error).__name__}: {inner or error}"
 
 
 def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
-    """The split to train on, and the one to hold out if there is one.
+    """The split to train on, and the one to hold out if there is one: a list of one name or none.
 
     Raises:
-        UserError: which is to be trained on can't be told.
+        UserError: there are several splits, and none is called train.
     """
     train = next(iter(names)) if len(names) == 1 else "train"
     if train not in names:
@@ -159,7 +171,7 @@ def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
 
 
 def check_text_column(columns: Mapping[str, Any], text_column: str, asked: str) -> None:
-    """Refuse ``columns`` (name -> feature) in which ``text_column`` is not one of strings.
+    """Refuse ``columns`` (name -> feature) unless ``text_column`` is one of them and holds strings.
 
     Raises:
         UserError: lists the columns.

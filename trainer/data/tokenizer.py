@@ -1,22 +1,73 @@
-"""The tokenizer: checked, or trained on the documents."""
+"""The tokenizer: opened by its name, or trained on the documents; and what makes one unfit, known before any data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import datasets
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from datasets.fingerprint import Hasher  # semi-private: datasets/fingerprint.py, datasets 5.2
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from trainer.cache import digest
+from trainer.cache import cached, digest
 from trainer.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-def check_vocab_size(vocab_size: int) -> None:
-    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id or a local folder.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of many types; each means that this name gave no tokenizer
+        raise UserError(
+            asked=f"the tokenizer of {name}",
+            found=f"{type(error).__name__}: {error}",
+            why="text must be turned into the model's tokens",
+            instead="--tokenizer with a hub id or a folder that holds tokenizer.json",
+        ) from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+    """Refuse a tokenizer that a model of ``vocab_size`` tokens can't be trained with. None: one is to be trained.
+
+    Nothing of the data is needed for it.
+
+    Raises:
+        UserError: it has no end-of-text token or too many tokens, or ``vocab_size`` is too small to train one.
+    """
+    if tokenizer is None:
+        _check_trainable(vocab_size)
+    else:
+        _check_end_of_text(tokenizer)
+        check_vocabulary(tokenizer, vocab_size)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuse a tokenizer with more tokens than the ``vocab_size`` rows of the model's embedding.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            asked=f"a tokenizer of {len(tokenizer)} tokens",
+            found=f"the model's embedding has {vocab_size} rows",
+            why="a token beyond them has no embedding",
+            instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size",
+        )
+
+
+def _check_trainable(vocab_size: int) -> None:
+    least = len(ByteLevel.alphabet()) + 1
     if vocab_size < least:
         raise UserError(
             asked=f"a tokenizer of {vocab_size} tokens",
@@ -26,7 +77,7 @@ def check_vocab_size(vocab_size: int) -> None:
         )
 
 
-def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.eos_token_id is None:
         raise UserError(
             asked=f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
@@ -36,24 +87,31 @@ def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
-    """A byte-level BPE (Sennrich et al. 2016, as in GPT-2) of at most ``vocab_size`` tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+def trained_tokenizer(
+    folder: Path, scratch: Path, texts: Callable[[], Iterable[str]], vocab_size: int
+) -> PreTrainedTokenizerFast:
+    """The tokenizer kept in the cache's ``folder``; trained on ``texts()`` if there is none yet."""
+    return cached(folder, scratch, build=lambda made: _write_trained(made, texts(), vocab_size), load=_load_trained)
+
+
+def _write_trained(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
+    """Write a byte-level BPE (Sennrich et al. 2016, as in GPT-2) of at most ``vocab_size`` tokens."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
     tokenizer.train_from_iterator(
         texts,
-        trainers.BpeTrainer(
+        BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            initial_alphabet=ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def _load_trained(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
@@ -61,6 +119,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A name for what the tokenizer does to text, the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else datasets.fingerprint.Hasher.hash(tokenizer)
+    content = backend.to_str() if backend is not None else Hasher.hash(tokenizer)
     return digest([content, tokenizer.eos_token_id])

@@ -41,3 +41,8 @@ def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> Parti
         tuple(axis for axis in mesh_axes if axis in shards and shards[axis].dim == dim) for dim in range(rank)
     ]
     return tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in axes_of_dim)
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes that a partition spec's entry names: none, one, or several."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry

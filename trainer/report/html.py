@@ -1,35 +1,13 @@
-"""Pieces of an HTML page that needs nothing else."""
+"""The pieces of an HTML page that is one file: it loads nothing, and suits light and dark screens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
+from trainer.report.units import size
 
-def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    longest = max((value for _, value, _ in rows), default=0) or 1
-    cells = "".join(
-        f'<tr><th>{escape(name)}</th><td class="bar"><svg width="100%" height="14">'
-        f'<rect class="c0" width="{100 * value / longest:.2f}%" height="14"/></svg></td>'
-        f'<td class="n">{escape(text)}</td></tr>'
-        for name, value, text in rows
-    )
-    return f"<table>{cells}</table>" if rows else "<p>None.</p>"
-
-
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
-    """``numbers``: so many leading columns are right-aligned."""
-
-    def cells(row: Sequence[str], tag: str) -> str:
-        kind = (' class="n"' if number < numbers else "" for number in range(len(row)))
-        return "".join(f"<{tag}{c}>{escape(cell)}</{tag}>" for cell, c in zip(row, kind, strict=True))
-
-    lines = [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
-    if any(header):
-        lines.insert(0, f"<tr>{cells(header, 'th')}</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
-
-
+# Colours of a chart's parts in order: the CSS variables --c0, --c1, …
 _LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c")
 _DARK = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8")
 
@@ -69,7 +47,64 @@ pre { overflow-x: auto; font-size: .85rem; }
 )
 
 
-HEAD = (
-    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    "<title>{title}</title><style>{style}</style>"
-)
+def html_page(title: str, body: Iterable[str]) -> str:
+    """The whole file.
+
+    Args:
+        title: plain text; it is escaped here.
+        body: pieces of HTML, in order.
+    """
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    )
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
+    """A table of plain texts, the first ``numbers`` columns right-aligned; a header of empty texts is left out."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        kind = (' class="n"' if number < numbers else "" for number in range(len(row)))
+        return "".join(f"<{tag}{c}>{escape(cell)}</{tag}>" for cell, c in zip(row, kind, strict=True))
+
+    lines = [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
+    if any(header):
+        lines.insert(0, f"<tr>{cells(header, 'th')}</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
+    """A chart of horizontal bars, the longest as wide as its column: (name, value, the value as text)."""
+    longest = max((value for _, value, _ in rows), default=0) or 1
+    cells = "".join(
+        f'<tr><th>{escape(name)}</th><td class="bar"><svg width="100%" height="14">'
+        f'<rect class="c0" width="{100 * value / longest:.2f}%" height="14"/></svg></td>'
+        f'<td class="n">{escape(text)}</td></tr>'
+        for name, value, text in rows
+    )
+    return f"<table>{cells}</table>" if rows else "<p>None.</p>"
+
+
+def html_memory_bar(parts: Sequence[tuple[str, int]], limit: int) -> str:
+    """One bar of a chip's HBM, with a mark where it ends and a legend.
+
+    Args:
+        parts: (name, bytes), from left to right; at most as many as there are colours (7).
+        limit: bytes that a program can use.
+    """
+    whole = max(sum(part for _, part in parts), limit)
+    left, rects, legend = 0.0, [], []
+    for number, (name, part) in enumerate(parts):
+        width = 100 * part / whole
+        label = escape(f"{name}: {size(part)}")
+        place = f'x="{left:.3f}%" y="6" width="{width:.3f}%" height="32"'
+        rects.append(f'<rect class="c{number}" {place}><title>{label}</title></rect>')
+        if part:
+            legend.append(f'<span><i class="k{number}"></i>{label}</span>')
+        left += width
+    mark = f'<rect class="limit" x="{min(100 * limit / whole, 99.8):.3f}%" y="0" width="2" height="44"/>'
+    frame = '<rect class="frame" x="0" y="6" width="100%" height="32"/>'
+    svg = f'<svg role="img" aria-label="HBM" width="100%" height="44">{frame}{"".join(rects)}{mark}</svg>'
+    note = f"<span>│ {escape(size(limit))} that a program can use</span>"
+    return f'{svg}<p class="legend">{"".join(legend)}{note}</p>'

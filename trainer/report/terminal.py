@@ -1,4 +1,4 @@
-"""What a person sees of a run: the progress bar, the log lines, the loss curve, the closing table."""
+"""A run on the terminal: its live line, its log lines and its closing table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -39,6 +40,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.progress: Progress | None = None
+        self.task, self.first_step = TaskID(0), 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress = Progress(
@@ -78,9 +80,23 @@ class ProgressCallback(TrainerCallback):
             self.progress.stop()
 
 
-def closing_table(rows: Sequence[tuple[str, str]]) -> Table:
-    """Two columns: what, and how much."""
+def closing_table(
+    losses: tuple[float, float | None, float], log_history: Sequence[dict[str, Any]], compiles: int, folder: str
+) -> Table:
+    """What a finished run has come to, in two columns.
+
+    Args:
+        losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token.
+    """
+    before, after, unigram = losses
+    # the first reading's rate has the compile in it
+    rates = sorted([entry["tokens_per_second"] for entry in log_history if "tokens_per_second" in entry][1:])
+    speed = f"{rates[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps"
     table = Table(show_header=False, box=None, pad_edge=False)
-    for what, value in rows:
-        table.add_row(what, value)
+    table.add_row("held-out loss before", f"{before:.4f} nats/token")
+    table.add_row("held-out loss after", "not measured: interrupted" if after is None else f"{after:.4f} nats/token")
+    table.add_row("unigram model's loss", f"{unigram:.4f} nats/token (the same held-out tokens)")
+    table.add_row("tokens/s", speed)
+    table.add_row("compiles", str(compiles))
+    table.add_row("written to", folder)
     return table

@@ -1,222 +1,163 @@
-"""Recipe + plan + config → the train step: kernels chosen, layers stacked, activations laid out, state placed.
+"""A job on a mesh → its model, weights and steps: kernels bound to the mesh, activations laid out, state placed.
 
-One way to it, for a run on the mesh's devices and for a lowering without them (an abstract mesh).
+There is one way to it, for a run on this process's devices and for a lowering without any (an abstract mesh).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_xla.distributed.spmd as xs
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from models import jax_call, scan, scopes
-from models.attention import splash
-from models.attention.interface import NAME, register_attention
-from models.experts import capacity, dropless
-from models.experts.interface import register_experts
-from models.partial_gradients import SUFFIX
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
+from models import jax_call, scopes
+from models.attention import interface as attention
+from models.attention.splash import KernelLayout
+from models.experts import interface as experts
+from models.experts.capacity import Capacity
+from models.experts.dropless import Dropless
+from models.layers import DecoderLayers
+from models.partial_gradients import SUFFIX, Tensors
+from trainer.job import Job
 from trainer.layout.partition import partition_spec
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Layout, Recipe, matches
-from trainer.model import experts_modules, meta_model
+from trainer.layout.recipe import Layout, matches
+from trainer.layout.stacking import layer_name
+from trainer.model import experts_modules
+from trainer.step.eval_step import EvalStep
 from trainer.step.loss import Loss
 from trainer.step.optimizer import AdamW, decay_names
-from trainer.step.reduction import partial_gradients_of, token_axes
-from trainer.step.train_step import TrainStep
+from trainer.step.placed import Placed
+from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
+from trainer.step.train_step import StepOptions, TrainStep
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source
 from trainer.xla import sharding
-from trainer.xla.mesh import device_order
+from trainer.xla.mesh import DeviceMesh, device_order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """A model ready to train: ``plan`` is that of ``parameters`` as they are stored."""
+class Built:
+    """A job on its mesh, ready to run."""
 
     model: PreTrainedModel
-    plan: ShardingPlan
-    parameters: dict[str, torch.Tensor]
-    loss: Loss
+    placed: Placed
     step: TrainStep
+    evaluation: EvalStep
 
 
-def build(
-    recipe: Recipe,
-    args: TrainingArguments,
-    config: PretrainedConfig,
-    plain_plan: ShardingPlan,
-    mesh: xs.Mesh,
-    source: Source,
-    restored: Source | None = None,
-) -> Assembly:
-    """The model with its weights from ``source`` placed on ``mesh``, and its train step.
+def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = None) -> Built:
+    """The job's model with its weights from ``source`` placed on ``mesh``, and its steps.
 
     Args:
         restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
-
-    Raises:
-        UserError: the recipe's compute policy does not fit the model.
     """
-    if args.isolate_documents and recipe.compute.attention != NAME:
-        raise UserError(
-            asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
-            found="an attention of transformers' own",
-            why="it does not know documents by their segment_ids: tokens would see other documents",
-            instead=f"attention={NAME!r}, the default",
-        )
-    model, plan = assemble(recipe, plain_plan, config, mesh)
-    parameters = place_parameters(model, plan, mesh, source)
-    loss = make_loss(model, recipe, plain_plan, mesh)
-    step = TrainStep(
-        loss,
-        parameters,
-        {p.name: partition_spec(p.layout, len(p.shape), tuple(plan.mesh)) for p in plan.parameters},
-        mesh,
-        recipe.batch,
-        AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(model)),
-        accumulation=args.gradient_accumulation_steps,
-        max_grad_norm=args.max_grad_norm,
-        moment_dtype=args.state_dtypes["optimizer_dtype"],
-        restored=restored,
-        seed=args.seed,
-    )
-    return Assembly(model, plan, parameters, loss, step)
-
-
-def assemble(
-    recipe: Recipe, plain_plan: ShardingPlan, config: PretrainedConfig, mesh: xs.Mesh
-) -> tuple[PreTrainedModel, ShardingPlan]:
-    """The model to run, on meta, and the plan of its parameters as they are stored (stacked, where layers are scanned).
-
-    Args:
-        plain_plan: the plan of transformers' own model of ``config``.
-
-    Raises:
-        UserError: the recipe's compute policy does not fit the model.
-    """
-    compute, model, plan = recipe.compute, meta_model(config), plain_plan
-    name = compute.attention if compute.attention != NAME else _register_attention(plain_plan, mesh)
-    model.set_attn_implementation(name)
-    if compute.experts is not None:
-        _set_experts(recipe, plain_plan, model, mesh)
-    try:
-        if compute.scan:
-            plan = plan.stacked(*scan.stack_layers(model))
-        elif compute.remat != "none":
-            scan.wrap_layers(model)
-    except ValueError as error:
-        raise UserError(
-            asked=f"recipe {recipe.name}: Compute(scan={compute.scan}, remat={compute.remat!r})",
-            found=str(error),
-            why="only equal layers, in a list named `layers`, run as one",
-            instead='Compute(scan=False, remat="none"), which leaves the model as it is',
-        ) from error
+    model = copy.deepcopy(job.assembled)
+    _bind_kernels(job, model, mesh)
     scopes.annotate(model)
-    for pattern, layout in recipe.activations.items():
+    for pattern, layout in job.recipe.activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):
-                module.register_forward_hook(_constrain_output(layout, mesh, tuple(plan.mesh)))
-    return model, plan
+                module.register_forward_hook(_constrain_output(layout, mesh))
+    parameters = place_parameters(model, job.stored, mesh, source)
+    placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
+    loss, args = _make_loss(job, model, mesh), job.args
+    optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(model))
+    options = StepOptions(
+        args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
+    )
+    return Built(model, placed, TrainStep(loss, placed, optimizer, options, restored), EvalStep(loss, placed))
 
 
-def make_loss(model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, mesh: xs.Mesh) -> Loss:
-    """The loss of an assembled model: its parameters cast to the compute dtype and laid out just before use."""
-    dtype = DTYPES[recipe.compute.dtype or ("bfloat16" if jax_call.target() == "tpu" else "float32")]
-    axes = tuple(plain_plan.mesh)
-    partials = partial_gradients_of(model, recipe, plain_plan, mesh)
-    experts_inside = experts_modules(model)
+def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Tell the model's kernels how their tensors lie on ``mesh``."""
+    plan, axes, order = job.plan, tuple(job.plan.mesh.items()), device_order(mesh)
+    heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
+    attention.bind(model, KernelLayout(axes, plan.batch, heads, order))
+    names = experts_modules(job.model)
+    if job.recipe.compute.experts not in ("capacity", "dropless"):
+        return
+    expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)
+    kernel: Capacity | Dropless
+    if job.recipe.compute.experts == "capacity":
+        kernel = Capacity(
+            factor=job.recipe.compute.capacity_factor,
+            groups=plan.batch_shards,
+            batch_axes=plan.batch,
+            expert_axes=expert_axes,
+            constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
+        )
+    else:
+        keys = [key for key, _ in job.model.get_submodule(names[0]).named_parameters()]
+        kernel = Dropless(
+            axes=axes,
+            batch_axes=plan.batch,
+            expert_axes=expert_axes,
+            weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
+            order=order,
+        )
+    experts.bind(model, experts_modules(model), kernel)
 
-    def prepare(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+
+def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
+    """The model's loss, its parameters cast to the compute dtype and laid out just before use."""
+    compute = job.recipe.compute
+    partials = partial_gradients_of(job, model, mesh)
+    prepare = _Prepare(job, mesh, partials)
+    inside: frozenset[str] = frozenset()
+    for module in model.modules():
+        if isinstance(module, DecoderLayers):
+            module.configure(prepare, compute.remat)
+            inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
+    kept = partials if compute.reduce_gradients == "step" else {}
+    inside |= frozenset(name + SUFFIX for name in kept if name in inside)
+    leaves = {name + SUFFIX: partial for name, partial in kept.items()}
+    return Loss(model, prepare, inside, leaves, compute.router_loss)
+
+
+class _Prepare:
+    """(name, parameter) → what the forward uses, by name: the parameter cast and laid out, and its gradient's leaf."""
+
+    def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
+        self.job, self.mesh, self.partials = job, mesh, partials
+        default = "bfloat16" if jax_call.target() == "tpu" else "float32"
+        self.dtype = DTYPES[job.recipe.compute.dtype or default]
+        self.experts_inside = experts_modules(job.assembled)
+
+    def __call__(self, name: str, parameter: torch.Tensor) -> Tensors:
         if name.endswith(SUFFIX):
-            spec = partials[name.removesuffix(SUFFIX)].spec
-            return {name: sharding.constrain(parameter, mesh, spec[-parameter.dim() :])}
-        # cast first: what is gathered across devices is then the smaller dtype
-        entry, partial = plain_plan[name.replace(".*.", ".0.")], partials.get(name)
-        placed = sharding.constrain(parameter.to(dtype), mesh, partition_spec(entry.layout, len(entry.shape), axes))
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
-            return {name: placed}  # it gathers them itself
-        # Then whole along the axes that split the tokens, and said so: a gather of the weight, and for its gradient a
-        # reduction. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        split = token_axes(name, entry, recipe, experts_inside)
+            spec = self.partials[name.removesuffix(SUFFIX)].spec
+            return {name: sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])}
+        # cast first, so that what is gathered across devices is the smaller dtype
+        entry, partial = self.job.plan[layer_name(name, 0)], self.partials.get(name)
+        placed = self._constrain(parameter.to(self.dtype), entry.layout)
+        recipe = self.job.recipe
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
+            return {name: placed}  # the kernel gathers it itself
+        # Then whole along the axes that split the tokens, and said so: this gathers the weight, and reduces its
+        # gradient. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
+        split = token_axes(name, entry, recipe, self.experts_inside)
         whole = {axis: placement for axis, placement in entry.layout.items() if axis not in split}
-        prepared = {name: sharding.constrain(placed, mesh, partition_spec(whole, len(entry.shape), axes))}
+        prepared = {name: self._constrain(placed, whole)}
         if partial is not None and partial.scatters:
             prepared[name + SUFFIX] = partial.layer.leaf(placed)
         return prepared
 
-    inside: frozenset[str] = frozenset()
-    for module in model.modules():
-        if isinstance(module, scan.DecoderLayers):
-            module.configure(prepare, recipe.compute.remat)
-            inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
-    kept = partials if recipe.compute.reduce_gradients == "step" else {}
-    inside |= frozenset(name + SUFFIX for name in kept if name in inside)
-    return Loss(
-        model, prepare, inside, {name + SUFFIX: partial for name, partial in kept.items()}, recipe.compute.router_loss
-    )
+    def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))
 
 
-def _set_experts(recipe: Recipe, plan: ShardingPlan, model: PreTrainedModel, mesh: xs.Mesh) -> None:
-    names = experts_modules(model)
-    if not names:
-        raise UserError(
-            asked=f"recipe {recipe.name}: Compute(experts={recipe.compute.experts!r})",
-            found=f"{type(model).__name__} has no experts",
-            why="there is nothing to route tokens to",
-            instead="Compute(experts=None), or a mixture-of-experts model",
-        )
-    kind = str(recipe.compute.experts)
-    if kind == "dense":
-        model.set_experts_implementation(kind)
-        return
-    expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)
-    function: Callable[..., torch.Tensor]
-    if kind == "capacity":
-        function = capacity.Capacity(
-            factor=recipe.compute.capacity_factor,
-            groups=plan.batch_shards,
-            batch_axes=recipe.batch,
-            expert_axes=expert_axes,
-            constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
-        )
-        detail = str(function.factor)
-    else:
-        parameters = [key for key, _ in model.get_submodule(names[0]).named_parameters()]
-        entries = {key: plan[f"{names[0]}.{key}"] for key in parameters}
-        specs = {key: partition_spec(e.layout, len(e.shape), tuple(plan.mesh)) for key, e in entries.items()}
-        function = dropless.Dropless(
-            axes=tuple(plan.mesh.items()),
-            batch_axes=recipe.batch,
-            expert_axes=expert_axes,
-            weight_specs=specs,
-            order=device_order(mesh),
-        )
-        detail = str(specs)
-    # the registry is one for the process, the layouts are this plan's: a name for each
-    name = f"{kind} {detail} over {plan.mesh} {device_order(mesh)}, batch {plan.batch}, experts {expert_axes}"
-    register_experts(name, function)
-    model.set_experts_implementation(name)
+def _constrain_output(layout: Layout, mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:
+    """A forward hook that lays out a module's output, or the first of its outputs."""
 
-
-def _register_attention(plan: ShardingPlan, mesh: xs.Mesh) -> str:
-    """The name of our attention on ``mesh``: rows split by the batch axes, heads by the others."""
-    heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
-    return register_attention(splash.KernelLayout(tuple(plan.mesh.items()), plan.batch, heads, device_order(mesh)))
-
-
-def _constrain_output(layout: Layout, mesh: xs.Mesh, axes: tuple[str, ...]) -> Callable[[nn.Module, Any, Any], Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
-        placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), axes))
+        placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
         return (placed, *output[1:]) if isinstance(output, tuple) else placed
 
     return hook

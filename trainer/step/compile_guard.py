@@ -1,15 +1,17 @@
-"""CompileGuard: a recompile stops the run and names what changed."""
+"""CompileGuard: a step that would compile again stops the run, and the error names what changed."""
 
 from __future__ import annotations
 
-# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
+from collections.abc import Mapping
+
+import torch
+
 from trainer.errors import UserError
-from trainer.step.loss import Tensors
 from trainer.xla.runtime import compile_count
 
 
 class CompileGuard:
-    """Stops a run that would compile again, and says which input changed.
+    """Stops a run that would compile its step again, and says which input changed.
 
     Args:
         what: the step's name in messages.
@@ -19,10 +21,11 @@ class CompileGuard:
     def __init__(self, what: str, expected: int) -> None:
         self.what, self.expected = what, expected
         self.compiles, self.first = 0, True
+        self._before = 0  # compiles of the process when the step began
         self._signature: dict[str, str] = {}
 
-    def before(self, batch: Tensors) -> None:
-        """Refuse a batch whose names, shapes or dtypes are not those of the first one: it would compile anew."""
+    def before(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a batch whose names, shapes or dtypes differ from the first batch's: it would compile anew."""
         signature = {name: f"shape {list(t.shape)}, {t.dtype}" for name, t in batch.items()}
         if self.first:
             self._signature = signature
@@ -38,7 +41,7 @@ class CompileGuard:
         self._before = compile_count()
 
     def after(self) -> None:
-        """Count what the step just compiled; more than expected is an error, since no input changed."""
+        """Count what the step has compiled. More than expected is an error, since no input changed."""
         self.compiles += compile_count() - self._before
         self.first = False
         if self.compiles > self.expected:

@@ -1,4 +1,4 @@
-"""The model's loss on one micro-batch."""
+"""The loss: the model on one micro-batch, its parameters cast and laid out just before use."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
-# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
 from transformers import PreTrainedModel
 
 from models import partial_gradients, side_outputs
 from models.attention.interface import masks_without_reads
 from models.local_ops import LocalOps
+from models.partial_gradients import Tensors
 from trainer.step.reduction import PartialGradient
-
-Tensors = dict[str, torch.Tensor]
 
 
 class Loss:
-    """The model's loss on one micro-batch, its parameters cast and laid out just before use.
+    """The model's loss on one micro-batch.
 
     Args:
-        prepare: (name, parameter) -> what the forward uses, by name; for parameters that the layer stack leaves alone.
+        prepare: (name, parameter) → what the forward uses, by name. It is called for the parameters outside the layer
+            stack; the stack prepares its own.
         inside: names of the parameters that the layer stack prepares.
-        partials: name -> partial gradient, of the parameters whose gradient is reduced once a step.
+        partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
     """
 
@@ -42,10 +40,13 @@ class Loss:
     def __call__(
         self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, *, training: bool
     ) -> tuple[torch.Tensor, Tensors]:
-        """The loss summed over scored targets and divided by ``tokens``; the mean of each metric that layers record.
+        """The loss, and the mean of each metric that layers record.
 
         Args:
-            parameters: by name; the leaves of partial gradients too, where these are wanted.
+            parameters: name → parameter, and the leaves of the partial gradients that are wanted.
+            batch: name → tensor [rows, S].
+            tokens: what the sum over scored targets is divided by; a 0-d tensor.
+            training: whether dropout, capacities and the load-balancing loss apply.
         """
         self.model.train(training)
         prepared: Tensors = {}
@@ -55,7 +56,9 @@ class Loss:
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
-        if self.router_loss and training and packed:  # it leaves padding out, by a mask of one layer's tokens
+        if (
+            self.router_loss and training and packed
+        ):  # the load-balancing loss leaves out what this mask marks as padding
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
         with LocalOps(), masks_without_reads(), side_outputs.joined(*([] if packed else ["router_logits"])):
             output, recorded = side_outputs.collect_metrics(
@@ -65,5 +68,5 @@ class Loss:
 
 
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """How many targets of ``labels`` [..., S] are scored: the first is never a target, -100 is ignored; a 0-d float."""
+    """How many targets of ``labels`` [..., S] are scored, as a 0-d float: not the first, and none that is -100."""
     return (labels[..., 1:] != -100).to(torch.float32).sum()

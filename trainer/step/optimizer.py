@@ -1,4 +1,4 @@
-"""AdamW on sharded state, as a pure function of one tensor; parameter groups; clipping; the schedule on the host."""
+"""AdamW on sharded state, as a pure function of one tensor; which parameters decay; clipping by the global norm."""
 
 from __future__ import annotations
 

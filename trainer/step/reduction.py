@@ -1,9 +1,9 @@
 """How a weight's gradient is summed over devices: by reduce-scatters, a mesh axis at a time.
 
-A weight's gradient is a sum over tokens, and tokens are split over the batch axes. Left to the partitioner that sum is
-an all-reduce and then a slice, at twice the traffic: whether the compiler makes a reduce-scatter of the two depends on
-which dimension is sliced, and over all chips of a torus at once it never does. So the unfinished sum has a shape of its
-own (see ``models.partial_gradients``), and what finishes it says what it is.
+A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner makes of that sum an
+all-reduce and then a slice, which sends twice as much. The compiler turns the two into a reduce-scatter only for some
+sliced dimensions, and never over all chips of a torus at once. So the unfinished sum has a shape of its own (see
+``models.partial_gradients``), and the collectives that finish it are written out.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch_xla.distributed.spmd as xs
 from transformers import PreTrainedModel
 
 from models import partial_gradients
 from models.jax_call import Manual
-from trainer.layout.partition import PartitionSpec, partition_spec
+from trainer.job import Job
+from trainer.layout.partition import PartitionSpec, axes_of, partition_spec, shards_of
 from trainer.layout.placement import Shard
-from trainer.layout.plan import ParameterPlan, ShardingPlan
+from trainer.layout.plan import ParameterPlan
 from trainer.layout.recipe import Layout, Recipe
+from trainer.layout.stacking import is_stacked, layer_name
 from trainer.model import experts_modules
 from trainer.xla import sharding
-from trainer.xla.mesh import device_order
+from trainer.xla.mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16
 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A weight gradient kept apart by batch shard.
+    """A weight gradient that is kept apart by batch shard.
 
     Args:
-        parameter: whose gradient it is, as it is stored.
-        dim: the dimension that the batch shards are inserted at: 0, or 1 behind the layers of a stack.
+        parameter: the stored name of the parameter whose gradient it is.
+        dim: the dimension at which the batch shards are inserted: 0, or 1 behind the layers of a stack.
         axes: the axes that split the tokens where the parameter meets them.
-        layout: axis -> the dimension that it splits, of the parameter, its layers not stacked.
-        rank: dimensions of the parameter, its layers not stacked.
+        layout: axis → the dimension that it splits, of one layer's parameter.
+        rank: dimensions of one layer's parameter.
     """
 
     parameter: str
@@ -46,7 +47,7 @@ class PartialGradient:
     axes: tuple[str, ...]
     layout: Mapping[str, Shard]
     rank: int
-    mesh: xs.Mesh
+    mesh: DeviceMesh
 
     @property
     def shards(self) -> int:
@@ -60,27 +61,27 @@ class PartialGradient:
 
     @property
     def scatters(self) -> bool:
-        """Whether reduce-scatters that are written out make it cheaper where it is reduced at once.
+        """Whether written-out reduce-scatters are cheaper than the compiler's, where the gradient is reduced at once.
 
-        Of a batched product over one ring the compiler makes a reduce-scatter by itself, in the layout that the product
-        likes; ours costs a copy of an operand.
+        For a batched product over one ring the compiler makes a reduce-scatter by itself, in the layout that suits the
+        product; ours would cost a copy of an operand.
         """
         rings = len(self.sum.scatter)
         return rings > 1 or (rings == 1 and self.rank == 2)
 
     @property
     def layer(self) -> PartialGradient:
-        """That of one layer, where layers are stacked."""
+        """The same for one layer of a stack."""
         return replace(self, dim=0)
 
     @property
     def sum(self) -> partial_gradients.Sum:
-        """Scattered along each axis that splits the parameter, ring by ring; added along the others."""
+        """The collectives: scatters, ring by ring, along the axes that split the parameter; sums along the others."""
         sizes = self.mesh.shape()
         rings = {axis: _rings(axis, size, math.prod(sizes.values())) for axis, size in sizes.items()}
-        before = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in self.spec]
+        before = [axes_of(entry) for entry in self.spec]
         scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
-        # what is scattered last is innermost, also where an axis that comes later splits the dimension already
+        # The axis that is scattered last is innermost, also where a later axis of the mesh splits the dimension.
         out: list[list[str]] = [[] for _ in range(self.dim + self.rank)]
         kept = [axis for axis in self.mesh.shape() if axis in self.layout and axis not in self.axes]
         for axis in [*kept, *(axis for axis, _ in scatter)]:
@@ -99,6 +100,7 @@ class PartialGradient:
         )
 
     def zeros(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Zeros of the shape of the stored ``parameter`` with the batch shards inserted."""
         shape = (*parameter.shape[: self.dim], self.shards, *parameter.shape[self.dim :])
         return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
@@ -108,9 +110,9 @@ class PartialGradient:
         return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A tensor [shards, *parameter shape] whose gradient is summed and becomes that of ``parameter``, one layer's.
+        """A tensor [shards, *parameter shape] whose gradient is summed over shards and becomes that of ``parameter``.
 
-        Its values are never read.
+        ``parameter`` is one layer's. The tensor's values are never read.
         """
         return _Leaf.apply(parameter, self)
 
@@ -119,9 +121,9 @@ class PartialGradient:
 
 
 def _rings(axis: str, size: int, devices: int) -> dict[str, int]:
-    """``axis`` as several of at most 16 devices each, and of fewer than there are: name -> size, outermost first.
+    """``axis`` cut into rings: name → size, outermost first. A ring has at most 16 devices, and fewer than there are.
 
-    Where a reduce-scatter runs over all the chips of a torus, libtpu turns it into an all-reduce.
+    A reduce-scatter that ran over all the chips of a torus would be turned into an all-reduce by libtpu.
     """
     sizes = []
     longest = min(_LONGEST_RING, devices - 1)
@@ -142,19 +144,17 @@ class _Leaf(torch.autograd.Function):
         return ctx.partial.total(gradient), None
 
 
-def partial_gradients_of(
-    model: PreTrainedModel, recipe: Recipe, plain_plan: ShardingPlan, mesh: xs.Mesh
-) -> dict[str, PartialGradient]:
-    """The gradient by batch shard of every parameter that several batch shards meet, by the parameter's stored name."""
+def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, PartialGradient]:
+    """Stored name → partial gradient, for every parameter of the assembled ``model`` that several batch shards meet."""
     experts_inside = experts_modules(model)
     found = {}
     for name, _ in model.named_parameters():
-        entry = plain_plan[name.replace(".*.", ".0.")]
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
-            continue  # one operation, which leaves its gradients reduced
-        axes = token_axes(name, entry, recipe, experts_inside)
-        layout = {axis: shard for axis, shard in entry.layout.items() if isinstance(shard, Shard)}
-        partial = PartialGradient(name, int(".*." in name), axes, layout, len(entry.shape), mesh)
+        entry = job.plan[layer_name(name, 0)]
+        if job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
+            continue  # the kernel leaves its gradients reduced
+        axes = token_axes(name, entry, job.recipe, experts_inside)
+        dim = int(is_stacked(name))
+        partial = PartialGradient(name, dim, axes, shards_of(entry.layout), len(entry.shape), mesh)
         if partial.shards > 1:
             found[name] = partial
     return found
@@ -162,6 +162,6 @@ def partial_gradients_of(
 
 def token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_inside: Sequence[str]) -> tuple[str, ...]:
     """The axes that split the tokens where they meet the parameter."""
-    # tokens have crossed the axes that split the experts: these split no expert's tokens any more
+    # With capacity, tokens have crossed the axes that split the experts, which then split no expert's tokens.
     crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_inside
     return tuple(axis for axis in recipe.batch if not (crosses and axis in entry.axes_of(0)))

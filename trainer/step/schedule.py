@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 from transformers import get_scheduler
 
 
 class Schedule:
-    """A learning rate for each step, by transformers' schedulers; the rate travels to the device as data.
+    """A learning rate for each step, by one of transformers' schedulers; the rate goes to the device as data.
 
     Args:
         kind: a name of transformers' ``SchedulerType`` (``linear``, ``cosine``, ``constant``, …).
     """
 
-    def __init__(
-        self, kind: str, learning_rate: float, warmup_steps: int, total_steps: int, options: Mapping | None = None
-    ) -> None:
-        # transformers' schedulers want an optimizer to write into; this one has nothing to optimise
+    def __init__(self, kind: str, learning_rate: float, warmup_steps: int, total_steps: int) -> None:
+        # transformers' schedulers want an optimizer to write the rate into; this one optimises nothing
         self._carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
         self._scheduler = get_scheduler(
-            kind,
-            self._carrier,
-            num_warmup_steps=warmup_steps,
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs=dict(options or {}),
+            kind, self._carrier, num_warmup_steps=warmup_steps, num_training_steps=total_steps
         )
-        self._carrier.step()  # a scheduler that steps before its optimizer warns; it counts steps from its own making
+        self._carrier.step()  # else the scheduler would warn that it steps before its optimizer
 
     @property
     def learning_rate(self) -> float:
@@ -39,8 +31,9 @@ class Schedule:
         self._scheduler.step()
 
     def skip(self, steps: int) -> None:
-        """Go to where ``steps`` advances lead, from the start: what a resumed run needs."""
-        if steps and isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):  # a function of the step alone
+        """Go where ``steps`` calls of :meth:`advance` would lead from the start, as a resumed run must."""
+        # a LambdaLR is a function of the step alone: one call goes to any step
+        if steps and isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):
             self._scheduler.last_epoch, steps = steps - 1, 1
         for _ in range(steps):
             self.advance()

@@ -1,35 +1,34 @@
 """TrainStep: forward, backward, gradient layout, accumulation, clipping and AdamW as one XLA computation.
 
-Nothing in it reads the device: the learning rate and the step count go in as data, the metrics stay on the device until
-`read_metrics`, and a loss that is not finite turns the update into a no-op on the device itself, so that the last good
-state is kept even though the host hears of it only at the next logging step.
+Nothing in it reads the device. The learning rate and the step's number go in as data, and the metrics stay on the
+device until `read_metrics`. A loss that is not finite turns the update into a no-op on the device itself: the last good
+state is kept, although the host hears of it only at the next logging step.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 
-# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
+# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9: the loop of `scan` without its autograd
 from torch_xla.experimental.scan import _scan_impl_pytree
 
 from models import scopes
+from models.partial_gradients import Tensors
 from trainer.arrays import Array
-from trainer.layout.partition import PartitionSpec
 from trainer.step.compile_guard import CompileGuard
-from trainer.step.loss import Loss, Tensors, scored_tokens
+from trainer.step.loss import Loss, scored_tokens
 from trainer.step.optimizer import AdamW, clip_factor, global_norm
+from trainer.step.placed import Placed
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
 
-Specs = Mapping[str, PartitionSpec]
 MOMENTS = ("first moment", "second moment")
 METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step")
 
@@ -41,8 +40,8 @@ class StepMetrics:
     Args:
         loss: mean over the steps since then; nats a token, auxiliary loss included.
         grad_norm: of the last step, before clipping.
-        dropped_fraction: (token, choice) pairs that no expert had room for, mean over layers and steps; None where no
-            layer has a capacity.
+        dropped_fraction: share of the (token, choice) pairs that no expert had room for, mean over layers and steps;
+            None where no layer has a capacity.
         steps: optimizer steps since the last reading.
         bad_step: the first step whose loss or gradient norm was not finite; 0 if none was.
     """
@@ -54,62 +53,67 @@ class StepMetrics:
     bad_step: int
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step trains.
+
+    Args:
+        accumulation: micro-batches a step.
+        max_grad_norm: global norm that gradients are scaled down to; 0 leaves them.
+        moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
+        seed: gives, with the step's number, the seed of what is random on the device (dropout).
+    """
+
+    accumulation: int = 1
+    max_grad_norm: float = 1.0
+    moment_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+
 class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
     Args:
-        parameters: name -> placed parameter, the very tensors that ``loss`` trains.
-        specs: name -> partition spec of the parameter, its gradient and its two moments.
-        accumulation: micro-batches a step.
-        moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
-        restored: values of moments and metrics by their names in :attr:`state`; default: zeros.
-        seed: with the step's number, the seed of what is random on the device (dropout).
+        placed: the parameters, the very tensors that ``loss`` trains.
+        restored: name in :attr:`state` → values of a moment or of the metrics, of a run to go on with. Default: zeros.
     """
 
     def __init__(
         self,
         loss: Loss,
-        parameters: Tensors,
-        specs: Specs,
-        mesh: xs.Mesh,
-        batch_axes: tuple[str, ...],
+        placed: Placed,
         optimizer: AdamW,
-        *,
-        accumulation: int,
-        max_grad_norm: float,
-        moment_dtype: torch.dtype = torch.float32,
+        options: StepOptions,
         restored: Callable[[str], Array] | None = None,
-        seed: int = 0,
     ) -> None:
-        self.seed = seed
-        self.loss, self.parameters, self.mesh, self.batch_axes = loss, parameters, mesh, batch_axes
-        self.specs = {**specs, **{name: partial.spec for name, partial in loss.partials.items()}}
-        self.optimizer, self.accumulation, self.max_grad_norm = optimizer, accumulation, max_grad_norm
-        # created sharded: left to the first step they would appear replicated, or move the weights
+        self.loss, self.placed, self.optimizer, self.options = loss, placed, optimizer, options
+        self.mesh, self.parameters = placed.mesh, placed.parameters
+        self.specs = {**placed.specs, **{name: partial.spec for name, partial in loss.partials.items()}}
+        # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
         self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for parameter_name, parameter in parameters.items():
+        for parameter_name, parameter in self.parameters.items():
             first, second = (
-                sharding.place(name, restored(name), mesh, specs[parameter_name], moment_dtype)
+                sharding.place(name, restored(name), self.mesh, self.specs[parameter_name], options.moment_dtype)
                 if restored
-                else sharding.zeros(name, parameter, moment_dtype, mesh, specs[parameter_name])
+                else sharding.zeros(name, parameter, options.moment_dtype, self.mesh, self.specs[parameter_name])
                 for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
             )
             self.moments[parameter_name] = first, second
         metrics = restored("metrics") if restored else torch.zeros(len(METRICS))
-        self.metrics = sharding.place("metrics", metrics, mesh, (None,))
+        self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
         self.metrics_read = True  # so the next step begins a new mean
 
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
-        """Run step number ``step`` (from 1) on host tensors of [rows, ...], rows = micro-batch rows x accumulation."""
+        """Run step number ``step`` (from 1) on host tensors of [rows, ...]: all micro-batches' rows together."""
         self.guard.before(batch)
-        # Without it torch_xla derives each step's seed in the graph, from the one before: it grows, and compiles anew.
-        # Above 1, since those two numbers become part of the graph.
-        xm.set_rng_state(2 + zlib.crc32(f"{self.seed}/{step}".encode()))
-        placed = self.trace(batch, step=step, learning_rate=learning_rate)
+        # Without it torch_xla derives each step's seed in the graph from the one before: the graph grows, and compiles
+        # anew. Above 1, since 0 and 1 become part of the graph.
+        xm.set_rng_state(2 + zlib.crc32(f"{self.options.seed}/{step}".encode()))
+        inputs = self.trace(batch, step=step, learning_rate=learning_rate)
         if self.guard.first:
-            planned = {name: batch_spec(t.dim(), self.batch_axes) for name, t in placed.items()}
-            sharding.check_placed(placed, self.mesh, planned)
+            planned = {name: batch_spec(t.dim(), self.placed.batch_axes) for name, t in inputs.items()}
+            sharding.check_placed(inputs, self.mesh, planned)
         self.metrics_read = False
         run_now(list(self.state.values()))
         self.guard.after()
@@ -127,14 +131,13 @@ class TrainStep:
     def trace(self, batch: Tensors, *, step: int, learning_rate: float) -> Tensors:
         """Build the step's graph, which ends in :attr:`state`, and run nothing; returns the batch as placed."""
         scalars = torch.tensor([learning_rate, float(step), float(self.metrics_read)])
-        placed = place_batch(
-            {name: _by_micro_batch(t, self.accumulation) for name, t in batch.items()}, self.mesh, self.batch_axes
-        )
-        self._trace(placed, sharding.place("scalars", scalars, self.mesh, (None,)))
-        return placed
+        split = {name: _by_micro_batch(t, self.options.accumulation) for name, t in batch.items()}
+        inputs = place_batch(split, self.mesh, self.placed.batch_axes)
+        self._trace(inputs, sharding.place("scalars", scalars, self.mesh, (None,)))
+        return inputs
 
     def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
-        """Fetch the metrics: the one device-to-host transfer of a run, on logging steps; the means begin anew."""
+        """Fetch the metrics: a run's one device-to-host transfer, made on logging steps. The means begin anew."""
         loss, grad_norm, dropped, steps, bad_step = self.metrics.cpu().tolist()
         self.metrics_read |= and_begin_anew
         count = max(int(steps), 1)
@@ -150,39 +153,54 @@ class TrainStep:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch)
         norm = global_norm(gradients.values())
-        loss_sum, _, dropped_sum, steps, bad_step = self.metrics.unbind()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
+        bad_step = self.metrics.unbind()[METRICS.index("bad_step")]
         good = finite & (bad_step == 0)
-        factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else torch.ones_like(norm)
         with torch.no_grad(), scopes.scope("optimizer"):
-            for name, parameter in self.parameters.items():
-                gradient = gradients[name].to(torch.float32) * factor
-                updated, moments = self.optimizer.update(
-                    name, parameter, gradient, self.moments[name], learning_rate, step
-                )
-                olds = (parameter, *self.moments[name])
-                for old, new in zip(olds, (updated, *moments), strict=True):
-                    kept = torch.where(good, new.to(old.dtype), old)
-                    kept = sharding.constrain(kept, self.mesh, self.specs[name])
-                    old.copy_(kept)
-            loss_sum, dropped_sum, steps = (
-                torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)
-            )
-            dropped = recorded.get("dropped_fraction", -torch.ones_like(loss))
-            values = (
-                loss_sum + loss,
-                norm,
-                dropped_sum + dropped,
-                steps + 1,
-                torch.where(good | (bad_step != 0), bad_step, step),
-            )
-            self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
+            self._update_parameters(gradients, norm, good, (learning_rate, step))
+            self._update_metrics(loss, norm, recorded.get("dropped_fraction"), (good, fresh, step))
+
+    def _update_parameters(
+        self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """AdamW on every parameter, where the step is ``good``; ``scalars`` are learning rate and step number."""
+        limit = self.options.max_grad_norm
+        factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
+        for name, parameter in self.parameters.items():
+            gradient = gradients[name].to(torch.float32) * factor
+            updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
+            olds = (parameter, *self.moments[name])
+            for old, new in zip(olds, (updated, *moments), strict=True):
+                kept = torch.where(good, new.to(old.dtype), old)
+                old.copy_(sharding.constrain(kept, self.mesh, self.specs[name]))
+
+    def _update_metrics(
+        self,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        dropped: torch.Tensor | None,
+        flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Add this step to the metrics; ``flags``: was it good, do the means begin anew, its number."""
+        good, fresh, step = flags
+        loss_sum, _, dropped_sum, steps, bad_step = self.metrics.unbind()
+        loss_sum, dropped_sum, steps = (
+            torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)
+        )
+        values = (
+            loss_sum + loss,
+            norm,
+            dropped_sum + (-torch.ones_like(loss) if dropped is None else dropped),
+            steps + 1,
+            torch.where(good | (bad_step != 0), bad_step, step),
+        )
+        self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors) -> tuple[torch.Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...]."""
-        count = self.accumulation
-        # mean over micro-batches of sum/(tokens/count): tokens weigh equally whichever micro-batch they are in, and an
-        # auxiliary loss, a mean already, is averaged
+        count = self.options.accumulation
+        # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
+        # and an auxiliary loss, which is a mean already, is averaged.
         tokens = scored_tokens(batch["labels"]) / count
         if count == 1:
             return self._micro_batch(self.parameters, {k: t.squeeze(1) for k, t in batch.items()}, tokens)
@@ -200,7 +218,7 @@ class TrainStep:
             sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
             return (loss_sum + loss / count, tokens, sums, parameters), recorded
 
-        # parameters go in through the carry: what the loop closes over is copied, and the old state was not donated
+        # Parameters enter through the carry: what a loop closes over is copied, and the old state is then not donated.
         current = {k: p.detach() for k, p in self.parameters.items()}
         zeros = {k: torch.zeros_like(p) for k, p in current.items()} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
@@ -219,9 +237,9 @@ class TrainStep:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True)
-            # a parameter has no gradient of its own where all of it is partial
-            # on this thread: a scope is a thread's own
+            # on this thread, since each thread has scopes of its own
             with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
+                # a parameter has no gradient of its own where all of its gradient is partial
                 found = torch.autograd.grad(
                     loss, list(leaves.values()), allow_unused=len(leaves) > len(self.parameters)
                 )
@@ -235,6 +253,6 @@ class TrainStep:
 def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """[rows*count, ...] -> [rows, count, ...]: rows stay dimension 0, which the batch axes split.
 
-    Neighbours go to different micro-batches, so that a process's share of the global batch is one of each of them.
+    Neighbouring rows go to different micro-batches, so that a process's share of the global batch has rows of each.
     """
     return tensor.reshape(-1, count, *tensor.shape[1:]) if tensor.dim() else tensor

@@ -1,12 +1,8 @@
-"""A checkpoint in the hub's format as a Source: safetensors files, mapped into memory, under the model's own names.
+"""Weights in the hub's format as a source: safetensors files, mapped into memory, under the model's own names.
 
-Nothing is read when it is opened but headers, and that is when everything wrong with it is said. Then each parameter is
-an array: a slice of it reads the slices of the files that it is made of, through transformers' own conversion mapping,
-so checkpoints of older layouts load as well.
-
-Upstream, semi-private, pinned with transformers: `rename_source_key`, `WeightConverter` and `WeightRenaming` of
-`core_model_loading`, `conversion_mapping.get_model_conversion_mapping`,
-`PreTrainedModel._adjust_missing_and_unexpected_keys`.
+Opening them reads the files' headers alone, and refuses whatever is wrong with them. Each parameter is then an array;
+reading a slice of it reads only the slices of the files that it is made of. What it is made of is said by transformers'
+own conversion mapping, so checkpoints of older formats load as well.
 """
 
 from __future__ import annotations
@@ -28,6 +24,8 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
+
+# semi-private: transformers/conversion_mapping.py and transformers/core_model_loading.py, transformers 5.23
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -37,12 +35,10 @@ from trainer.report.bars import byte_bar
 from trainer.weights.lazy import Lazy, Values
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-# of a repository only what is read: some hold the weights a second time in a format of their own
+# the files to fetch of a repository: some hold the weights a second time, in another format
 PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "config.json", "generation_config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-# names of dtypes in a safetensors header
+# dtypes by their names in a safetensors header
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -57,63 +53,67 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-
-
-LISTED = 8
+LISTED = 8  # how many names a message lists
 
 
 @dataclass
 class Group:
-    """Tensors of the files that are converted together, by one of transformers' transforms."""
+    """Tensors of the files that one of transformers' transforms converts together."""
 
     transform: WeightConverter | WeightRenaming
-    members: list[tuple[str, str]] = field(default_factory=list)  # (source pattern, the file's tensor)
+    members: list[tuple[str, str]] = field(default_factory=list)  # (source pattern, tensor's name in the files)
 
 
 class HubWeights:
-    """The weights of a hub checkpoint: (the model's own parameter or buffer name) -> array.
+    """A source of the weights that lie in files of the hub's format.
 
     Args:
         asked: what the user named, for messages.
-        files: of safetensors, all of them.
-        model: transformers' own, on meta; its class knows how the hub names what it holds.
+        files: all of the safetensors files.
+        model: transformers' own, on meta; its class knows the hub's names.
 
     Raises:
-        UserError: a file is truncated or corrupt; tensors are missing, left over or of another shape than the config
-            says; tied parameters that differ.
+        UserError: a file is truncated or corrupt; tensors are missing, left over, or of another shape than the config
+            says; tied parameters differ.
     """
 
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model = asked, model
-        self.bytes_read = 0  # of the files; what is asked for twice counts twice
+        self.bytes_read = 0  # of the files; what is read twice counts twice
         self.watch: Callable[[int], None] = lambda count: None
         self.tensors = {name: tensor for file in files for name, tensor in _open(asked, file, self._count).items()}
         self.groups = self._match()
         self.twins = _twins(model)
-        shapes = {name: (tuple(lazy.shape), group) for group, name, lazy in self._converted(self.groups)}
-        self.of = {name: group for name, (_, group) in shapes.items()}
-        self._check({name: shape for name, (shape, _) in shapes.items()})
+        shapes: dict[str, tuple[int, ...]] = {}
+        self.group_of: dict[str, Group] = {}
+        for first, group in self.groups.items():
+            for name, lazy in self._convert(first, group).items():
+                shapes[name], self.group_of[name] = tuple(lazy.shape), group
+        self._check(shapes)
         self._check_tied()
 
     @property
     def total_bytes(self) -> int:
-        """Of all tensors that the model takes."""
+        """The bytes of all the tensors that the model is made of."""
         members = (tensor for group in self.groups.values() for _, tensor in group.members)
         return sum(self.tensors[name].bytes for name in members)
 
     def __call__(self, name: str) -> Array:
-        """The values of a parameter or buffer; nothing is read yet."""
+        """Returns a parameter or buffer as an array; nothing is read yet."""
         for twin in (name, *self.twins.get(name, ())):
-            if twin in self.of:
-                return Values(self._convert(twin, self.of[twin])[twin])
-        return self.model.get_buffer(name)  # one that no file need hold: the class says what it is
+            if twin in self.group_of:
+                return Values(self._convert(twin, self.group_of[twin])[twin])
+        return self.model.get_buffer(name)  # no file need hold it: the model's class has computed it
 
     def _count(self, count: int) -> None:
         self.bytes_read += count
         self.watch(count)
 
     def _match(self) -> dict[str, Group]:
-        """The files' tensors by what they become; what becomes nothing is under its own name."""
+        """Returns the files' tensors grouped by the first parameter that they become.
+
+        A tensor that becomes none of the model's is a group under its own name, which is refused as left over.
+        """
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -122,7 +122,7 @@ class HubWeights:
         groups: dict[str, Group] = {}
         for tensor in sorted(self.tensors, key=dot_natural_key):
             name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
-            if name not in state and tensor in state:  # it had the model's own name already
+            if name not in state and tensor in state:  # it has the model's own name already
                 name, pattern = rename_source_key(tensor, [], [], prefix, state)
             if pattern is None:
                 groups.setdefault(name, Group(WeightRenaming(tensor, name))).members.append((tensor, tensor))
@@ -130,20 +130,19 @@ class HubWeights:
                 groups.setdefault(name, Group(by_pattern[pattern])).members.append((pattern, tensor))
         return groups
 
-    def _converted(self, groups: Mapping[str, Group]) -> Iterator[tuple[Group, str, Lazy]]:
-        for first, group in groups.items():
-            for name, lazy in self._convert(first, group).items():
-                yield group, name, lazy
-
     def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
-        """What the group becomes; ``name`` is one of them."""
-        transform = copy.deepcopy(group.transform)  # it collects
+        """Returns name -> values of everything that the group becomes; ``name`` is one of these.
+
+        Raises:
+            UserError: the group's tensors do not go together.
+        """
+        transform = copy.deepcopy(group.transform)  # it keeps the tensors that are added to it
         for pattern, tensor in group.members:
-            lazy: Any = Lazy.of(self.tensors[tensor])  # taken for a tensor by whatever torch function it meets
+            lazy: Any = Lazy.of(self.tensors[tensor])  # torch's functions take it for a tensor
             transform.add_tensor(name, tensor, pattern, lazy)
         try:
             found = transform.convert(name, model=self.model, config=self.model.config)
-        except Exception as error:  # torch's and transformers' own, of shapes that do not go together
+        except Exception as error:  # of torch's and of transformers' kinds
             tensors = [tensor for _, tensor in group.members]
             raise UserError(
                 asked=f"--model {self.asked}",
@@ -154,11 +153,12 @@ class HubWeights:
         return {key: value[0] if isinstance(value, list) else value for key, value in found.items()}
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Every parameter has values of its shape, and no tensor is left over."""
+        """Raises UserError unless every parameter has values of its shape and no tensor is left over."""
         state = self.model.state_dict()
         keys = SimpleNamespace(missing_keys=set(state) - set(shapes), unexpected_keys=set(shapes) - set(state))
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         absent = {name for name in keys.missing_keys if name in parameters}
+        # semi-private: transformers/modeling_utils.py, transformers 5.23; drops the names that a family says to ignore
         self.model._adjust_missing_and_unexpected_keys(keys)  # type: ignore[arg-type]
         missing = (keys.missing_keys - absent) | {n for n in absent if not shapes.keys() & self.twins.get(n, set())}
         extra = keys.unexpected_keys
@@ -179,10 +179,10 @@ class HubWeights:
             )
 
     def _check_tied(self) -> None:
-        """Where the files hold a tied parameter under several names, they must agree."""
+        """Raises UserError where the files hold a tied parameter under two names, with different values."""
         for name, twins in self.twins.items():
-            for twin in sorted(twins & self.of.keys()):
-                if name < twin and name in self.of and not _equal(self(name), self(twin)):
+            for twin in sorted(twins & self.group_of.keys()):
+                if name < twin and name in self.group_of and not _equal(self(name), self(twin)):
                     raise UserError(
                         asked=f"--model {self.asked}",
                         found=f"{name} and {twin} differ in its files",
@@ -193,7 +193,11 @@ class HubWeights:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a safetensors file, mapped into memory: what is read of it is what is paged in."""
+    """A tensor of a safetensors file, mapped into memory: only what is read of it is loaded from the disk.
+
+    Args:
+        count: called with the bytes of each slice that is read.
+    """
 
     view: torch.Tensor
     count: Callable[[int], None]
@@ -216,11 +220,13 @@ class FileTensor:
         return part
 
 
-def open_checkpoint(name: str, model: PreTrainedModel) -> HubWeights:
-    """The checkpoint ``name`` (a folder, or a hub id, fetched into the hub's cache) of ``model``, which is on meta.
+def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
+    """Opens the weights of ``model``, which is on meta, in the folder or under the hub id ``name``.
+
+    A hub id's files are fetched into the hub's cache.
 
     Raises:
-        UserError: no such checkpoint, pickled or quantized weights, or what :class:`HubWeights` refuses.
+        UserError: there are no such weights, or they are pickled or quantized, or :class:`HubWeights` refuses them.
     """
     if getattr(model.config, "quantization_config", None):
         raise UserError(
@@ -234,23 +240,24 @@ def open_checkpoint(name: str, model: PreTrainedModel) -> HubWeights:
 
 
 @contextmanager
-def reading(checkpoint: HubWeights, console: Console) -> Iterator[None]:
-    """A bar of bytes and bytes/s on a terminal while ``checkpoint`` is read."""
-    with byte_bar(console, "reading weights", checkpoint.total_bytes) as advance:
-        checkpoint.watch = advance
+def reading(weights: HubWeights, console: Console) -> Iterator[None]:
+    """Shows on a terminal how many bytes of ``weights`` have been read, while the ``with`` lasts."""
+    with byte_bar(console, "reading weights", weights.total_bytes) as advance:
+        weights.watch = advance
         try:
             yield
         finally:
-            checkpoint.watch = lambda count: None
+            weights.watch = lambda count: None
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first eight, and how many more."""
+    """Returns the first eight of ``names`` in their order, and how many more there are."""
     names = sorted(names, key=dot_natural_key)
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _fetched(name: str) -> Path:
+    """Returns the folder of a hub id's files, fetched into the hub's cache."""
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises many kinds
@@ -264,7 +271,7 @@ def _fetched(name: str) -> Path:
 
 
 def _files(name: str, folder: Path) -> list[Path]:
-    """The weight files that ``folder`` consists of: as transformers looks for them."""
+    """Returns the weight files in ``folder``: the one file, or those of the index, as transformers chooses them."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     there = sorted(path.name for path in folder.iterdir())
@@ -298,10 +305,10 @@ def _files(name: str, folder: Path) -> list[Path]:
 
 
 def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, FileTensor]:
-    """The tensors of a file; they keep it mapped."""
+    """Returns name -> tensor of a file, which stays mapped as long as they live."""
     try:
         with safe_open(file, framework="pt") as opened:
-            # views of the mapping: only what is read of them is paged in
+            # these are views of the mapping, and read nothing yet
             return {name: FileTensor(opened.get_tensor(name), count) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise _unreadable(asked, file, error) from error
@@ -317,7 +324,7 @@ def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
 
 
 def _twins(model: nn.Module) -> dict[str, set[str]]:
-    """A tied parameter's name -> its other names."""
+    """Returns a tied parameter's name -> its other names."""
     by_parameter: dict[int, set[str]] = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter[id(parameter)].add(name)
@@ -325,7 +332,7 @@ def _twins(model: nn.Module) -> dict[str, set[str]]:
 
 
 def _equal(one: Array, other: Array, rows: int = 4096) -> bool:
-    """Whether two arrays hold the same, a few rows at a time."""
+    """Whether two arrays hold the same values; reads ``rows`` rows of them at a time."""
     rest = [slice(0, size) for size in one.shape[1:]]
     parts: Iterable[Any] = (slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows))
     return all(torch.equal(one[(part, *rest)], other[(part, *rest)]) for part in parts)

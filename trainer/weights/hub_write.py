@@ -1,30 +1,29 @@
-"""Weights out in the hub's format, from any source, a parameter at a time: no devices needed, no model held.
+"""Writes weights in the hub's format, from any source, a parameter at a time: the model is never held whole.
 
-The names and shapes are transformers' own doing: its conversion, run backwards on tensors that are not read yet
-(`trainer.weights.lazy`), says what the files will hold. The sizes being known, a file's header is written first and its tensors
-follow as they are read.
+transformers' own conversion, run backwards on tensors that are not read yet (`trainer.weights.lazy`), says the names
+and shapes that the files will hold. So the sizes are known beforehand: a file's header is written first, and its
+tensors follow as they are read.
 
 safetensors (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N (unsigned, little
 endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what follows, padded with spaces; then the tensors,
 little endian, row-major, with no gap between them.
-
-Upstream, semi-private, pinned with transformers: `core_model_loading.revert_weight_conversion`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainer.arrays import Slices
@@ -39,51 +38,93 @@ KEY_FORMATS = ("original", "new")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@dataclass(frozen=True)
+class ExportFormat:
+    """How an export is written.
+
+    Args:
+        key_format: ``original``: names and shapes as the family's checkpoints on the hub have them, which is what
+            `save_pretrained` writes of a model that it did not load; ``new``: as transformers 5 has them in memory.
+        max_shard_size: the size of a file, such as ``5GB``; a file of a single tensor may be larger.
+        dtype: what floating-point tensors are written in; None: as the source has them.
+
+    Raises:
+        UserError: there is no such key format, or the size can't be read.
+    """
+
+    key_format: str = "original"
+    max_shard_size: str = "5GB"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.key_format not in KEY_FORMATS:
+            raise UserError(
+                asked=f"key format {self.key_format!r}",
+                found="it is none of the known ones",
+                why="names in a checkpoint follow one of two conventions",
+                instead="original (as on the hub) or new (as transformers 5 has them in memory)",
+            )
+        self.split({})  # refuses a size that can't be read
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that a tensor of ``dtype`` is written in."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+    def split(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+        """Returns file name -> the tensors in it, given the tensors' sizes in bytes."""
+        try:
+            split = split_state_dict_into_shards_factory(
+                dict(sizes),
+                get_storage_size=lambda size: size,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=self.max_shard_size,
+            )
+        except ValueError as error:
+            raise UserError(
+                asked=f"--max_shard_size {self.max_shard_size}",
+                found=str(error),
+                why="it is the size of a file",
+                instead="--max_shard_size 5GB",
+            ) from error
+        return dict(split.filename_to_tensors)
+
+
+AS_ON_THE_HUB = ExportFormat()
+
+
 def export(
     folder: Folder | str | Path,
     model: PreTrainedModel,
     source: Source,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    key_format: str = "original",
-    max_shard_size: str = "5GB",
-    dtype: torch.dtype | None = None,
+    form: ExportFormat = AS_ON_THE_HUB,
     console: Console | None = None,
 ) -> None:
-    """Write a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
+    """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
 
-    Every file is whole or not there; what makes the folder a checkpoint (the one file of weights, or the index of
-    several) comes last. Weights that lay there are replaced.
+    Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
+    or the index of several) comes last. Weights that lay there are replaced.
 
     Args:
         folder: on disk, or in an object store.
         model: the plain (unstacked) model on meta, whose class knows the hub's names.
         source: the model's own parameter or buffer name -> values.
-        key_format: ``original``: names and shapes as the family's checkpoints on the hub have them, which is what
-            `save_pretrained` writes of a model that it did not load; ``new``: as transformers 5 has them in memory.
-        max_shard_size: of a file, such as ``5GB``; a single tensor may be larger.
-        dtype: what floating-point tensors are written in; default: as the source has them.
 
     Raises:
-        UserError: no space left, a folder that can't be written, or a size that is none.
+        UserError: no space is left, or the folder can't be written.
     """
     folder = folder if isinstance(folder, Folder) else Folder(str(folder))
-    if key_format not in KEY_FORMATS:
-        raise UserError(
-            asked=f"key format {key_format!r}",
-            found="it is none of the known ones",
-            why="names in a checkpoint follow one of two conventions",
-            instead="original (as on the hub) or new (as transformers 5 has them in memory)",
-        )
-    tensors = hub_tensors(model, source, key_format)
-    dtypes = {name: _stored(lazy.dtype, dtype) for name, lazy in tensors.items()}
-    files = _split(tensors, dtypes, max_shard_size)
-    total = sum(lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items())
+    tensors = hub_tensors(model, source, form.key_format)
+    dtypes = {name: form.stored(lazy.dtype) for name, lazy in tensors.items()}
+    sizes = {name: lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items()}
+    total = sum(sizes.values())
+    # in a file wide dtypes first, so that each tensor lies at a multiple of its own width
+    files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
     before = [name for name in folder.names() if _is_weights(name)]
     with byte_bar(console or Console(quiet=True), "writing weights", total) as advance:
         _write_description(folder, model, tokenizer, next(iter(dtypes.values())))
         if WEIGHTS not in files and INDEX in before:
-            folder.remove_file(INDEX)  # it would vouch for old files and new ones together
+            folder.remove_file(INDEX)  # it would make one checkpoint of old files and new ones
         _write_files(folder, files, tensors, dtypes, advance)
     if WEIGHTS not in files:
         index = {
@@ -97,31 +138,32 @@ def export(
 
 
 def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict[str, Lazy]:
-    """What a checkpoint of ``model`` holds, by the hub's names; nothing is read yet."""
+    """Returns the hub's name -> values of all that a checkpoint of ``model`` holds; nothing is read yet."""
+    # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
     tied = getattr(model, "all_tied_weights_keys", {})
     twins: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         twins.setdefault(id(parameter), []).append(name)
-    # of a tied parameter's names the one that is written, once, is that which the others are tied to
+    # a tied parameter is written once, under the name that its other names are tied to
     written = {next((name for name in group if name not in tied), group[0]): group[0] for group in twins.values()}
     parameters = {name for group in twins.values() for name in group}
     written |= {name: name for name in model.state_dict() if name not in parameters}  # buffers
     ignored = set(model._keys_to_ignore_on_save or ())
     last = _Last(source)
     tensors = {name: Lazy.of(_Whole(last, known)) for name, known in written.items() if name not in ignored}
-    # it takes tensors, and what torch's functions take for one
+    # it wants tensors; a Lazy passes for one
     return revert_weight_conversion(model, tensors) if key_format == "original" else tensors  # type: ignore[arg-type, return-value]
 
 
 class _Last:
-    """Keeps the parameter that was read last: the hub's tensors that it is cut into are written one after the other."""
+    """Keeps the parameter that was read last, because the hub's tensors that it is cut into follow each other."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.name = source, ""
+        self.source, self.name, self.values = source, "", torch.empty(0)
 
     def read(self, name: str) -> torch.Tensor:
         if name != self.name:
-            self.name, self.values = "", torch.empty(0)  # let go of the last one first
+            self.name, self.values = "", torch.empty(0)  # frees the one before, so that two are never held
             array = self.source(name)
             self.values = array[tuple(slice(0, size) for size in array.shape)]
             self.name = name
@@ -129,7 +171,7 @@ class _Last:
 
 
 class _Whole:
-    """A parameter as an array that is read whole, and once."""
+    """A parameter as an array that is read whole at its first slice."""
 
     def __init__(self, last: _Last, name: str) -> None:
         self.last, self.name, array = last, name, last.source(name)
@@ -139,34 +181,6 @@ class _Whole:
         return self.last.read(self.name)[where]
 
 
-def _stored(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
-
-
-def _split(tensors: Mapping[str, Lazy], dtypes: Mapping[str, torch.dtype], max_shard_size: str) -> dict[str, list[str]]:
-    """File -> the tensors in it, in their order."""
-    sizes = {name: lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items()}
-    try:
-        split = split_state_dict_into_shards_factory(
-            sizes,
-            get_storage_size=lambda size: size,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise UserError(
-            asked=f"--max_shard_size {max_shard_size}",
-            found=str(error),
-            why="it is the size of a file",
-            instead="--max_shard_size 5GB",
-        ) from error
-    # wide dtypes first, so that each tensor lies at a multiple of its own width
-    return {
-        file: sorted(names, key=lambda name: -dtypes[name].itemsize)
-        for file, names in split.filename_to_tensors.items()
-    }
-
-
 def _write_files(
     folder: Folder,
     files: Mapping[str, list[str]],
@@ -174,17 +188,17 @@ def _write_files(
     dtypes: Mapping[str, torch.dtype],
     advance: Callable[[int], None],
 ) -> None:
-    """Write the files one after the other; if that fails, those that were written are removed again."""
+    """Writes the files one after the other; if one fails, removes those that it wrote."""
     written: list[str] = []
     try:
         for file, names in files.items():
-            with _whole(folder, file) as out:
+            with folder.writing(file) as out:
                 out.write(_header({name: (tuple(tensors[name].shape), dtypes[name]) for name in names}))
                 for name in names:
                     values = tensors.pop(name).read().to(dtypes[name]).contiguous()
                     out.write(values.reshape(-1).view(torch.uint8).numpy().data)
                     advance(values.nbytes)
-                    del values  # before the next is read
+                    del values  # or two are held while the next is read
             written.append(file)
     except BaseException:
         for file in written:
@@ -194,6 +208,7 @@ def _write_files(
 
 
 def _header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
+    """Returns a safetensors header of tensors with these shapes and dtypes, in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in tensors.items():
@@ -204,29 +219,16 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-@contextlib.contextmanager
-def _whole(folder: Folder, name: str) -> Iterator[IO[bytes]]:
-    """A file to write, which appears under its name when it is whole."""
-    if folder.remote:  # an object appears when its upload ends
-        with folder.open(name, "wb") as file:
-            yield file
-        return
-    temporary = f".{name}.tmp"
-    with folder.open(temporary, "wb") as file:
-        yield file
-    os.replace(Path(str(folder)) / temporary, Path(str(folder)) / name)
-
-
 def _write_description(
     folder: Folder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> None:
-    """The small files; transformers writes them to disk alone, so they go by way of it."""
+    """Writes the small files, by way of a folder on disk: transformers writes nowhere else."""
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as scratch:
         model.config.save_pretrained(scratch)
         if model.can_generate():
-            # not save_pretrained, which refuses some that are on the hub
+            # not by save_pretrained, which refuses some generation configs that are on the hub
             _generation_config(model).to_json_file(Path(scratch) / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
@@ -237,7 +239,7 @@ def _write_description(
 
 
 def _generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """That of the checkpoint which the config came from, if it has one, else the family's."""
+    """The generation config of the checkpoint that the config came from, if that has one, else the family's."""
     if model.config.name_or_path:
         with contextlib.suppress(OSError, ValueError):
             return GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)

@@ -1,9 +1,9 @@
-"""Tensor expressions that read nothing until a slice of them is asked for, and then only what that slice is made of.
+"""Lazy tensors: expressions that read nothing until a slice of them is wanted, and then only what it is made of.
 
 transformers turns a checkpoint's tensors into a model's with torch operations (stack the experts, concatenate gate and
-up, …) and back again. Given these stand-ins for tensors, its own code writes down what is to be done; shapes are known
-at once, by way of the meta device. An operation that only moves values maps a wanted slice to slices of what it moves;
-any other is computed whole, when a first slice of it is read.
+up, …), and back again. Given lazy tensors, its own code records these operations instead of running them; shapes are
+known at once, from the meta device. An operation that only moves values maps a wanted slice to slices of its inputs;
+any other operation is computed whole, when the first slice of it is read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only  # semi-private: torch/utils/_pytree.py, torch 2.9
 
 from trainer.arrays import Array, Slices
 
-# (the wanted slices, a tensor of their shape to write the values into)
+# writes the values at the wanted slices into a tensor of their shape
 Fill: TypeAlias = Callable[[Slices, torch.Tensor], None]
 
 
 class Lazy:
-    """What stands for a tensor in torch's functions and methods, and can be read by slices.
+    """A lazy tensor, which torch's functions and methods take for a tensor.
 
     Args:
-        like: its shape and dtype, on meta.
+        like: a tensor on meta of its shape and dtype.
         fill: writes a slice of it into a tensor.
-        array: where it is no expression but values that lie somewhere: these.
+        array: the values themselves, where it is a leaf and not an expression.
     """
 
     def __init__(self, like: torch.Tensor, fill: Fill, array: Array | None = None) -> None:
@@ -35,7 +35,7 @@ class Lazy:
 
     @classmethod
     def of(cls, array: Array) -> Lazy:
-        """An array as the leaf of an expression."""
+        """Returns a leaf, whose values are those of ``array``."""
 
         def fill(where: Slices, out: torch.Tensor) -> None:
             out.copy_(array[where])
@@ -51,7 +51,7 @@ class Lazy:
         return self.like.dtype
 
     def read(self, where: Slices | None = None) -> torch.Tensor:
-        """The values at ``where`` (a slice of step 1 for each dimension; default: all), on the host."""
+        """Returns the values at ``where`` on the host; a slice of step 1 for each dimension, by default the whole."""
         bounds = zip(where or [slice(None)] * len(self.shape), self.shape, strict=True)
         where = tuple(slice(*part.indices(size)[:2]) for part, size in bounds)
         if self.array is not None:
@@ -69,7 +69,7 @@ class Lazy:
         like = function(*meta_args, **meta_kwargs)
         several = isinstance(like, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in like)
         if not (several or isinstance(like, torch.Tensor)):
-            return like  # a size, a flag: the meta device knows it
+            return like  # a size or a flag, which the meta device knows
         name = getattr(function, "__name__", "")
         if name in ("contiguous", "clone", "detach"):
             return args[0]
@@ -88,17 +88,18 @@ class Lazy:
 
 
 def _operator(name: str) -> Callable[..., Any]:
+    """Returns a method that records the tensor's own operator ``name``."""
     function = getattr(torch.Tensor, name)
     return lambda self, *args: Lazy.__torch_function__(function, (), (self, *args))
 
 
-# Python looks operators up on the class
+# Python looks operators up on the class, where __getattr__ does not reach
 for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"):
     setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class Values:
-    """An expression as an array: what `sharding.place` reads, and nothing of torch's."""
+    """A lazy tensor as an array, which torch's functions do not take for a tensor."""
 
     def __init__(self, lazy: Lazy) -> None:
         self.lazy = lazy
@@ -118,7 +119,7 @@ class Values:
 def _computed(
     parts: Sequence[torch.Tensor], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Fill]:
-    """Any operation: computed from the whole of its inputs at the first read, and kept as long as the expression."""
+    """Returns the fills of any operation: computed whole at the first read, and kept as long as the expression."""
 
     @functools.cache
     def values() -> Sequence[torch.Tensor]:

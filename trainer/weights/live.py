@@ -1,25 +1,26 @@
-"""The weights of a running model as a source."""
+"""The weights of a running model as a source: read back from the devices, a parameter at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch_xla.distributed.spmd as xs
 from torch import nn
 
 from trainer.arrays import Array, Slices
 from trainer.layout.plan import ParameterPlan, ShardingPlan
-from trainer.weights.place import layer_batches, specs_of
+from trainer.layout.stacking import is_stacked
+from trainer.weights.place import layer_batches
 from trainer.xla import sharding
+from trainer.xla.mesh import DeviceMesh
 from trainer.xla.runtime import run_now
 
 
 class LiveWeights:
-    """A source over placed parameters: the weights of a running model, a layer's parameter at a time on the host.
+    """A source that reads placed parameters; the host holds one layer's parameter at a time.
 
-    It keeps the layer that it read last: make one for each use, with the weights at rest.
+    It keeps the layer that it read last, so make one for each use, while no step changes the weights.
 
     Args:
         model: the assembled model, for its buffers.
@@ -27,10 +28,10 @@ class LiveWeights:
     """
 
     def __init__(
-        self, model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, parameters: Mapping[str, torch.Tensor]
+        self, model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self.model, self.plan, self.mesh, self.parameters = model, plan, mesh, parameters
-        batches = layer_batches([entry for entry in plan.parameters if ".*." in entry.name])
+        batches = layer_batches([entry for entry in plan.parameters if is_stacked(entry.name)])
         self._row_of = {
             member: (entry, batch, index)
             for batch in batches
@@ -40,7 +41,7 @@ class LiveWeights:
         self._rows: tuple[object, dict[str, torch.Tensor]] = (None, {})  # of one layer, on the devices
 
     def __call__(self, name: str) -> Array:
-        """The values of a parameter or persistent buffer, fetched whole from the devices at each reading."""
+        """Returns a parameter or persistent buffer as an array; each slice of it fetches the whole from the devices."""
         name = self.plan.aliases.get(name, name)
         if name in self._row_of:
             entry, _, _ = self._row_of[name]
@@ -52,13 +53,16 @@ class LiveWeights:
         entry, batch, index = self._row_of[name]
         key = (batch[0].name, index)
         if self._rows[0] != key:
-            self._rows = (None, {})  # let go of the last one first
+            self._rows = (None, {})  # frees the layer before, so that two are never held
             self._rows = (key, self._read_rows(batch, index))
         return self._rows[1][entry.name]
 
     def _read_rows(self, batch: Sequence[ParameterPlan], index: int) -> dict[str, torch.Tensor]:
-        """A layer of each of the stacks, laid out as they are: one compile a batch, for all layers."""
-        specs, where = specs_of(self.plan), sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
+        """Returns layer ``index`` of each stack in ``batch``, laid out as the stack is.
+
+        The index is data, so a batch is compiled once, for all layers.
+        """
+        specs, where = self.plan.specs, sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
         with torch.no_grad():
             rows = {
                 entry.name: sharding.constrain(
@@ -72,7 +76,7 @@ class LiveWeights:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """An array on the devices."""
+    """A tensor on the devices as an array; ``tensor`` returns it when values are wanted."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,11 +84,3 @@ class _Fetched:
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
         return sharding.fetch(self.tensor().detach())[where]
-
-
-def unstacked(plan: ShardingPlan, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(the model's own name, values on the CPU), one placed parameter at a time."""
-    for name, parameter in parameters.items():
-        members = plan.members(name)
-        value = sharding.fetch(parameter.detach())
-        yield from zip(members, value.unbind() if members != [name] else [value], strict=True)

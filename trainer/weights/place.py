@@ -1,4 +1,4 @@
-"""Weights in, a parameter at a time, from any source onto the devices; and back from there, a parameter at a time."""
+"""Places a model's weights on the devices, a parameter at a time, from any source."""
 
 from __future__ import annotations
 
@@ -8,46 +8,39 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import nn
 
-from trainer.errors import UserError
-from trainer.layout.partition import PartitionSpec, partition_spec
 from trainer.layout.plan import ParameterPlan, ShardingPlan
+from trainer.layout.stacking import is_stacked
 from trainer.weights.sources import Source
 from trainer.xla import sharding
-from trainer.xla.mesh import AbstractMesh
-from trainer.xla.runtime import run_now
-
-Specs = dict[str, PartitionSpec]
+from trainer.xla.mesh import AbstractMesh, DeviceMesh
+from trainer.xla.runtime import device_kind, run_now, wait_for_devices
 
 
-def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source: Source) -> dict[str, torch.Tensor]:
-    """Fill ``model`` (on meta, perhaps stacked) from ``source``, each parameter laid out by ``plan``, in one pass.
+def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:
+    """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out as ``plan`` says.
 
-    Of a stack the host holds no more than a layer: the stacks lie on the devices already, and layers are written into
-    them. Tied parameters stay tied; buffers are replicated. Returns name -> parameter, in the model's order.
+    Stacks are made on the devices and written there layer by layer, so the host holds no more of a stack than one
+    layer. Tied parameters stay tied; buffers are replicated.
 
-    Raises:
-        UserError: layers that are stacked have buffers of their own in the checkpoint.
+    Returns:
+        name -> parameter, in the model's order.
     """
-    specs, stacked = specs_of(plan), [entry for entry in plan.parameters if ".*." in entry.name]
+    specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
     tensors: dict[str, torch.Tensor] = {}
-    if isinstance(mesh, AbstractMesh):  # nothing to read, nowhere to write
+    if isinstance(mesh, AbstractMesh):  # it has no devices, so there is nothing to read
         for entry in plan.parameters:
             nothing = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             tensors[entry.name] = sharding.place(entry.name, nothing, mesh, specs[entry.name])
     else:
         with _threads_for_copies():
-            stacks = _zero_stacks(stacked, mesh, specs)
+            stacks = _zero_stacks(stacked, plan, mesh)
             for entry in plan.parameters:
                 if entry not in stacked:
                     name = entry.name
                     tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
-                elif entry is stacked[0]:  # in the model's order, which is the order of most files
+                elif entry is stacked[0]:  # here, to read in the model's order, which is that of most files
                     _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
         tensors |= stacks
     placed: dict[str, torch.Tensor] = {entry.name: nn.Parameter(tensors[entry.name]) for entry in plan.parameters}
@@ -61,9 +54,9 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: xs.Mesh, source
 
 @contextmanager
 def _threads_for_copies() -> Iterator[None]:
-    """One where the devices are the CPU too: torch's threads wait for each other spinning, on cores that those need."""
+    """Gives torch one thread where the CPU is the device: more would spin on the cores that the devices need."""
     threads = torch.get_num_threads()
-    if xr.device_type() == "CPU":
+    if device_kind() == "CPU":
         torch.set_num_threads(1)
     try:
         yield
@@ -71,13 +64,10 @@ def _threads_for_copies() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _zero_stacks(stacked: Sequence[ParameterPlan], mesh: xs.Mesh, specs: Specs) -> dict[str, torch.Tensor]:
-    """The stacks, zero, made on the devices: zeros that came from the host would all be there first."""
-    device = torch_xla.device()
+def _zero_stacks(stacked: Sequence[ParameterPlan], plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Returns the stacks, all zero and made on the devices: zeros sent from the host would lie there first, whole."""
     zeros = {
-        entry.name: sharding.constrain(
-            torch.zeros(entry.shape, dtype=entry.dtype, device=device), mesh, specs[entry.name]
-        )
+        entry.name: sharding.zeros_on_device(entry.shape, entry.dtype, mesh, plan.specs[entry.name])
         for entry in stacked
     }
     if zeros:
@@ -89,14 +79,14 @@ def _write_stacks(
     stacks: dict[str, torch.Tensor],
     batches: Sequence[Sequence[ParameterPlan]],
     plan: ShardingPlan,
-    mesh: xs.Mesh,
+    mesh: DeviceMesh,
     source: Source,
 ) -> None:
-    """Write the layers, one after the other, into the stacks, in place: the old stack is donated to the new.
+    """Writes the layers into the stacks one after the other, in place: the old stack's memory becomes the new one's.
 
-    The number of the layer goes in as data, so there is one compile for each batch of parameters.
+    The layer's number goes in as data, so each batch of parameters is compiled once, for all layers.
     """
-    specs = specs_of(plan)
+    specs = plan.specs
     for index in range(batches[0][0].shape[0]):
         where = sharding.place("layer", torch.tensor([index]), mesh, (None,))
         for batch in batches:
@@ -110,11 +100,11 @@ def _write_stacks(
                     stacks[name].copy_(sharding.constrain(updated, mesh, specs[name]))
             run_now([stacks[name] for name in rows])
             del rows, row
-            xm.wait_device_ops()  # else torch_xla's copies of what is under way pile up on the host
+            wait_for_devices()  # or torch_xla's copies of layers that are under way pile up on the host
 
 
 def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]:
-    """Parameters in few batches, of which a layer is no larger than that of the largest parameter."""
+    """Groups parameters into few batches, so that one layer of a batch takes no more than the largest parameter's."""
     sizes = {entry.name: entry.dtype.itemsize * math.prod(entry.shape[1:]) for entry in stacked}
     batches: list[list[ParameterPlan]] = []
     for entry in sorted(stacked, key=lambda entry: -sizes[entry.name]):
@@ -127,26 +117,17 @@ def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]
     return batches
 
 
-def _place_buffers(model: nn.Module, mesh: xs.Mesh, source: Source) -> None:
-    """Replicate the buffers. Most are in no file (RoPE's frequencies) and were built with the model."""
+def _place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
+    """Replicates the buffers. Most are in no checkpoint (RoPE's frequencies) and were built with the model."""
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
-        if name in saved and ".*." in name:
-            raise UserError(
-                asked=f"layers stacked, as Compute(scan=True) has them, with the buffer {name}",
-                found="it is part of a checkpoint, and has other values in each layer",
-                why="only parameters are stacked",
-                instead="Compute(scan=False)",
-            )
+        # models.scan.stack_layers refuses layers with buffers of their own
+        assert not (name in saved and is_stacked(name)), f"{name} has other values in each layer"
         values = source(name) if name in saved else buffer.cpu()
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner)._buffers[key] = sharding.place(
             name, values, mesh, (None,) * buffer.dim(), buffer.dtype
         )
-
-
-def specs_of(plan: ShardingPlan) -> Specs:
-    return {p.name: partition_spec(p.layout, len(p.shape), tuple(plan.mesh)) for p in plan.parameters}
 
 
 def _assign(model: nn.Module, name: str, parameter: torch.Tensor) -> None:

@@ -6,24 +6,28 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch_xla.distributed.spmd as xs
 
 from trainer.arrays import Slices
 from trainer.errors import UserError
 from trainer.layout.partition import PartitionSpec
-from trainer.xla.mesh import AbstractMesh, local_devices
+from trainer.xla.mesh import AbstractMesh, DeviceMesh, local_devices
 from trainer.xla.sharding import place, shard_slices
 
 
 def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
-    """The layout of a batch tensor of any rank: dimension 0 over the batch axes, the rest (and scalars) replicated."""
+    """The layout of a batch tensor of any rank: dimension 0 over the batch axes, the others replicated.
+
+    A scalar is replicated.
+    """
     return (tuple(batch_axes), *([None] * (rank - 1))) if rank else ()
 
 
-def place_batch(batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Sequence[str]) -> dict[str, torch.Tensor]:
+def place_batch(
+    batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]
+) -> dict[str, torch.Tensor]:
     """Move a batch of tensors of mixed rank to the devices, each as :func:`batch_spec` says.
 
-    Of several processes each gives its rows alone, those that :func:`batch_share` says.
+    Where there are several processes, each gives only its own rows, which :func:`batch_share` names.
     """
     index, count = batch_share(mesh, batch_axes)
     return {
@@ -34,7 +38,9 @@ def place_batch(batch: Mapping[str, torch.Tensor], mesh: xs.Mesh, batch_axes: Se
 
 
 class HostRows:
-    """A batch tensor [rows, ...] of which this process holds share number ``index`` of ``count``; see :class:`Array`.
+    """A batch tensor [rows, ...] of which this process holds share ``index`` of ``count`` equal shares.
+
+    It is an :class:`trainer.arrays.Array`.
 
     Raises:
         UserError: reading rows that another process holds.
@@ -56,17 +62,17 @@ class HostRows:
         return self.held[(slice(first - self.first, last - self.first), *where[1:])]
 
 
-def batch_share(mesh: xs.Mesh, batch_axes: Sequence[str], devices: Sequence[int] | None = None) -> tuple[int, int]:
-    """(index, count): which of ``count`` equal shares of a batch's rows ``devices`` need; (0, 1) is all of it.
+def batch_share(mesh: DeviceMesh, batch_axes: Sequence[str], devices: Sequence[int] | None = None) -> tuple[int, int]:
+    """The share of a batch's rows that ``devices`` need, as (index, count): share ``index`` of ``count`` equal ones.
 
-    Processes that hold replicas of the same rows get the same share, and one whose devices need no whole share, as the
-    mesh lies, gets them all.
+    Processes that hold replicas of the same rows get the same share. Where the needed rows are not exactly one of
+    equal shares, the answer is (0, 1): all rows.
 
     Args:
-        devices: numbers in the mesh; default: this process's.
+        devices: ids in the mesh; default: this process's.
     """
     if devices is None:
-        if isinstance(mesh, AbstractMesh):  # which no process has devices of
+        if isinstance(mesh, AbstractMesh):  # no process has its devices
             return 0, 1
         devices = local_devices()
     parts = math.prod(mesh.shape()[axis] for axis in batch_axes)

@@ -1,7 +1,7 @@
-"""TPU generations and their slices: what a chip can do, and what libtpu must be told to compile for one.
+"""TPU generations and their slices: what a chip can do, and what libtpu must be told to compile for a slice.
 
-A name is libtpu's: ``v5p:4x4x4``, generation and chips along each dimension. The generations are those that libtpu
-0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
+A slice is called as libtpu calls it: ``v5p:4x4x4``, the generation and the chips along each dimension. The generations
+are those that libtpu 0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Chip:
     """Peaks of one chip.
 
     Args:
-        libtpu: how libtpu calls the generation.
+        libtpu: libtpu's name of the generation.
         config: libtpu's chip configuration; megacore makes one device of a chip's two cores. None: its default.
-        flops: bf16 multiply-adds × 2 a second.
-        hbm_bytes: what a program can use, of the size less what the system reserves: as libtpu 0.0.21's out-of-memory
-            errors tell both.
+        flops: bf16 FLOP/s; a multiply-add is two.
+        hbm_bytes: what a program can use: the chip's HBM less what the system reserves, both as the out-of-memory
+            errors of libtpu 0.0.21 tell them.
         hbm_bandwidth: bytes/s.
-        links, link_bandwidth: ICI links, and bytes/s each way of each.
-        dcn_bandwidth: bytes/s a chip to other slices.
-        clock: Hz, of the compiler's estimated cycles: flops over the multiply-adds × 2 a cycle of all its MXUs.
-        pod: the largest slice.
+        links, link_bandwidth: how many ICI links the chip has, and bytes/s each way of each.
+        dcn_bandwidth: bytes/s that a chip can send to other slices.
+        clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs that all MXUs do in a cycle.
+        pod: chips along each dimension of the largest slice.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Chip:
     pod: tuple[int, ...]
 
     def missing_flags(self, given: str) -> dict[str, str]:
-        """What a run on this chip adds to ``given``, the text of LIBTPU_INIT_ARGS: compiler flag → value."""
+        """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets."""
         named = {word.lstrip("-").partition("=")[0] for word in given.split()}
         return {name: value for name, value in FLAGS[self.name].items() if name not in named}
 
     @property
     def ici_bandwidth(self) -> float:
-        """Bytes/s that a chip can send over all of its links together."""
+        """Bytes/s that a chip can send over all its links together."""
         return self.links * self.link_bandwidth
 
 
@@ -72,21 +72,19 @@ CHIPS = {
 }
 
 
-# What torch_xla 2.9 puts into LIBTPU_INIT_ARGS on a TPU host (torch_xla/__init__.py, _setup_libtpu_flags): with it, a
-# compile here is the one there.
+# What torch_xla 2.9 puts into LIBTPU_INIT_ARGS on a TPU host (torch_xla/__init__.py, _setup_libtpu_flags). A compile
+# here needs it too, to give what a compile there gives.
 _TORCH_XLA = {
     "xla_tpu_use_enhanced_launch_barrier": "false",
     "xla_latency_hiding_scheduler_rerun": "1",
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_enable_flash_attention": "false",
 }
-
-
 _TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true", **_TORCH_XLA}
-# Ours: docs/tpu.md, "Compiler flags", tells what they change, and what was tried beside them.
+# Ours: docs/tpu.md, "Compiler flags", says what they change and what else was tried.
 _EXCHANGE = {"xla_tpu_enable_async_all_to_all": "true"}
 _VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
-# Chip → compiler flags that a run sets there, and a compile for it, unless the user did.
+# Chip → compiler flags that a run on it and a compile for it set, unless the user did.
 FLAGS: dict[str, dict[str, str]] = {
     "v4": _TORCH_XLA,
     "v5e": _TORCH_XLA_V5 | _VMEM,
@@ -94,14 +92,17 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA,
 }
 
-
-# Slices smaller than a cube (v4, v5p) and all there are (v5e, v6e): the pages above.
+# Of 3 dimensions (v4, v5p), the slices smaller than a cube; of 2 (v5e, v6e), all but the pod. Source: the pages above.
 _SMALL = {3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), 2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One slice's chips, times ``slices`` joined by DCN."""
+    """So many equal slices, joined by DCN.
+
+    Args:
+        shape: chips along each dimension of a slice.
+    """
 
     chip: Chip
     shape: tuple[int, ...]
@@ -109,25 +110,27 @@ class Topology:
 
     @property
     def name(self) -> str:
+        """One slice's name."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def devices(self) -> int:
+        """The chips of all slices."""
         return math.prod(self.shape) * self.slices
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """Which dimensions have links that close the ring.
+        """Which dimensions have links that close the ring, as libtpu takes it: three.
 
-        v4 and v5p slices of whole 4×4×4 cubes are joined by optical switches in all three; v5e and v6e have them where
-        a dimension is as long as the pod.
+        On v4 and v5p optical switches close all three if the slice is made of whole 4×4×4 cubes. On v5e and v6e a
+        dimension is closed if it is as long as the pod's.
         """
         if len(self.shape) == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
         return (*(size == pod for size, pod in zip(self.shape, self.chip.pod, strict=True)), False)
 
     def libtpu(self) -> tuple[str, dict[str, Any]]:
-        """Name and options for ``jax.experimental.topologies.get_topology_desc``."""
+        """The name and options for ``jax.experimental.topologies.get_topology_desc``."""
         options: dict[str, Any] = {
             "chips_per_host_bounds": (1, 1, 1) if math.prod(self.shape) == 1 else (2, 2, 1),
             "num_slices": self.slices,
@@ -139,7 +142,11 @@ class Topology:
 
 
 def topologies(chip: Chip) -> list[Topology]:
-    """The slices of a generation, small ones first: as rented, and whole cubes up to the pod, dimensions ascending."""
+    """The slices of a generation, small ones first.
+
+    For v4 and v5p these are the slices smaller than a cube, and all of whole cubes up to the pod whose dimensions
+    ascend.
+    """
     shapes = [*_SMALL[len(chip.pod)]]
     if len(chip.pod) == 3:
         longest = max(chip.pod)
@@ -151,10 +158,10 @@ def topologies(chip: Chip) -> list[Topology]:
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:
-    """The topology called ``name``, ``slices`` times.
+    """The topology called ``name``, so many slices of it.
 
     Raises:
-        UserError: there is none of that name; it lists those there are, the nearest first.
+        UserError: no slice has that name; the message lists those there are, the nearest first.
     """
     if slices < 1:
         raise UserError(
@@ -177,5 +184,5 @@ def find_topology(name: str, slices: int = 1) -> Topology:
 
 
 def _few(names: list[str]) -> list[str]:
-    """Of every generation the slices up to 512 chips."""
+    """The names of slices up to 512 chips."""
     return [n for n in names if math.prod(int(size) for size in n.partition(":")[2].split("x")) <= 512]

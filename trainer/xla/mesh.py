@@ -1,32 +1,28 @@
-"""From axis names and sizes to torch_xla's device grid; the only room that turns SPMD on.
-
-torch_xla is imported inside the functions: its import picks a device and logs it, and ``init_runtime`` says it better.
-"""
+"""The device grid: from axis names and sizes to torch_xla's mesh, over this process's devices or over none."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
-
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-
-if TYPE_CHECKING:
-    from torch_xla.distributed.spmd import Mesh as XlaMesh
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
+from trainer.errors import UserError
+from trainer.layout.mesh import Mesh
 from trainer.layout.partition import PartitionSpec
 from trainer.xla.runtime import init_runtime
 
+DeviceMesh: TypeAlias = xs.Mesh  # torch_xla's, which only this package names
 
-def build_mesh(mesh: Mesh) -> XlaMesh:
+
+def build_mesh(mesh: Mesh) -> DeviceMesh:
     """The device grid over every device of the runtime, its axes in the recipe's order.
 
     On a TPU the order of devices follows the physical topology, slices outside (torch_xla's ``HybridMesh``);
@@ -36,14 +32,11 @@ def build_mesh(mesh: Mesh) -> XlaMesh:
         UserError: the mesh does not fit the devices, or its DCN factors the slices.
     """
     init_runtime()
-    import torch_xla.distributed.spmd as xs
-    import torch_xla.runtime as xr
-
     devices = xr.global_runtime_device_count()
     sizes = mesh.sizes(devices)
     if xr.device_type() != "TPU":
         return xs.Mesh(list(range(devices)), tuple(sizes.values()), tuple(sizes))
-    # single-slice devices need not have the attribute
+    # devices of a single slice need not have the attribute
     slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
     check_slices(mesh, len(slices))
     return xs.HybridMesh(
@@ -70,7 +63,7 @@ def check_slices(mesh: Mesh, slices: int) -> None:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What stands for a tensor placed on an :class:`AbstractMesh`; a step that writes to that one leaves this alone."""
+    """A record of a tensor placed on an :class:`AbstractMesh`; a step that writes to the tensor leaves it as it is."""
 
     name: str
     tensor: torch.Tensor
@@ -78,30 +71,33 @@ class Placeholder:
 
 
 class AbstractMesh(xs.Mesh):
-    """A mesh of devices that are not here. What is placed on it has a shape and a layout, and no data.
+    """A mesh of devices that this process has not got. What is placed on it has a shape and a layout, but no data.
 
     Args:
-        axes: axis -> size, in mesh order; device ids are positions in the mesh.
+        axes: axis → size, in mesh order; a device's id is its position in the mesh.
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
-        # not the parent's, which wants the runtime to have as many devices
+        # the parent's __init__ is not called: it wants the runtime to have as many devices
         self.device_ids = np.arange(math.prod(axes.values()))
         self.mesh_shape, self.axis_names = tuple(axes.values()), tuple(axes)
         self.placed: list[Placeholder] = []
 
     def place(self, name: str, shape: Sequence[int], dtype: torch.dtype, spec: PartitionSpec) -> torch.Tensor:
+        """A tensor of ``shape`` and ``dtype`` that has no data; it is remembered in :attr:`placed`."""
         placeholder = create_placeholder_tensor(tuple(shape), dtype)
-        self.placed.append(Placeholder(name, placeholder.clone(), spec))  # a detached one would be written to as well
+        # A clone, since a detached tensor would be written to together with this one.
+        self.placed.append(Placeholder(name, placeholder.clone(), spec))
         return placeholder
 
 
-def device_order(mesh: xs.Mesh) -> tuple[int, ...] | None:
-    """Device ids in mesh order, for kernels that run shard by shard; None where they count up."""
+def device_order(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Device ids in mesh order, for kernels that run shard by shard; None if they are 0, 1, 2, …"""
     ids = tuple(int(i) for i in mesh.device_ids)
     return None if ids == tuple(range(len(ids))) else ids
 
 
 def local_devices() -> list[int]:
-    """The numbers of this process's devices, as a mesh counts them."""
+    """The ids of this process's devices, as a mesh counts them."""
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]

@@ -1,63 +1,35 @@
-"""The devices of this process: choosing them, their flags, running what is lazy now."""
+"""The devices of this process: which they are, how they are set up, and running what is lazy now."""
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import TYPE_CHECKING
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
+from torch_xla._internal import tpu
 
 from trainer.errors import UserError
 from trainer.xla.chips import CHIPS
 
-if TYPE_CHECKING:
-    pass
-import torch
-import torch_xla
-import torch_xla.debug.metrics as met
-
-# Semi-private, pinned: the loop of torch_xla's `scan` without its autograd.
-
-
 VIRTUAL_DEVICES = 8
-# torch's device index is an int8: autograd fails beyond it.
-_MOST_VIRTUAL_DEVICES = 127
+_MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails beyond it
 
 
 def init_runtime() -> str:
-    """Choose the devices, turn SPMD on, and say in a few words which devices they are. Calling it again is harmless.
+    """Choose the devices, turn SPMD on, open the devices and say in a few words which they are.
 
-    On a TPU, the compiler gets the chip's flags (:data:`trainer.xla.chips.FLAGS`) beside the user's.
-
-    ``PJRT_DEVICE`` decides if set, else torch_xla's own search, which takes a TPU where libtpu and chips are there
-    and the CPU elsewhere. On CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset.
+    ``PJRT_DEVICE`` decides if it is set, else torch_xla's own search: a TPU where libtpu and chips are found, the CPU
+    elsewhere. On the CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the compiler gets the
+    chip's flags (:data:`trainer.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or the devices cannot be opened.
     """
-    _set_compiler_flags()
-    loud = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": the sentence returned here says it
-    try:
-        import torch_xla
-        import torch_xla.runtime as xr
-        from torch_xla._internal import tpu
-    finally:
-        logging.disable(loud)
-    kind = xr.device_type() or ""
-    if kind == "CPU":
-        _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
-        _give_devices_threads(int(os.environ["CPU_NUM_DEVICES"]))
-    if not xr.is_spmd():  # a second call would warn
-        xr.use_spmd()
-    try:
-        count = xr.global_runtime_device_count()
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            asked=f"PJRT_DEVICE={kind}",
-            found=" ".join(str(error).partition("\n")[0].split()),
-            why="the runtime cannot open these devices",
-            instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
-        ) from error
+    kind = _prepare()
+    count = _open(kind)
     if kind != "CPU":
         return f"{count} {kind} devices"
     if tpu.num_available_chips() == 0:
@@ -67,9 +39,88 @@ def init_runtime() -> str:
     return f"{count} virtual CPU devices ({reason})"
 
 
+def device_count() -> int:
+    """How many devices a run takes, all hosts together. Virtual CPU devices are counted without opening them.
+
+    Raises:
+        UserError: as :func:`init_runtime`.
+    """
+    kind = _prepare()
+    return int(os.environ["CPU_NUM_DEVICES"]) if kind == "CPU" else _open(kind)
+
+
+def device_kind() -> str:
+    """``TPU``, ``CPU`` or another of the runtime's names."""
+    return xr.device_type() or ""
+
+
+def wait_for_devices() -> None:
+    """Wait until every computation that was started has ended."""
+    xm.wait_device_ops()
+
+
+def run_now(tensors: list[torch.Tensor]) -> None:
+    """Execute what ``tensors`` wait for, and that alone; the old values of those updated in place are donated.
+
+    `torch_xla.sync` would compute every lazy tensor that is alive. Those of a reference cycle are alive until the
+    garbage collector comes by, so one day the step would have one output more and compile again.
+    """
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
+
+
+def compile_count() -> int:
+    """XLA compiles of this process so far."""
+    return (met.metric_data("CompileTime") or (0,))[0]
+
+
+def watch_for_preemption() -> bool:
+    """On a TPU, let torch_xla take SIGTERM, so that all hosts of a pod stop at the same step; False elsewhere.
+
+    This path has never run: there was no TPU to run it on.
+    """
+    if device_kind() != "TPU":
+        return False
+    # semi-private, as torch_xla's own CheckpointManager does: torch_xla/experimental/distributed_checkpoint/manager.py,
+    # torch_xla 2.9
+    torch_xla._XLAC._ensure_xla_coordinator_initialized(xr.process_index(), xr.process_count(), xr.get_master_ip())
+    torch_xla._XLAC._activate_preemption_sync_manager()
+    return True
+
+
+def stops_after(step: int) -> bool:
+    """Whether the hosts of the pod agreed to stop after ``step``; asks what :func:`watch_for_preemption` started."""
+    return torch_xla._XLAC._sync_point_reached(step)  # semi-private: see watch_for_preemption
+
+
+def _prepare() -> str:
+    """Set flags and threads for the devices that will be opened; the kind of those devices."""
+    _set_compiler_flags()
+    kind = device_kind()
+    if kind == "CPU":
+        _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
+        _give_devices_threads(int(os.environ["CPU_NUM_DEVICES"]))
+    if not xr.is_spmd():  # a second call would warn
+        xr.use_spmd()
+    return kind
+
+
+def _open(kind: str) -> int:
+    """Open the devices; how many there are."""
+    try:
+        return xr.global_runtime_device_count()
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            asked=f"PJRT_DEVICE={kind}",
+            found=" ".join(str(error).partition("\n")[0].split()),
+            why="the runtime cannot open these devices",
+            instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
+        ) from error
+
+
 def _set_compiler_flags() -> None:
     """On a TPU host, the chip's compiler flags into LIBTPU_INIT_ARGS, which libtpu reads once; the user's own stay."""
-    # finds the chip on the PCI bus, before libtpu is loaded; jax's own way of choosing a platform
+    # semi-private: jax/_src/hardware_utils.py, jax 0.7.1. It finds the chip on the PCI bus, before libtpu is loaded.
     from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
 
     _, version = num_available_tpu_chips_and_device_id()
@@ -105,17 +156,3 @@ def _check_virtual_devices(count: str) -> None:
             why="it counts virtual CPU devices; autograd's device index ends at 127",
             instead=f"CPU_NUM_DEVICES={VIRTUAL_DEVICES}, or leave it unset",
         )
-
-
-def run_now(tensors: list[torch.Tensor]) -> None:
-    """Execute what ``tensors`` wait for, and that alone; the old values of those updated in place are donated.
-
-    `torch_xla.sync` would compute every lazy tensor alive: those of a reference cycle too, which live or not by the
-    whim of the garbage collector, so that one day the step has an output more and compiles again.
-    """
-    torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
-
-
-def compile_count() -> int:
-    """XLA compiles of this process so far."""
-    return (met.metric_data("CompileTime") or (0,))[0]

@@ -1,39 +1,37 @@
-"""The one room that talks to torch_xla.distributed.spmd: place tensors, constrain values and gradients, check.
+"""Tensors on the mesh: placing them, fixing the layout of values and gradients, checking it, and fetching them back.
 
-A layout becomes torch_xla's partition spec (per tensor dimension: None, an axis, or a tuple of axes in mesh order) in
-`trainer.layout.plan`; here it meets the device. torch_xla's own `convert_to_xla_partition_spec` is not used: it forgets the
-first of two axes on one dimension.
+A layout becomes torch_xla's partition spec in `trainer.layout.partition`; here it meets the device. torch_xla's own
+`convert_to_xla_partition_spec` is not used, because it forgets the first of two axes on one dimension.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 
+from models.op_arguments import as_text, from_text
 from trainer.arrays import Array, Slices
 from trainer.errors import UserError
-from trainer.layout.partition import PartitionSpec
-from trainer.xla.mesh import AbstractMesh, local_devices
+from trainer.layout.partition import PartitionSpec, axes_of
+from trainer.xla.mesh import AbstractMesh, DeviceMesh, device_order, local_devices
+from trainer.xla.runtime import wait_for_devices
 
 REPLICATED = "{replicated}"
-# mesh and spec -> XLA's sharding, as an object for the compiler and as text; an op's argument must be plain data
-_shardings: dict[str, object] = {}
-_texts: dict[str, str] = {}
+_REMEMBERED = 4096  # layouts whose translation is kept: far more than a run has, and what is dropped is made again
 
 
 def place(
-    name: str, values: Array, mesh: xs.Mesh, spec: PartitionSpec, dtype: torch.dtype | None = None
+    name: str, values: Array, mesh: DeviceMesh, spec: PartitionSpec, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Lay ``values`` out over the XLA devices in one go: each device is sent its shard, and that alone is read.
+    """Lay ``values`` out over the XLA devices in one go: each device is sent its shard, and nothing else is read.
 
     Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
-    there is no separate marking to call. On an :class:`AbstractMesh` nothing moves, and ``values`` may be on meta.
+    there is no separate call that marks. On an :class:`AbstractMesh` nothing moves, and ``values`` may be on meta.
 
     Args:
         values: a tensor on the host, or what can be read by slices like one.
@@ -62,13 +60,14 @@ def place(
     places = [shard_slices(name, shape, mesh, spec, device) for device in local_devices()]
     read = {str(where): where for where in places}  # replicas are read once
     sent = {key: values[where].to(dtype).contiguous() for key, where in read.items()}
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return torch_xla._XLAC._global_tensor_from_cpu_shards(
         [sent[str(where)] for where in places], mesh.get_op_sharding(spec), torch.Size(shape)
     )
 
 
-def shard_slices(name: str, shape: Sequence[int], mesh: xs.Mesh, spec: PartitionSpec, device: int) -> Slices:
-    """Which part of a tensor of ``shape`` device number ``device`` holds, a slice for each dimension.
+def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: PartitionSpec, device: int) -> Slices:
+    """Which part of a tensor of ``shape`` the device with the id ``device`` holds: a slice for each dimension.
 
     Raises:
         UserError: a dimension can't be divided by the axes that split it.
@@ -79,7 +78,7 @@ def shard_slices(name: str, shape: Sequence[int], mesh: xs.Mesh, spec: Partition
     slices = []
     for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
         index, parts = 0, 1
-        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+        for axis in axes_of(entry):
             index, parts = index * sizes[axis] + int(position[axis]), parts * sizes[axis]
         if size % parts:
             raise UserError(
@@ -92,17 +91,22 @@ def shard_slices(name: str, shape: Sequence[int], mesh: xs.Mesh, spec: Partition
     return tuple(slices)
 
 
-def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
+def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
     """Zeros of the shape of ``like``, placed."""
     return place(name, torch.zeros((), dtype=dtype).expand(like.shape), mesh, spec)
 
 
-def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
-    """(where it lies in the whole, values on the host) of each shard of this process's devices, replicas left out.
+def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
+    """Lazy zeros: each device makes its own shard when they are run, and the host holds none of them."""
+    return constrain(torch.zeros(tuple(shape), dtype=dtype, device=torch_xla.device()), mesh, spec)
 
-    No computation is compiled for it.
+
+def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
+    """The shards on this process's devices: (where each lies in the whole, its values on the host). No replica is
+    listed twice, and nothing is compiled.
     """
-    xm.wait_device_ops()  # shards are read as they lie, and a step that is still being launched has none yet
+    wait_for_devices()  # a step that is still being launched has no shards yet
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     ((values, places),) = zip(
         torch_xla._XLAC._get_local_shards([tensor]),
         torch_xla._XLAC._get_local_shard_replica_and_indices([tensor]),
@@ -117,14 +121,14 @@ def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a placed tensor on the host, put together from its shards."""
+    """A placed tensor, whole, on the host: its shards put together."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for where, shard in shards(tensor):
         whole[where] = shard
     return whole
 
 
-def check_placed(tensors: Mapping[str, torch.Tensor], mesh: xs.Mesh, specs: Mapping[str, PartitionSpec]) -> None:
+def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: Mapping[str, PartitionSpec]) -> None:
     """Assert that every tensor is on XLA and laid out as planned.
 
     Raises:
@@ -148,48 +152,65 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: xs.Mesh, specs: Mapp
             )
 
 
-def planned_sharding(mesh: xs.Mesh, spec: PartitionSpec) -> str:
-    """XLA's own text of the sharding that ``spec`` means on ``mesh``, read off a probe of one element a shard."""
-    key = f"{mesh}{spec}"
-    if key not in _texts:
-        sizes = mesh.shape()
-        axes = [() if a is None else (a,) if isinstance(a, str) else a for a in spec]
-        probe = torch.zeros([math.prod(sizes[axis] for axis in group) for group in axes])
-        _texts[key] = torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
-    return _texts[key]
+def planned_sharding(mesh: DeviceMesh, spec: PartitionSpec) -> str:
+    """XLA's own text of the sharding that ``spec`` means on ``mesh``."""
+    return _planned(layout_text(mesh, spec))
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _planned(layout: str) -> str:
+    # read off a probe that has one element a shard
+    axes, order, spec = from_text(layout)
+    sizes = dict(axes)
+    mesh = DeviceMesh(list(order or range(math.prod(sizes.values()))), tuple(sizes.values()), tuple(sizes))
+    probe = torch.zeros([math.prod(sizes[axis] for axis in axes_of(entry)) for entry in spec])
+    return torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
+
+
+def layout_text(mesh: DeviceMesh, spec: PartitionSpec) -> str:
+    """``spec`` on ``mesh`` as text, since an operation's arguments are plain data; :func:`op_sharding` reads it."""
+    return as_text((tuple(mesh.shape().items()), device_order(mesh), spec))
 
 
 @torch.library.custom_op("shardwright::constrain", mutates_args=())
-def _constrain(tensor: torch.Tensor, key: str) -> torch.Tensor:
-    # out of place: parameters marked in place have a second copy in every step (pytorch/xla#8809; docs/tpu.md)
-    # (a `clone` of a tensor that waits on the device is that tensor again, and keeps its first annotation)
+def _constrain(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    # Out of place: a parameter that is marked in place has a second copy in every step (pytorch/xla#8809, docs/tpu.md).
+    # Not `clone`: that of a tensor which waits on the device is the tensor itself, and keeps its first annotation.
     out = torch.ops.aten.view_copy(tensor, tensor.shape)
-    torch_xla._XLAC._xla_mark_sharding(out, _shardings[key])
+    torch_xla._XLAC._xla_mark_sharding(out, op_sharding(layout))
     return out
 
 
 @_constrain.register_fake
-def _(tensor: torch.Tensor, key: str) -> torch.Tensor:
+def _(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.key = inputs[1]
+    ctx.layout = inputs[1]
 
 
 def _backward(ctx, gradient: torch.Tensor):
-    return _constrain(gradient, ctx.key), None
+    return _constrain(gradient, ctx.layout), None
 
 
 _constrain.register_autograd(_backward, setup_context=_setup)
 
 
-def constrain(tensor: torch.Tensor, mesh: xs.Mesh, spec: PartitionSpec) -> torch.Tensor:
-    """A copy of ``tensor`` laid out as ``spec`` says; in the backward its gradient is laid out likewise.
+def constrain(tensor: torch.Tensor, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
+    """A copy of ``tensor`` laid out as ``spec`` says; in the backward its gradient is laid out in the same way.
 
-    Out of place in both directions, and one opaque op for AOTAutograd, so it may stand inside a scanned layer.
+    It works out of place in both directions, and AOTAutograd sees one opaque operation, so it may stand inside a
+    scanned layer.
     """
-    key = f"{mesh}{spec}"
-    if key not in _shardings:
-        _shardings[key] = mesh.get_op_sharding(spec)
-    return _constrain(tensor, key)
+    return _constrain(tensor, layout_text(mesh, spec))
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def op_sharding(layout: str) -> object:
+    """XLA's sharding object for what :func:`constrain` passes to its operation, which takes plain data alone."""
+    axes, order, spec = from_text(layout)
+    mesh = AbstractMesh(dict(axes))
+    if order is not None:
+        mesh.device_ids = np.array(order)
+    return mesh.get_op_sharding(spec)

@@ -1,8 +1,8 @@
-"""Collectives of an HLO module: what kind, over which mesh axes, how many bytes, and on whose behalf.
+"""Collectives of an HLO module: of what kind, over which mesh axes, for which module, and how many bytes they move.
 
-Bytes are a chip's: the output of an all-gather and an all-to-all, the operand of an all-reduce, a reduce-scatter and a
-collective-permute. *Wire bytes* are what a chip sends over its links when the group of n forms a ring: (n-1)/n of those
-bytes, twice for an all-reduce, all of them for a permute.
+Bytes are those of one chip: the output's for an all-gather, the operand's for all others. *Wire bytes* are what a chip
+sends over its links if its group of n forms a ring: (n-1)/n of the bytes, and twice that for an all-reduce. For a
+permute they are the mean over the chips: a source sends all its bytes, another chip none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainer.compile.hlo.text import Computation, Instruction
+from trainer.compile.hlo.text import Computation, Instruction, Leaf
 
 KINDS = (
     "all-gather",
@@ -27,21 +27,20 @@ KINDS = (
     "collective-broadcast",
 )
 
-
-_SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")
+_SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")  # a module's name: it has dots
 _WRAPPED = re.compile(r"^[a-z]+\((.*)\)$")  # jvp(…), transpose(…)
-_NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: numbered by the lowering
+_NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: the lowering adds the number
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What collectives are grouped by.
+    """All that tells a collective from others; those that are equal in it are counted together.
 
     Args:
-        axis: the mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` for a part of one.
-        module: who asked for it, as far as the compiler's metadata tells.
+        axis: the mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` if they span it in part.
+        module: the module that the compiler's metadata names; without one the operation, or nothing.
         shape: of the operand, without layout; of the output for an all-gather.
-        group: devices in a group.
+        group: how many devices a group has.
         network: ``ici``, or ``dcn`` for what goes between slices.
     """
 
@@ -55,7 +54,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Per chip; ``exposed_bytes`` are the wire bytes for which the schedule has nothing to compute meanwhile."""
+    """How often a collective runs and what it moves, per chip.
+
+    ``exposed_bytes`` are the part of the wire bytes that is sent while nothing is computed.
+    """
 
     count: float = 0
     bytes: float = 0
@@ -63,6 +65,7 @@ class Traffic:
     exposed_bytes: float = 0
 
     def plus(self, other: Traffic, times: float) -> Traffic:
+        """This and ``times`` the other."""
         return Traffic(
             self.count + times * other.count,
             self.bytes + times * other.bytes,
@@ -74,9 +77,9 @@ class Traffic:
 def collective(
     computation: Computation, instruction: Instruction, mesh: dict[str, int]
 ) -> tuple[Collective, Traffic] | None:
-    """One instruction's, None if it communicates nothing: another opcode, a ``-done``, groups of one.
+    """The collective that an instruction is; None if it is none: another opcode, a ``-done``, groups of one device.
 
-    All of it is taken to be exposed; the caller knows what runs beside it.
+    All its wire bytes are exposed here: only the caller knows what runs beside it.
     """
     if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
         return _between_slices(computation, instruction)
@@ -106,23 +109,24 @@ def collective(
 
 
 def _between_slices(computation: Computation, instruction: Instruction) -> tuple[Collective, Traffic]:
-    """The part of a collective that leaves the slice: the compiler makes it a send to the host, which sends it on."""
+    """The part of a collective that leaves the slice: a send to the host, which passes it on."""
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
     leaf = computation.operands(instruction)[0].leaves[0]
     key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
     return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes)
 
 
-def _gathered(instruction: Instruction, operands: int) -> list[object]:
+def _gathered(instruction: Instruction, operands: int) -> list[Leaf]:
+    """The outputs of an all-gather of so many operands; a ``-start`` lists the operands before them."""
     outputs = list(instruction.leaves)
-    return [*outputs[operands : 2 * operands]] if instruction.opcode.endswith("-start") else [*outputs]
+    return outputs[operands : 2 * operands] if instruction.opcode.endswith("-start") else outputs
 
 
 def module_of(op_name: str) -> str:
-    """The module that an ``op_name`` holds, ``model.layers.*.mlp.experts``; else the operation; else an empty text.
+    """The innermost module in an ``op_name``, ``model.layers.*.mlp.experts``; without one, the operation.
 
-    An op_name is a path of scopes: modules where the lowering named them (recognised by their dots), and the
-    framework's own operations. Both may carry a number at the end, which is left out.
+    An op_name is a path of scopes. Some are modules, which the lowering named; they have dots. The others are the
+    framework's operations. Both may end in a number, which is left out. Of an empty op_name the result is empty.
     """
     parts = []
     for part in op_name.split("/"):
@@ -140,7 +144,7 @@ def module_of(op_name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _iota(text: str) -> tuple[tuple[int, ...], ...]:
-    """Groups in the form ``[8,8]<=[64]T(1,0)``: an iota, reshaped, transposed, reshaped again."""
+    """The groups that ``[4,2]<=[2,4]T(1,0)`` means: 0 to 7 as a 2 × 4 array, transposed, then cut into 4 rows of 2."""
     match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     assert match is not None, text
     rows, dims, order = ([int(d) for d in (group or "").split(",") if d] for group in match.groups())
@@ -149,7 +153,7 @@ def _iota(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of device ids among which a collective runs; all devices if it names none."""
+    """The groups of device ids among which a collective runs; if it names none, all devices are one group."""
     match = re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\})", attributes)
     if match is None:
         return (tuple(range(devices)),)
@@ -158,11 +162,12 @@ def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=4096)
 def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
+    """The numbers of ``{{0,1},{2,3}}``."""
     return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
 def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
-    """The mesh axes along which a group's devices differ; ``within …`` if it holds only some of their devices."""
+    """The mesh axes along which a group's devices differ; ``within …`` if the group spans them only in part."""
     coordinates = np.array(np.unravel_index(np.asarray(group), tuple(mesh.values())))
     spanned = [axis for axis, row in zip(mesh, coordinates, strict=True) if len(set(row.tolist())) > 1]
     whole = math.prod(mesh[axis] for axis in spanned) == len(group)
@@ -170,6 +175,7 @@ def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
 
 
 def _axes_of_pairs(mesh: dict[str, int], pairs: Sequence[tuple[int, ...]]) -> str:
+    """The mesh axes along which some source and its target differ."""
     sizes = tuple(mesh.values())
     ends = np.array(pairs)
     changed = np.array(np.unravel_index(ends[:, 0], sizes)) != np.array(np.unravel_index(ends[:, 1], sizes))

@@ -1,14 +1,13 @@
-"""What one execution of a compiled module costs a chip: FLOPs, bytes, cycles, collectives, loops multiplied out.
+"""What one execution of a compiled module costs a chip: FLOPs, bytes, cycles and collectives.
 
-The compiler's own totals count a loop's body once; here it counts as often as it runs. How each is counted:
+The compiler's own totals count a loop's body once; here it counts as often as it runs.
 
-- *FLOPs*: 2 × multiply-adds of dots and convolutions (the TPU compiler turns dots into those), from shapes; positions
-  that only meet padding or dilation do no work and count nothing. A kernel (custom call) counts what its own cost
-  estimate says, if it has one.
-- *HBM bytes*: operands read and outputs written by each scheduled operation, unpadded, those in VMEM not counted.
-  What happens inside a fusion stays on the chip. An operand that is only sliced counts its slices, an output that is
-  updated in place its update.
-- *Cycles*: the compiler's ``estimated_cycles``, where it is a number.
+- *FLOPs* are those of dots and convolutions (trainer.compile.hlo.flops), and what a custom kernel's own cost estimate
+  says, if it has one.
+- *HBM bytes* are what each scheduled operation reads and writes there, without padding. What lives in VMEM doesn't
+  count, nor what happens inside a fusion, which stays on the chip. If an operand is only sliced, its slices count; if
+  an output is updated in place, the update does.
+- *Cycles* are the compiler's ``estimated_cycles``, as far as it has any.
 """
 
 from __future__ import annotations
@@ -18,43 +17,31 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
-
-import numpy as np
 
 from trainer.compile.hlo.collectives import Collective, Traffic, collective, module_of
+from trainer.compile.hlo.flops import convolution_flops, dot_flops
 from trainer.compile.hlo.loops import trip_count
 from trainer.compile.hlo.text import Computation, Instruction, Leaf, Module
 from trainer.xla.chips import Chip
 
-_FREE = {
+_FREE = {  # opcodes that move no bytes of their own
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *(
-        "send",
-        "recv",
-        "opt-barrier",
-        "optimization-barrier",
-        "while",
-        "call",
-        "conditional",
-        "domain",
-        "add-dependency",
-    ),
+    *("send", "recv", "opt-barrier", "optimization-barrier", "while", "call", "conditional"),
+    *("domain", "add-dependency"),
 }
-
-
-_NO_CYCLES = 2**62  # what the compiler writes where it has no estimate
+_NO_CYCLES = 2**62  # the compiler writes at least this where it has no estimate
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one module's operations take of a step."""
+    """What one module's operations take."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     cycles: float = 0.0
 
     def plus(self, other: Share, times: float) -> Share:
+        """This and ``times`` the other."""
         return Share(
             self.flops + times * other.flops,
             self.hbm_bytes + times * other.hbm_bytes,
@@ -64,19 +51,27 @@ class Share:
 
 @dataclass
 class Cost:
-    """Of one computation, once."""
+    """What a computation takes when it runs once.
+
+    Args:
+        kernels: custom kernels without a cost estimate: whose → how often they run.
+        kernel_flops: the part of ``flops`` that custom kernels tell of themselves; they have no cycles.
+        modules: module → its share.
+        loops: loops whose length depends on data: op_name → how often they were taken to run.
+    """
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     host_bytes: float = 0.0
     cycles: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)  # custom kernels without a cost estimate: whose → runs
-    kernel_flops: float = 0.0  # of flops, what custom kernels said of themselves; they have no cycles
+    kernels: dict[str, float] = field(default_factory=dict)
+    kernel_flops: float = 0.0
     modules: dict[str, Share] = field(default_factory=dict)
-    loops: dict[str, int] = field(default_factory=dict)  # whose length depends on data: whose → trips assumed
+    loops: dict[str, int] = field(default_factory=dict)
     collectives: dict[Collective, Traffic] = field(default_factory=dict)
 
     def add(self, other: Cost, times: float = 1) -> None:
+        """Adds ``times`` the other to this."""
         self.flops += times * other.flops
         self.kernel_flops += times * other.kernel_flops
         self.hbm_bytes += times * other.hbm_bytes
@@ -92,19 +87,20 @@ class Cost:
 
 
 def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost:
-    """Cost of one execution, per chip.
+    """The cost of one execution, per chip.
 
     Args:
-        chip: its clock and links tell how much of a collective passes while something is computed.
         mesh: axis → size; collectives are attributed to axes.
-        layers: trip count of an outermost loop whose own can't be read off its condition. Inner ones are taken to run
-            once: their length depends on data, as that of a bounded exchange repeated until every token is served.
+        layers: how often an outermost loop is taken to run if its condition doesn't tell. Inner loops that don't tell
+            are taken to run once: their length depends on data, as in an exchange that is repeated until every token
+            is served.
+        chip: its clock and its links tell how much of a collective is sent while something is computed.
     """
     return _Counter(module, mesh, layers, chip).computation(module.entry)
 
 
 class _Counter:
-    """A computation's cost is worked out once, however often it is called."""
+    """Works out each computation's cost once, however often it is called."""
 
     def __init__(self, module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> None:
         self.module, self.mesh, self.layers = module, mesh, layers
@@ -112,6 +108,7 @@ class _Counter:
         self.known: dict[str, Cost] = {}
 
     def computation(self, computation: Computation) -> Cost:
+        """What the computation takes when it runs once."""
         if computation.name not in self.known:
             cost = Cost()
             for instruction in computation.instructions:
@@ -120,6 +117,7 @@ class _Counter:
         return self.known[computation.name]
 
     def _instruction(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        """Adds an instruction, and the computations that it runs; of a conditional's branches the dearest."""
         opcode = instruction.opcode
         if opcode == "while":
             body = self._named(instruction.attribute(r"body=%?([^\s,]+)"))
@@ -136,7 +134,7 @@ class _Counter:
             self._own(cost, computation, instruction)
 
     def _own(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """An operation that runs no other computation on its own; on its module's account."""
+        """Adds an instruction that is one scheduled operation, to ``cost`` and to its module's share."""
         before = Share(cost.flops, cost.hbm_bytes, cost.cycles)
         cost.cycles += _cycles(instruction)
         module = module_of(instruction.op_name)
@@ -153,6 +151,7 @@ class _Counter:
             cost.modules[name] = cost.modules.get(name, Share()).plus(share, 1)
 
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        """Adds FLOPs, collective and bytes of an operation that is no fusion."""
         self._work(cost, computation, instruction)
         if found := collective(computation, instruction, self.mesh):
             cost.add(self._overlapped(computation, instruction, Cost(collectives=dict([found]))))
@@ -166,7 +165,7 @@ class _Counter:
         elif opcode.endswith("-start"):  # operands, results, context
             outputs = outputs[len(operands) :]
         base = opcode.removesuffix("-start")
-        if base in ("dynamic-slice", "slice", "gather"):  # as much as comes out is read, from where the whole is
+        if base in ("dynamic-slice", "slice", "gather"):  # reads as much as it puts out
             operands[0] = dataclasses.replace(outputs[0], space=operands[0].space)
         elif base == "dynamic-update-slice":
             outputs = [dataclasses.replace(operands[1], space=operands[0].space)]
@@ -174,11 +173,12 @@ class _Counter:
         _move(cost, [*operands, *outputs])
 
     def _overlapped(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
-        """``cost`` of ``start``, its collectives exposed by what passes after all that is scheduled beside them."""
+        """``cost``, its collectives exposed only as far as the work between ``start`` and its end doesn't hide them."""
         end = self._end(computation, start) if cost.collectives else None
         if end is None:
             return cost
         between = computation.instructions[computation.order[start.name] + 1 : computation.order[end.name]]
+        # a loop, a call or a kernel has no cycles in the text, but takes long enough to hide a collective
         unknown = any(i.opcode in ("while", "call", "conditional") or _is_kernel(i) for i in between)
         beside = math.inf if unknown else sum(map(_cycles, between))
         exposed = {
@@ -190,7 +190,7 @@ class _Counter:
         return dataclasses.replace(cost, collectives=exposed)
 
     def _end(self, computation: Computation, start: Instruction) -> Instruction | None:
-        """Where what ``start`` began ends, None if it is over at once."""
+        """The instruction that awaits what ``start`` began, None if it isn't asynchronous."""
         if start.opcode != "fusion":
             return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
         chain = _chain(self._named(start.called), "AsyncCollectiveStart")
@@ -199,12 +199,12 @@ class _Counter:
         return next((i for i in fusions if _chain(self._named(i.called), "AsyncCollectiveDone") == chain), None)
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """FLOPs of the instruction itself."""
+        """Adds the FLOPs of the instruction itself."""
         operands = computation.operands(instruction)
         if instruction.opcode == "dot":
-            cost.flops += _dot_flops(instruction, operands)
+            cost.flops += dot_flops(instruction, operands)
         elif instruction.opcode == "convolution":
-            cost.flops += _convolution_flops(instruction, operands)
+            cost.flops += convolution_flops(instruction, operands)
         elif _is_kernel(instruction):
             estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
             if estimate and int(estimate):
@@ -215,11 +215,15 @@ class _Counter:
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
     def _fused(self, cost: Cost, fused: Computation, owner: str, *, scatters: bool) -> None:
-        """FLOPs and collectives inside a fusion.
+        """Adds the FLOPs and the collectives inside a fusion.
 
-        An asynchronous collective (it has a chain_id) shows in the fusion that starts it, in all that it overlaps,
-        inner loops' too, and in the one that ends it: only the start counts. An all-reduce in a computation called
-        all-reduce-scatter is the compiler's reduce-scatter.
+        An asynchronous collective (it has a chain_id) appears in the fusion that starts it, in the one that ends it,
+        and in every fusion that it overlaps, those in inner loops too. It counts in the first alone. An all-reduce in a
+        computation called all-reduce-scatter is how the compiler writes a reduce-scatter.
+
+        Args:
+            owner: the module of collectives whose own metadata names none.
+            scatters: whether an outer computation is called all-reduce-scatter.
         """
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
         starts = _chain(fused, "AsyncCollectiveStart") is not None
@@ -239,6 +243,7 @@ class _Counter:
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
+        """Adds what a fusion reads and writes."""
         fused = self._named(instruction.called)
         for number, operand in enumerate(computation.operands(instruction)):
             whole = operand.leaves
@@ -255,14 +260,14 @@ class _Counter:
                 cost.hbm_bytes += min(written, leaf.bytes)
 
     def _read(self, fused: Computation, name: str) -> float | None:
-        """Bytes read of a fused parameter, None: all of it."""
+        """How many bytes a fusion reads of its parameter ``name``; None: all."""
         total = 0.0
         for user in fused.users.get(name, []):
             first = user.operands[0] == name
             if user.opcode in ("dynamic-slice", "slice", "gather") and first:
                 total += sum(leaf.bytes for leaf in user.leaves)
             elif user.opcode == "dynamic-update-slice" and first:
-                pass  # stays where it is
+                pass  # updated in place: nothing is read
             elif user.opcode in ("bitcast", "reshape"):
                 part = self._read(fused, user.name)
                 if part is None:
@@ -279,7 +284,7 @@ class _Counter:
         return total
 
     def _written(self, fused: Computation, part: Instruction) -> float | None:
-        """Bytes written of a fusion's output, None: all of it."""
+        """How many bytes a fusion writes of its output ``part``; None: all."""
         if part.opcode == "dynamic-update-slice":
             update = fused.by_name.get(part.operands[1])
             return sum(leaf.bytes for leaf in update.leaves) if update else None
@@ -291,6 +296,7 @@ class _Counter:
         return None
 
     def _branches(self, instruction: Instruction) -> list[Computation]:
+        """The computations among which a conditional chooses."""
         several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
             several.split(",")
@@ -304,67 +310,34 @@ class _Counter:
 
 
 def _chain(fused: Computation, target: str) -> str | None:
-    """The chain_id of the asynchronous collective that a fusion starts or ends, None if it holds no such call."""
+    """The chain_id of the asynchronous collective that a fusion starts or ends, None if it doesn't.
+
+    Args:
+        target: ``AsyncCollectiveStart`` or ``AsyncCollectiveDone``.
+    """
     if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
         return None
     return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
 
 
 def _cycles(instruction: Instruction) -> int:
+    """The compiler's estimate, 0 if it has none."""
     cycles = int(instruction.attribute(r'"estimated_cycles":"?(\d+)') or 0)
     return cycles if cycles < _NO_CYCLES else 0
 
 
 def _is_kernel(instruction: Instruction) -> bool:
+    """Is it a custom kernel (Pallas)?"""
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def _move(cost: Cost, moved: Iterable[Leaf]) -> None:
+    """Adds the bytes of arrays that are read or written."""
     for leaf in moved:
         cost.hbm_bytes += leaf.hbm_bytes
         cost.host_bytes += leaf.host_bytes
 
 
 def _outputs(fused: Computation) -> list[Instruction]:
+    """The instructions that make a fusion's outputs."""
     return fused.operands(fused.root) if fused.root.opcode == "tuple" else [fused.root]
-
-
-def _dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
-    contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    left = operands[0].leaves[0].dims
-    return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
-
-
-def _convolution_flops(convolution: Instruction, operands: list[Instruction]) -> float:
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    if labels is None or len(operands) < 2:
-        return 0.0
-    left, right, out = (
-        dict(zip(text, leaf.dims, strict=False))
-        for text, leaf in zip(
-            labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True
-        )
-    )
-    window = convolution.attribute(r"window=\{([^}]*)\}") or ""
-    batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
-    work = left["b"] / batch_groups * right["i"] * right["o"]
-    for number, dimension in enumerate(sorted(key for key in right if key.isdigit())):
-        stride, left_dilation, right_dilation = (
-            int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")
-        )
-        low = int(_window(window, "pad", number, "0_0").split("_")[0])
-        work *= _valid(left[dimension], out[dimension], right[dimension], stride, low, left_dilation, right_dilation)
-    return 2.0 * work
-
-
-def _window(window: str, key: str, number: int, default: str) -> str:
-    match = re.search(rf"(?:^|\s){key}=(\S+)", window)
-    return match[1].split("x")[number] if match else default
-
-
-@lru_cache(maxsize=4096)
-def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
-    """Pairs of output and kernel positions that meet an element of the input, not padding, not dilation's holes."""
-    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
-    inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)
-    return int(inside.sum())

@@ -1,4 +1,4 @@
-"""How often the loops of a compiled module run."""
+"""How often a loop of a compiled module runs, read off its condition and its body."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """How often a while loop of ``computation`` runs, None if that depends on data.
 
-    What the compiler annotated, if it did; else the counter's start, step and limit, read off the condition's
-    comparison with a constant (a 64-bit counter is compared in two halves: the one that isn't 0).
+    If the compiler annotated the number, it is that. Else it follows from the counter's start and step, and from the
+    constant that the condition compares it with. A 64-bit counter is compared in two halves; the one with a limit above
+    0 tells.
     """
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
@@ -23,7 +24,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     found = []
     for compare in condition.instructions:
         if compare.opcode == "fusion":
-            compare = _unfused(module, compare)  # the comparison alone in a fusion
+            compare = _unfused(module, compare)
         limit = _limit(condition, compare)
         if limit is None or limit[1] <= 0:
             continue
@@ -35,7 +36,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _unfused(module: Module, fusion: Instruction) -> Instruction:
-    """The fusion's root, if it compares two of the fusion's parameters, over the fusion's operands."""
+    """The comparison that a fusion consists of, over the fusion's operands; any other fusion as it is."""
     fused = module.computations[fusion.called or ""]
     root = fused.root
     parameters = {p.name: number for number, p in fused.parameters.items()}
@@ -45,7 +46,7 @@ def _unfused(module: Module, fusion: Instruction) -> Instruction:
 
 
 def _limit(condition: Computation, compare: Instruction) -> tuple[int, int] | None:
-    """(index in the loop's state, bound) of ``state[index] < bound``; ≤ counts one more."""
+    """(index, bound) if ``compare`` is ``state[index] < bound`` with a constant bound (≤: one more), else None."""
     direction = compare.attribute(r"direction=(\w+)")
     if compare.opcode != "compare" or direction not in ("LT", "LE"):
         return None
@@ -56,6 +57,7 @@ def _limit(condition: Computation, compare: Instruction) -> tuple[int, int] | No
 
 
 def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
+    """The constant that ``state[index]`` is before the loop, None if it is no constant."""
     state = computation.by_name.get(loop.operands[0])
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return None
@@ -64,6 +66,7 @@ def _initial(computation: Computation, loop: Instruction, index: int) -> int | N
 
 
 def _step(body: Computation, index: int) -> int | None:
+    """The constant that the loop's body adds to ``state[index]``, None if it does anything else with it."""
     if body.root.opcode != "tuple" or index >= len(body.root.operands):
         return None
     value = _behind(body, body.root.operands[index])
@@ -75,7 +78,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def _behind(computation: Computation, name: str) -> Instruction | None:
-    """The instruction behind copies and views."""
+    """The instruction called ``name``; if it is a copy or a view, the one whose value it shows."""
     instruction = computation.by_name.get(name)
     while instruction is not None and instruction.opcode in _VIEWS and instruction.operands:
         instruction = computation.by_name.get(instruction.operands[0])

@@ -1,32 +1,31 @@
-"""HLO text, as the TPU compiler prints it after optimisation, as computations of instructions.
+"""Reads HLO text, as the TPU compiler prints it after optimisation, into computations of instructions.
 
-Only what counting needs is taken apart: names, opcodes, shapes, operands. The rest of a line is kept as text and
-searched when someone asks; a module of 20 MB is read in seconds.
+Each line is split into name, opcode, shape and operands. Its attributes stay text, searched when someone asks for one:
+so a module of 20 MB is read in seconds.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "e": 0}
+_HBM, _HOST = 0, 5  # memory spaces, as a layout's S(n) names them; 1 is VMEM
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "e": 0}  # of types whose names hold no number of bits
 _DTYPE_BITS = re.compile(r"[a-z]+?(\d+)")
 _LEAF = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _HEADER = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _NAME = re.compile(r"\s+(ROOT )?%?(\S+) = ")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-
-
-_HBM, _HOST = 0, 5  # memory spaces, as a layout's S(n) tells them
+_PARENTHESIS = re.compile(r"[()]")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a shape: dtype, dimensions, the memory space that its layout names (0: HBM, 1: VMEM, 5: host)."""
+    """One array of a shape; ``space`` is the memory that it lives in: 0 HBM, 1 VMEM, 5 the host's."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -38,25 +37,26 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Unpadded."""
+        """Its size without padding."""
         return -(-self.elements * dtype_bits(self.dtype) // 8)
 
     @property
     def hbm_bytes(self) -> int:
-        """Unpadded; 0 if it lives elsewhere."""
+        """Its size without padding if it lives in HBM, else 0."""
         return self.bytes if self.space == _HBM else 0
 
     @property
     def host_bytes(self) -> int:
+        """Its size without padding if it lives in the host's memory, else 0."""
         return self.bytes if self.space == _HOST else 0
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-@cache
+@lru_cache(maxsize=256)
 def dtype_bits(dtype: str) -> int:
-    """Bits an element takes in memory: ``bf16`` 16, ``f8e4m3fn`` 8, ``pred`` 8."""
+    """How many bits an element takes in memory: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = _DTYPE_BITS.match(dtype)
@@ -65,7 +65,7 @@ def dtype_bits(dtype: str) -> int:
 
 @lru_cache(maxsize=65536)
 def leaves(shape: str) -> tuple[Leaf, ...]:
-    """The arrays of a shape's text, in order: one, or a tuple's, nested ones flattened."""
+    """The arrays of a shape's text, in order; a tuple has several, and nested tuples are flattened."""
     found = []
     for dtype, dims, layout in _LEAF.findall(shape):
         space = _SPACE.search(layout)
@@ -76,13 +76,13 @@ def leaves(shape: str) -> tuple[Leaf, ...]:
 
 @dataclass(slots=True)
 class Instruction:
-    """One line: ``%name = shape opcode(operands), attributes``."""
+    """One line: ``%name = shape opcode(arguments), attributes``; ``operands`` are the names among its arguments."""
 
     name: str
     opcode: str
     shape: str
     operands: list[str]
-    arguments: str  # what stands between the parentheses
+    arguments: str
     attributes: str
     root: bool
 
@@ -91,22 +91,25 @@ class Instruction:
         return leaves(self.shape)
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of ``pattern`` in the attributes, None if it isn't there."""
+        """What the first group of ``pattern`` matches in the attributes, None if they don't hold it."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
     @property
     def called(self) -> str | None:
-        """The computation that a fusion, call, async start or reduction names."""
+        """The name of the computation that a fusion, call, async start or reduction runs."""
         return self.attribute(r"(?:calls|to_apply|called_computations)=\{?%?([^\s,}]+)")
 
     @property
     def op_name(self) -> str:
+        """The path of scopes in the metadata, empty if there is none."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
 @dataclass
 class Computation:
+    """A function of the module: its instructions in the order of the schedule."""
+
     name: str
     instructions: list[Instruction] = field(default_factory=list)
 
@@ -116,15 +119,17 @@ class Computation:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Name → position, which is the schedule's."""
+        """Instruction's name → its position in the schedule."""
         return {i.name: position for position, i in enumerate(self.instructions)}
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
+        """Number of a parameter → its instruction."""
         return {int(i.arguments): i for i in self.instructions if i.opcode == "parameter"}
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
+        """Instruction's name → the instructions that take it as an operand."""
         users: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in instruction.operands:
@@ -133,27 +138,27 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
+        """The instruction whose value is the computation's."""
         return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that make the operands of ``instruction``."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
 
 @dataclass
 class Module:
+    """The computations of a compiled step by name; it runs ``entry``."""
+
     computations: dict[str, Computation]
     entry: Computation
 
-    def instructions(self) -> Iterator[Instruction]:
-        for computation in self.computations.values():
-            yield from computation.instructions
-
 
 def parse(text: str) -> Module:
-    """Read a module's text.
+    """Reads a module's text.
 
     Raises:
-        ValueError: there is no ENTRY computation in it.
+        ValueError: it has no ENTRY computation.
     """
     computations: dict[str, Computation] = {}
     entry = current = None
@@ -190,11 +195,8 @@ def _instruction(line: str) -> Instruction | None:
     )
 
 
-_PARENTHESIS = re.compile(r"[()]")
-
-
 def _closing(line: str, start: int) -> int:
-    """Where the parenthesis that opens at ``start`` closes; the line's end if it doesn't."""
+    """The position at which the parenthesis that opens at ``start`` closes; the line's length if it doesn't."""
     depth = 0
     for match in _PARENTHESIS.finditer(line, start):
         depth += 1 if match[0] == "(" else -1

@@ -1,0 +1,68 @@
+"""Which parameter a collective is about, along which axes it is sharded, and what is flagged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.captured import MESH, V5P
+from trainer.compile.attribution import axes_of_dimensions, collective_lines
+from trainer.compile.hlo.cost import count
+from trainer.compile.hlo.text import parse
+from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.report import CompileReport
+
+
+@pytest.mark.parametrize(
+    ("sharding", "axes"),
+    [
+        ("{replicated}", ((), (), ())),
+        ("{devices=[64,1,1]<=[64]}", (("fsdp", "expert"), (), ())),
+        ("{devices=[1,4,16]<=[16,4]T(1,0)}", ((), ("expert",), ("fsdp",))),
+        ("{devices=[16,1,1,4]<=[64] last_tile_dim_replicate}", (("fsdp",), (), ())),
+        ("{devices=[2,1,1,2]0,1,2,3 last_tile_dim_replicate}", (("outer",), (), ())),
+    ],
+)
+def test_a_sharding_tells_which_axis_splits_which_dimension(sharding: str, axes: tuple[tuple[str, ...], ...]) -> None:
+    mesh = (("outer", 2), ("inner", 2)) if "0,1,2,3" in sharding else (("fsdp", 16), ("expert", 4))
+    assert axes_of_dimensions(sharding, 3, mesh) == axes
+
+
+def test_collectives_name_the_parameters_they_are_about(report: CompileReport) -> None:
+    purposes = {(x.kind, x.axis, x.module): x.purpose for x in report.collectives}
+    experts = "model.layers.*.mlp.experts"
+    assert purposes["all-gather", "fsdp", experts] == "weights"
+    assert purposes["all-reduce", "fsdp", experts] == "gradients"
+    assert purposes["all-to-all", "expert", experts] == ""
+
+
+def test_what_the_recipe_did_not_plan_is_flagged() -> None:
+    """One collective of each kind that must not pass unseen, at Mixtral's sizes and in the captured step's layout."""
+    shapes = {"gather": "bf16[3,4,1024,8192]", "reduce": "bf16[1024,8192]", "batch": "bf16[65536,8192]"}
+    module = parse(
+        f"""HloModule flags
+%add (x: bf16[], y: bf16[]) -> bf16[] {{
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}}
+ENTRY %main (a: bf16[3,4,1024,1024], b: bf16[4,1024,8192], c: bf16[8192,8192]) -> bf16[65536,8192] {{
+  %a = bf16[3,4,1024,1024]{{3,2,1,0}} parameter(0)
+  %b = bf16[4,1024,8192]{{2,1,0}} parameter(1)
+  %c = bf16[8192,8192]{{1,0}} parameter(2)
+  %all = {shapes["gather"]}{{3,2,1,0}} all-gather(%a), replica_groups=[1,8]<=[8], dimensions={{3}}
+  %sum.1 = bf16[4,1024,8192]{{2,1,0}} all-reduce(%b), replica_groups=[1,8]<=[8], to_apply=%add
+  %moved = bf16[8192,8192]{{1,0}} all-to-all(%c), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={{0}}
+  ROOT %lost = {shapes["batch"]}{{1,0}} all-gather(%moved), replica_groups=[1,8]<=[8], dimensions={{0}}
+}}
+"""
+    )
+    batch = Argument("input_ids", "batch", (8, 8192), "int32", "{devices=[8,1]<=[8]}", None)
+    weight = Argument("experts", "weights", (3, 4, 1024, 8192), "float32", "{devices=[1,1,1,8]<=[8]}", 0)
+    lowered = Lowered(b"", (weight, batch), (), MESH, 3)
+    lines = collective_lines(count(module, MESH, 3, V5P).collectives, lowered, exchange="expert")
+    flagged = [line.unplanned for line in lines]
+    assert len(flagged) == 4
+    assert any("all layers at once" in why for why in flagged)
+    assert any("a reduce-scatter moves half" in why for why in flagged)
+    assert any("tokens are exchanged over expert" in why for why in flagged)
+    assert any("layout was lost" in why for why in flagged)

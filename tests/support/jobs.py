@@ -1,0 +1,20 @@
+"""Jobs for tests: a recipe on a config, resolved as a run resolves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from trainer.arguments import TrainingArguments
+from trainer.job import Job
+from trainer.layout.load import load_recipe
+from trainer.layout.recipe import Recipe
+from trainer.model import load_config, meta_model
+
+
+def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices: int = 8, **options: Any) -> Job:
+    """The job of ``recipe`` on ``config`` (default: its own model), with ``options`` of TrainingArguments."""
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    config = config or load_config(None, recipe)
+    return Job(recipe, TrainingArguments(recipe=recipe.name, **options), devices, config, meta_model(config))

@@ -1,0 +1,60 @@
+"""The contracts that `lint-imports` holds (pyproject.toml): they hold for the code as it is, and each can fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+# contract → (a file, an import in it that the contract forbids)
+VIOLATIONS = {
+    "downwards": ("trainer/layout/plan.py", "from trainer.step import build"),
+    "no-circles": ("trainer/layout/partition.py", "from trainer.layout import plan"),
+    "models": ("models/remat.py", "from trainer import errors"),
+    "recipes": ("recipes/llama_fsdp.py", "from trainer.layout.recipe import Recipe as Same"),
+    "torch-xla": ("trainer/weights/place.py", "import torch_xla"),
+    "jax": ("models/scan.py", "import jax"),
+}
+LINT = """
+import sys
+from importlinter.cli import lint_imports
+sys.exit(lint_imports(config_filename="pyproject.toml", no_cache=True, limit_to_contracts=tuple(sys.argv[1:])))
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The packages and the contracts, to be changed."""
+    for package in ("trainer", "models", "recipes"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def lint(folder: Path, *contracts: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LINT, *contracts]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_contract_is_kept_and_has_a_case_here(copy: Path) -> None:
+    done = lint(copy)
+    assert done.returncode == 0, done.stdout
+    assert f"Contracts: {len(VIOLATIONS)} kept, 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize("contract", VIOLATIONS)
+def test_a_forbidden_import_breaks_its_contract(copy: Path, contract: str) -> None:
+    file, line = VIOLATIONS[contract]
+    with (copy / file).open("a") as changed:
+        changed.write(f"\n\n{line}\n")
+    done = lint(copy, contract)
+    assert done.returncode == 1, done.stdout
+    assert "0 kept, 1 broken" in done.stdout
+    assert Path(file).stem in done.stdout

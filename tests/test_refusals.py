@@ -1,0 +1,204 @@
+"""What can't be is refused first: before data, weights or a checkpoint are read, a file written, a device opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from tests.support.paths import ROOT
+from trainer.arguments import TrainingArguments
+from trainer.checkpoint import manifest
+from trainer.checkpoint.tensors import write_tensors
+from trainer.errors import UserError
+from trainer.job import Job
+from trainer.model import meta_model
+from trainer.storage import Folder
+
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 304,
+}
+ANY = """
+from trainer import Compute, Mesh, Recipe, Shard
+recipe = Recipe(
+    mesh=Mesh(fsdp=-1),
+    batch=("fsdp",),
+    parameters={parameters},
+    optional={{".".join("*" * depth): {layout} for depth in range(1, 9)}},
+    activations={activations},
+    compute=Compute({compute}),
+)
+"""
+REPLICATED = {"parameters": "{}", "layout": "{}", "activations": "{}", "compute": ""}
+
+# what is wrong → (the options that say so, words of the refusal); paths are relative to the folder of `world`
+MODEL: dict[str, tuple[dict[str, Any], str]] = {
+    "no such recipe": ({"recipe": "mixtral_epp"}, "did you mean 'mixtral_ep'"),
+    "no such recipe file": ({"recipe": "absent.py"}, "found:   no file"),
+    "a recipe that fails": ({"recipe": "fails.py"}, "ZeroDivisionError"),
+    "axes that the mesh lacks": ({"mesh": "data=8"}, "axis 'data' is not one of them"),
+    "a compute policy that is none": ({"compute": "remat=most"}, "not a remat of this trainer"),
+    "no such model": ({"model": "./absent"}, "no file"),
+    "a model without a causal-LM head": ({"model": "t5.json"}, "without a causal-LM head"),
+    "sizes that no model has": ({"model": "odd.json"}, "transformers cannot build a model"),
+    "layers that differ": ({"recipe": "any.py", "model": "gemma2.json"}, "only equal layers"),
+    "no list of layers": ({"recipe": "any.py", "model": "gpt2.json"}, "no module list named 'layers'"),
+    "saved buffers in scanned layers": ({"recipe": "any.py", "model": "apertus.json"}, "buffer"),
+    "experts that are not there": ({"compute": "experts=capacity"}, "has no experts"),
+    "isolation that attention does not know": (
+        {"isolate_documents": True, "compute": "attention=sdpa"},
+        "tokens would see other documents",
+    ),
+}
+PLAN: dict[str, tuple[dict[str, Any], str]] = {
+    "a mesh that does not fit": ({"mesh": "fsdp=3"}, "its sizes multiply to 3"),
+    "a parameter without a line": ({"model": "mixtral.json"}, "no line matches"),
+    "a line that matches nothing": ({"recipe": "lines.py"}, "no parameter matches"),
+    "a dimension that does not divide": ({"model": "narrow.json"}, "is not divisible by 8"),
+    "a dimension out of range": ({"recipe": "deep.py"}, "dimension 3 is out of range"),
+    "an activation of no module": ({"recipe": "activations.py"}, "no module of the model has such a name"),
+}
+RUN: dict[str, tuple[dict[str, Any], str]] = {
+    "an argument out of range": ({"learning_rate": -1.0}, "it must be above 0"),
+    "an argument that is none of a list": ({"lr_scheduler_type": "linnear"}, "did you mean 'linear'"),
+    "best weights of steps not saved": ({"load_best_model_at_end": True}, "evaluated and saved"),
+    "an output folder that is taken": ({"output_dir": "taken"}, "a folder that holds 1 entries"),
+    "an output folder that is a file": ({"output_dir": "text/0.txt"}, "a file"),
+    "no such dataset": ({"dataset": "absent.jsonl"}, "no such file or folder"),
+    "a dataset of two kinds": ({"dataset": "mixed"}, "files of several kinds"),
+    "an empty dataset": ({"dataset": "empty"}, "nothing in any file"),
+    "no such tokenizer": ({"tokenizer": "./absent"}, "--tokenizer with a hub id"),
+    "a tokenizer without an end of text": ({"tokenizer": "endless"}, "no end-of-text token"),
+    "a tokenizer with too many tokens": ({"tokenizer": "large"}, "embedding has 304 rows"),
+    "too few tokens for a tokenizer": ({"model": "poor.json"}, "before any is learnt"),
+    "no checkpoint at the path": ({"resume_from_checkpoint": "text"}, "no manifest.json in it"),
+    "another model's checkpoint": ({"model": "deeper.json"}, "its weights are another model's"),
+    "a run that is done": ({"max_steps": 2}, "there is nothing left to do"),
+    "pickled weights": ({"model": "pickled", "resume_from_checkpoint": None}, "pickled weights"),
+    "weight files that are missing": ({"model": "partial", "resume_from_checkpoint": None}, "that are not there"),
+}
+CASES = MODEL | PLAN | RUN
+
+
+def config(kind: str, **changes: Any) -> str:
+    return json.dumps({"model_type": kind, **TINY, **changes})
+
+
+def write_tokenizer(folder: Path, words: int, **special: str) -> None:
+    known = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=known, **special).save_pretrained(folder)
+
+
+def write_checkpoint(folder: Path, files: dict[str, str]) -> None:
+    """A whole checkpoint of step 7 of the tiny Llama; of its tensors no value matters here."""
+    model = meta_model(AutoConfig.for_model(**json.loads(files["llama.json"])))
+    tensors = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    snapshot = {name: [(tuple(slice(0, n) for n in t.shape), t)] for name, t in tensors.items()}
+    written = write_tensors(Folder(folder), snapshot, {name: tuple(t.shape) for name, t in tensors.items()})
+    for name, content in (("host.json", {"step": 7}), ("training_args.json", {}), ("recipe.json", {})):
+        data = json.dumps(content).encode()
+        Folder(folder).write(name, data)
+        written[name] = manifest.checksum(data)
+    manifest.write_manifest(Folder(folder), written)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that a run could open."""
+    root = tmp_path_factory.mktemp("world").resolve()
+    files = {
+        "llama.json": config("llama"),
+        "narrow.json": config("llama", intermediate_size=20),
+        "deeper.json": config("llama", num_hidden_layers=3),
+        "poor.json": config("llama", vocab_size=200),
+        "odd.json": config("llama", hidden_act="nothing"),
+        "mixtral.json": config("mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "gemma2.json": config("gemma2", head_dim=8),
+        "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 304}),
+        "apertus.json": config("apertus"),
+        "t5.json": json.dumps({"model_type": "t5"}),
+        "fails.py": "1 / 0\n",
+        "any.py": ANY.format(**REPLICATED),
+        "lines.py": ANY.format(**{**REPLICATED, "parameters": '{"model.rows.weight": {}}'}),
+        "deep.py": ANY.format(**{**REPLICATED, "layout": '{"fsdp": Shard(3)}'}),
+        "activations.py": ANY.format(**{**REPLICATED, "activations": '{"model.rows.*": {}}'}),
+        "text/0.txt": "some text\n" * 99,
+        "text/1.txt": "other text\n" * 99,
+        "mixed/a.txt": "text",
+        "mixed/b.jsonl": '{"text": "text"}\n',
+        "empty/picture.png": "",
+        "taken/something": "",
+        "pickled/config.json": config("llama"),
+        "pickled/pytorch_model.bin": "",
+        "partial/config.json": config("llama"),
+        "partial/model.safetensors.index.json": json.dumps({"weight_map": {"lm_head.weight": "absent.safetensors"}}),
+    }
+    for name, content in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(content)
+    write_tokenizer(root / "endless", 10)
+    write_tokenizer(root / "large", 400, eos_token="w1")
+    write_checkpoint(root / "checkpoint-7", files)
+    return root
+
+
+@pytest.fixture(scope="module")
+def outcomes(world: Path) -> dict[str, dict[str, Any]]:
+    usual = {
+        "recipe": "llama_fsdp",
+        "model": "llama.json",
+        "dataset": "text",
+        "output_dir": "out",
+        "resume_from_checkpoint": "checkpoint-7",
+    }
+    lines = "".join(json.dumps({**usual, **options}) + "\n" for options, _ in CASES.values())
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.refusals", str(world)],
+        input=lines,
+        env={**environment, "SHARDWRIGHT_CACHE": str(world / "cache")},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_before_anything_is_read_or_written_or_a_device_is_opened(
+    outcomes: dict[str, dict[str, Any]], case: str
+) -> None:
+    found = outcomes[case]
+    assert CASES[case][1] in found["error"], found
+    assert (found["read"], found["written"], found["device"]) == ([], [], False)
+
+
+@pytest.mark.parametrize("case", MODEL)
+def test_what_the_model_can_not_do_is_refused_before_devices_are_counted(
+    world: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    def count() -> int:
+        raise AssertionError("on a TPU counting opens the devices")
+
+    monkeypatch.chdir(world)
+    options, words = MODEL[case]
+    args = TrainingArguments(**{"recipe": "llama_fsdp", "model": "llama.json", **options})
+    with pytest.raises(UserError) as refusal:
+        Job.resolve(args, count)
+    assert words in str(refusal.value)

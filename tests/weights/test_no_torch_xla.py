@@ -1,0 +1,31 @@
+"""What needs no device does not load torch_xla, so it works beside another backend, and starts at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+MODULES = [
+    *(f"trainer.weights.{name}" for name in ("sources", "lazy", "hub_read", "hub_write")),
+    *(f"trainer.checkpoint.{name}" for name in ("host_state", "manifest", "tensors", "read")),
+]
+LOADED_BY = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if "torch_xla" in sys.modules:
+        sys.exit(name)
+"""
+
+
+def first_that_loads_torch_xla(*modules: str) -> str:
+    # transformers loads torch_xla where it is installed, unless told not to
+    environment = {**os.environ, "USE_TORCH_XLA": "0"}
+    command = [sys.executable, "-c", LOADED_BY, *modules]
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False).stderr
+
+
+def test_what_needs_no_device_does_not_load_torch_xla():
+    assert first_that_loads_torch_xla(*MODULES) == ""
+    assert first_that_loads_torch_xla("trainer.weights.place").endswith("trainer.weights.place\n")

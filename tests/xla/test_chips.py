@@ -1,0 +1,41 @@
+"""TPU slices by libtpu's names, and the links they have."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.xla.chips import CHIPS, find_topology, topologies
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("v5p:4x4x5", "did you mean 'v5p:4x4x"), ("v5e:16x61", "did you mean 'v5e:16x16'"), ("v9:2x2", "v6e:16x16")],
+)
+def test_an_unknown_topology_lists_the_known_ones(name: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        find_topology(name)
+    assert hint in error.value.instead
+    assert ":2x2" in error.value.instead
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("v5p:4x4x4", (True, True, True)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("v4:4x4x8", (True, True, True)),
+        ("v5e:16x16", (True, True, False)),
+        ("v5e:8x16", (False, True, False)),
+        ("v6e:8x8", (False, False, False)),
+    ],
+)
+def test_slices_have_the_wrap_around_links_that_real_ones_have(name: str, wrap: tuple[bool, ...]) -> None:
+    assert find_topology(name).wrap == wrap
+
+
+def test_every_topology_of_the_table_can_be_found_by_its_name() -> None:
+    for chip in CHIPS.values():
+        for topology in topologies(chip):
+            assert find_topology(topology.name) == topology
+            assert topology.devices <= 6144

@@ -1,0 +1,28 @@
+"""What to compile for, and what to make of the result: what `scripts/compile.py` takes beside the training options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.arguments import option
+
+
+@dataclass
+class CompileArguments:
+    """What to compile for, and what to make of it; the job itself is that of the training options."""
+
+    topology: str | None = option(None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …")
+    slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
+    search: bool = option(
+        False,
+        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches. "
+        "Minutes for each; what was tried is on the page and in the JSON too.",
+    )
+    report: str | None = option(None, "Write the report as an HTML page to this file.")
+    json: str | None = option(None, "Write the report as JSON to this file.")
+    compiler_options: str = option(
+        "",
+        "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
+        "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
+    )
+    compile_timeout: int = option(3600, "Seconds after which a compile is given up.")

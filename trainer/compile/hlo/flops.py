@@ -1,0 +1,59 @@
+"""FLOPs of dots and convolutions, from their shapes: 2 × multiply-adds.
+
+The TPU compiler turns dots into convolutions, batched ones into convolutions with padding and dilation. A position that
+only meets padding, or a hole that dilation makes, does no work and counts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+
+import numpy as np
+
+from trainer.compile.hlo.text import Instruction
+
+
+def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
+    """FLOPs of a dot of two operands."""
+    contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+    left = operands[0].leaves[0].dims
+    return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
+
+
+def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> float:
+    """FLOPs of a convolution of an input and a kernel; 0 if its dimensions are not labelled."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    if labels is None or len(operands) < 2:
+        return 0.0
+    left, right, out = (
+        dict(zip(text, leaf.dims, strict=False))
+        for text, leaf in zip(
+            labels.groups(), (operands[0].leaves[0], operands[1].leaves[0], convolution.leaves[0]), strict=True
+        )
+    )
+    window = convolution.attribute(r"window=\{([^}]*)\}") or ""
+    batch_groups = int(convolution.attribute(r"batch_group_count=(\d+)") or 1)
+    work = left["b"] / batch_groups * right["i"] * right["o"]
+    for number, dimension in enumerate(sorted(key for key in right if key.isdigit())):
+        stride, left_dilation, right_dilation = (
+            int(_window(window, key, number, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(_window(window, "pad", number, "0_0").split("_")[0])
+        work *= _valid(left[dimension], out[dimension], right[dimension], stride, low, left_dilation, right_dilation)
+    return 2.0 * work
+
+
+def _window(window: str, key: str, number: int, default: str) -> str:
+    """A window's ``key=2x3``, of the spatial dimension ``number``."""
+    match = re.search(rf"(?:^|\s){key}=(\S+)", window)
+    return match[1].split("x")[number] if match else default
+
+
+@lru_cache(maxsize=4096)
+def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
+    """How many pairs of an output and a kernel position meet an element of the input, in one spatial dimension."""
+    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
+    inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)
+    return int(inside.sum())
