@@ -6,7 +6,7 @@ import gzip
 import json
 
 from tests.support.paths import CAPTURED
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 from trainer.xla.chips import CHIPS
 
 MESH = {"fsdp": 2, "expert": 4}

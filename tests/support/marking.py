@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from trainer.compile.lowering import Lowered
+from trainer.compile.lowered import Lowered
 from trainer.step.loss import Tensors
 from trainer.step.train_step import TrainStep
 from trainer.xla import sharding

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 
 LARGE = "--large" in sys.argv
 # layers, hidden, intermediate, experts, vocabulary, batch, sequence
