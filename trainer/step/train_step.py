@@ -153,12 +153,12 @@ class TrainStep:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch)
         norm = global_norm(gradients.values())
+        before = self.metrics.unbind()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        bad_step = self.metrics.unbind()[METRICS.index("bad_step")]
-        good = finite & (bad_step == 0)
+        good = finite & (before[METRICS.index("bad_step")] == 0)
         with torch.no_grad(), scopes.scope("optimizer"):
             self._update_parameters(gradients, norm, good, (learning_rate, step))
-            self._update_metrics(loss, norm, recorded.get("dropped_fraction"), (good, fresh, step))
+            self._update_metrics(before, (loss, norm, recorded.get("dropped_fraction")), (good, fresh, step))
 
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
@@ -176,14 +176,19 @@ class TrainStep:
 
     def _update_metrics(
         self,
-        loss: torch.Tensor,
-        norm: torch.Tensor,
-        dropped: torch.Tensor | None,
+        before: tuple[torch.Tensor, ...],
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Add this step to the metrics; ``flags``: was it good, do the means begin anew, its number."""
-        good, fresh, step = flags
-        loss_sum, _, dropped_sum, steps, bad_step = self.metrics.unbind()
+        """Add this step to the metrics.
+
+        Args:
+            before: the metrics as they are.
+            found: this step's loss, gradient norm and dropped fraction.
+            flags: whether the step is good, whether the means begin anew (above 0), the step's number.
+        """
+        loss_sum, _, dropped_sum, steps, bad_step = before
+        (loss, norm, dropped), (good, fresh, step) = found, flags
         loss_sum, dropped_sum, steps = (
             torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)
         )
