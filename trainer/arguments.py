@@ -1,4 +1,4 @@
-"""TrainingArguments: the names and meanings of transformers' own, the fields we honour and no others."""
+"""TrainingArguments: transformers' names and meanings, and only the fields that this trainer honours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 
 @dataclass
 class TrainingArguments:
-    """What a run does besides layout (that is the recipe's). Sizes are counts, times are steps, rates are a step."""
+    """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps."""
 
     recipe: str = field(
         metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."}
@@ -169,7 +169,7 @@ class TrainingArguments:
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
-        """What weights and moments are stored in, as `make_plan` takes it."""
+        """The dtypes that weights and moments are stored in, as `make_plan` takes them."""
         return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}
 
     def as_dict(self) -> dict[str, Any]:

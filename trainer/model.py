@@ -1,4 +1,4 @@
-"""The model as transformers describes it: its config, and its module on meta, where nothing is allocated."""
+"""The model as transformers describes it: its config, and its module on meta, which allocates nothing."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
     try:
-        # unlike `torch.device("meta")` it leaves buffers real: RoPE's frequencies are in no checkpoint
+        # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
         with init_empty_weights(include_buffers=False):
             # a copy: choosing a model's kernels writes into its config
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-        model.tie_weights()  # init_empty_weights makes a new parameter of each that is assigned, so ties are lost
+        model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost
         return model
     # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
     except Exception as error:
@@ -94,16 +94,16 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def experts_modules(model: PreTrainedModel) -> list[str]:
     """The dotted names of the modules that hold experts."""
-    # transformers' `use_experts_implementation` marks every experts module with this attribute
+    # semi-private: `use_experts_implementation` marks experts modules so (transformers/integrations/moe.py, 5.23)
     return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, length: int) -> float | None:
-    """FLOPs that a step on ``rows`` × ``length`` tokens needs: what MFU counts, so nothing that is computed twice.
+    """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them: nothing is counted twice.
 
-    6 for each weight and token that meet in a matrix product (the lookup of embeddings is none; of the experts, those
-    that a token goes to), and 6 × the width of query and value for each pair of tokens that attend. None where the
-    config does not say how many experts a token goes to.
+    There are 6 for each pair of a weight and a token that meet in a matrix product, where a token meets only the
+    experts that it goes to, and a lookup of embeddings is no product. To these come 6 × the width of query and value
+    for each pair of tokens that attend. None if the config does not say how many experts a token goes to.
     """
     text = config.get_text_config()
     inside = experts_modules(model)
@@ -123,7 +123,7 @@ def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, 
     heads = text.num_attention_heads
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     window = min(getattr(text, "sliding_window", None) or length, length)
-    pairs = length * window - window * (window - 1) / 2  # of a row: each token and those it sees
+    pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
     return 6 * weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
 
 

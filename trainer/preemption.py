@@ -34,10 +34,10 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Note the first signal of each kind, which the loop answers after the step under way; a second ends at once.
+        """Inside, the first signal of each kind is noted, and the loop answers it after the step under way.
 
-        On a TPU torch_xla's preemption manager takes SIGTERM: a pod's hosts get it at different times, and must stop at
-        the same step.
+        A second signal ends the process at once. On a TPU torch_xla's preemption manager takes SIGTERM, since a pod's
+        hosts get it at different times and must stop at the same step.
         """
         self._pod = watch_for_preemption()
         if threading.current_thread() is not threading.main_thread():

@@ -15,6 +15,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 # semi-private: transformers/trainer_callback.py, transformers 5.23
 from transformers.trainer_callback import CallbackHandler
 
+from trainer.arguments import TrainingArguments
 from trainer.checkpoint.host_state import random_state, set_random_state, versions
 from trainer.checkpoint.read import RunCheckpoint, folder_of, open_checked
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
@@ -95,14 +96,10 @@ class Trainer:
         self.schedule = Schedule(self.args.lr_scheduler_type, self.rate, self.args.warmup_steps, self.args.max_steps)
 
         # ---- the loop's state, in transformers' own classes ----
-        self.state = TrainerState() if resume is None else resume.trainer_state
         if resume is not None:
             self.train_step.metrics_read = resume.host["metrics_read"]
             self.schedule.skip(resume.step)
-        self.state.max_steps, self.state.train_batch_size = self.args.max_steps, self.args.per_device_train_batch_size
-        for name in ("logging_steps", "eval_steps", "save_steps"):
-            setattr(self.state, name, getattr(self.args, name))
-        self.control = TrainerControl()
+        self.state, self.control = _state_at_the_start(self.args, resume), TrainerControl()
         flow = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
         self.callbacks = CallbackHandler(flow, self.model, corpus.tokenizer, None, None)
         self.stop = StopRequests()
@@ -309,3 +306,12 @@ class Trainer:
     def _write_state(self, unigram: float) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))
         self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
+
+
+def _state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None) -> TrainerState:
+    """A new run's state, or that of the run to go on with, which counts on towards this run's steps."""
+    state = TrainerState() if resume is None else resume.trainer_state
+    state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        setattr(state, name, getattr(args, name))
+    return state

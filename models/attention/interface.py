@@ -1,7 +1,7 @@
 """Causal attention for transformers' attention interface, under the name ``portable``.
 
 It is registered once, at import. How the kernel's inputs lie on the mesh is said by an attribute of the attention
-module (:func:`bind`), so models with other layouts can live in one process. A graph built for a TPU gets the Pallas
+module (:func:`bind`), so models with different layouts can live in one process. A graph built for a TPU gets the Pallas
 kernel of :mod:`models.attention.splash`, any other the tensor operations of :mod:`models.attention.portable`.
 """
 

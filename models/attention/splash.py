@@ -25,7 +25,7 @@ import torch
 from models.attention.portable import Scoring
 
 # sets jax up: it must come before jax itself
-from models.jax_call import Manual, Spec, jax_call
+from models.jax_call import Axes, Manual, Spec, jax_call
 from models.op_arguments import as_text, from_text
 
 # isort: split
@@ -58,8 +58,8 @@ class KernelLayout:
     """
 
     axes: tuple[tuple[str, int], ...] = ()
-    batch_axes: tuple[str, ...] = ()
-    head_axes: tuple[str, ...] = ()
+    batch_axes: Axes = ()
+    head_axes: Axes = ()
     order: tuple[int, ...] | None = None
 
     def split(self, heads: int) -> int:

@@ -1,7 +1,8 @@
 """Experts for transformers' experts interface, under the names ``dense``, ``capacity`` and ``dropless``.
 
 They are registered once, at import, and serve every model under that interface (about 60 families). Which kernel a
-module runs is said by an attribute of the module (:func:`bind`), so models with other layouts can live in one process.
+module runs is said by an attribute of the module (:func:`bind`), so models with different layouts can live in one
+process.
 """
 
 from __future__ import annotations

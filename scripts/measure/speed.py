@@ -95,7 +95,7 @@ def depth(recipe: str, rounds: int) -> Table:
 
 
 def threads(recipe: str, rounds: int) -> Table:
-    """Tokens/s for several sizes of the CPU client's thread pools: NPROC, which the trainer sets unless the user did."""
+    """Tokens/s for several sizes of the CPU client's thread pools: NPROC, which the trainer sets if nobody did."""
     concurrent = "--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_cpu_multi_thread_eigen=true"
     settings: dict[str, dict[str, str]] = {
         "XLA's default: a thread a core": {"NPROC": str(os.cpu_count()), "XLA_FLAGS": concurrent},

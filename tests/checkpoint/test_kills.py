@@ -44,7 +44,10 @@ def stop_when(process: int, holds) -> None:
     """Stops the process at a moment when ``holds``, where a kill then ends it."""
 
     def stopped() -> bool:  # all of its threads, of which one writes
-        threads = (path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat"))
+        try:
+            threads = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+            return False
         return all(text.rpartition(")")[2].split()[0] == "T" for text in threads)
 
     while True:
@@ -94,9 +97,10 @@ def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(t
             before = "written" not in log.read_text()
             tally["at start" if before else "in a save" if half_written(broken) else "training"] += 1
         assert lives.run(tmp_path / "last.log", *arguments, "--output_dir", broken) == 0
+    counts = {kind: tally[kind] for kind in KILLS}
     with capsys.disabled():
-        print(f"\n{tally.total()} kills: {dict(tally)}; {resumed} resumed; from step {newest} on in one piece")
-    assert tally == KILLS
+        print(f"\n{tally.total()} kills: {counts}; {resumed} resumed; from step {newest} on in one piece")
+    assert counts == KILLS
     assert resumed == KILLS["training"] + KILLS["in a save"] - 1  # all that trained but the first
     assert newest < STEPS
     assert half_written(broken) == []

@@ -8,7 +8,7 @@ from tests.support.captured import MESH, V5P
 from trainer.compile.attribution import axes_of_dimensions, collective_lines
 from trainer.compile.hlo.cost import count
 from trainer.compile.hlo.text import parse
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 from trainer.compile.report import CompileReport
 
 

@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 from trainer.compile import libtpu
 from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 from trainer.errors import UserError
 from trainer.xla.chips import FLAGS
 

@@ -27,7 +27,8 @@ from tests.support.marking import InPlace, donating_no_base, in_place
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowering import Lowered, lower
+from trainer.compile.lowered import Lowered
+from trainer.compile.lowering import lower
 from trainer.compile.report import CompileReport
 from trainer.layout.load import load_recipe
 from trainer.layout.mesh import Mesh

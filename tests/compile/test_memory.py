@@ -1,4 +1,4 @@
-"""libtpu's out-of-memory errors, in each of the forms that it has."""
+"""libtpu's out-of-memory errors, in each form that they have."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_running_out_of_vmem_is_not_running_out_of_hbm() -> None:
     assert not is_out_of_hbm(vmem)
 
 
-def test_one_buffer_larger_than_the_chip_is_read_too() -> None:
-    # what libtpu 0.0.21 says of v5e when a single array exceeds its memory
+def test_an_error_about_one_buffer_larger_than_the_chip_is_read_too() -> None:
+    # libtpu 0.0.21 says this if a single array exceeds a v5e's memory
     message = (
         "RESOURCE_EXHAUSTED: Allocation (size=107374182400) would exceed memory (size=17179869184) :: #allocation28 "
         "[shape = 'f32[163840,163840]{1,0:T(8,128)}', space=hbm, size = 0xffffffffffffffff, "

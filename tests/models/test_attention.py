@@ -12,7 +12,6 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,15 +22,9 @@ from models.attention import portable as portable_kernel
 from models.attention.interface import Attention
 
 B, H, K, S, D = 4, 4, 2, 70, 16
-SINGLE, LOOPED = 512, 16  # 70 positions: one block, or five of which the last is not full
+SINGLE, LOOPED = 512, 16  # blocks for 70 positions: one, or five of which the last is not full
 HEADS_SPLIT = (("data", "fsdp"), "tensor", None, None)
 MODULE = SimpleNamespace(num_key_value_groups=H // K, training=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def xla_devices(spmd) -> None:
-    """The autograd engine counts devices at its first backward, also one on the CPU: XLA's must exist by then."""
-    xr.global_runtime_device_count()
 
 
 def make_inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -42,7 +35,7 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def make_segments() -> torch.Tensor:
-    """Two packed sequences and padding at the end; in row 1 padding also comes first; row 2 is nothing but padding."""
+    """Two packed sequences, then padding. Row 1 has padding in front too, and row 2 is padding alone."""
     segments = torch.ones(B, S, dtype=torch.long)
     segments[:, 30:], segments[:, 60:], segments[1, :5], segments[2] = 2, 0, 0, 0
     return segments

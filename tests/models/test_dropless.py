@@ -1,4 +1,4 @@
-"""Dropless experts on XLA, against transformers' own eager loop on the CPU: any routing, any layout, to rounding."""
+"""Dropless experts on XLA, equal to transformers' own eager loop on the CPU, for any routing and layout."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def routing(kind):
 
 
 def outputs_and_gradients(function, experts, index, weights, place):
-    """Output and gradients of hidden, routing weights and parameters by name, on the CPU."""
+    """The output and the gradients of hidden, routing weights and parameters, by name, on the CPU."""
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(2))
     direction = place("direction", torch.randn(T, H, generator=torch.Generator().manual_seed(3)))
     leaves = {"hidden": x, "router": weights, **{n: p.detach() for n, p in experts.named_parameters()}}
     leaves = {name: place(name, t.clone()).requires_grad_() for name, t in leaves.items()}
     parameters = {name: t for name, t in leaves.items() if name not in ("hidden", "router")}
+    # semi-private: torch/nn/utils/stateless.py, torch 2.9
     with torch.nn.utils.stateless._reparametrize_module(experts, parameters):
         y = function(experts, leaves["hidden"], place("index", index), leaves["router"])
         found = torch.autograd.grad((y * direction).sum(), list(leaves.values()))
@@ -59,6 +60,7 @@ def outputs_and_gradients(function, experts, index, weights, place):
 
 
 def check(kernel, family, kind, mesh=None):
+    """Assert that the kernel's numbers are those of the family's eager experts."""
     experts, (index, weights) = make_experts(family), routing(kind)
     expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights, lambda n, t: t)
 
@@ -75,7 +77,7 @@ def check(kernel, family, kind, mesh=None):
 
 
 def bound(sizes, batch, specs, experts=(), order=None, **options):
-    """A kernel over a mesh of ``sizes``, and the mesh."""
+    """A kernel over a mesh with axes of ``sizes``, and the mesh."""
     mesh = xs.Mesh(list(order or range(8)), tuple(sizes.values()), tuple(sizes))
     return Dropless(tuple(sizes.items()), batch, experts, specs, order, **options), mesh
 
@@ -128,7 +130,7 @@ def test_tokens_are_split_over_an_axis_that_splits_no_batch_and_small_chunks_cro
 
 
 def _grouped_products(tile):
-    """256 rows of 4 groups, one empty and one that ends within a tile, with 56 rows beyond the last group."""
+    """The products of 256 rows: 4 groups, one of them empty, some ending within a tile, and 56 rows behind the last."""
     random = np.random.default_rng(0)
     x, y, w, into = (
         jax.numpy.asarray(random.standard_normal(shape), "float32")
@@ -142,6 +144,7 @@ def _grouped_products(tile):
 
 def test_the_tpus_kernels_give_the_portable_loops_numbers(monkeypatch):
     portable = list(_grouped_products(64))
+    # monkeypatch: jax/experimental/pallas/ops/tpu/megablox/gmm.py, jax 0.7.1. This machine interprets its kernels.
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))

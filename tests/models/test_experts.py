@@ -27,7 +27,7 @@ def mixtral():
 
 
 def gpt_oss():
-    """Transposed weights, biases, interleaved gate and up: the other storage there is."""
+    """Experts in the other storage that families use: transposed weights, biases, interleaved gate and up."""
     torch.manual_seed(0)
     experts = GptOssExperts(GptOssConfig(hidden_size=H, intermediate_size=32, num_local_experts=E))
     return _initialised(experts)
@@ -53,6 +53,7 @@ def routing(kind: str):
 
 
 def outputs_and_gradients(function, experts, index, weights):
+    """The output, and the gradients of hidden, routing weights and parameters."""
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(2)).requires_grad_()
     weights = weights.clone().requires_grad_()
     y = function(experts, x, index, weights)

@@ -24,6 +24,8 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+# every layer has experts, and their router a buffer that is saved
+DEEPSEEK_OF_EXPERTS = DeepseekV3Config(**SMALL, first_k_dense_replace=0, n_routed_experts=8, n_group=1, topk_group=1)
 
 
 def test_a_stacked_parameter_has_the_recipes_own_name_and_a_dimension_of_layers_in_front():
@@ -64,8 +66,7 @@ def test_a_copy_of_a_stacked_model_has_its_names_and_shapes_and_is_independent()
 
 
 def test_a_model_whose_layers_have_saved_buffers_is_refused_with_the_buffers_name_and_left_as_it_was():
-    config = DeepseekV3Config(**SMALL, first_k_dense_replace=0, n_routed_experts=8, n_group=1, topk_group=1)
-    model = meta_model(config)
+    model = meta_model(DEEPSEEK_OF_EXPERTS)
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ValueError, match=r"model.layers.0 has the buffer mlp.gate.e_score_correction_bias"):
         stack_layers(model)
@@ -78,14 +79,15 @@ def test_a_model_without_a_layer_list_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("config", "difference"),
+    ("config", "cause"),
     [
         (DeepseekV3Config(**SMALL, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1), "mlp"),
         (Gemma2Config(**SMALL, head_dim=8), "attention_type|is_sliding|layer_type"),
+        (DEEPSEEK_OF_EXPERTS, "the buffer mlp.gate.e_score_correction_bias"),
     ],
-    ids=["dense then experts", "sliding then full"],
+    ids=["dense then experts", "sliding then full", "saved buffers"],
 )
-def test_layers_that_differ_are_refused_with_what_differs_and_the_way_out(config, difference):
+def test_layers_that_cannot_be_stacked_are_refused_with_the_cause_and_the_way_out(config, cause):
     recipe = Recipe(
         mesh=Mesh(fsdp=-1),
         batch=("fsdp",),
@@ -93,5 +95,5 @@ def test_layers_that_differ_are_refused_with_what_differs_and_the_way_out(config
         compute=Compute(scan=True),
     )
     recipe = Recipe(mesh=recipe.mesh, batch=recipe.batch, parameters={}, optional=recipe.parameters)
-    with pytest.raises(UserError, match=rf"(?s)({difference}).*Compute\(scan=False"):
+    with pytest.raises(UserError, match=rf"(?s)({cause}).*Compute\(scan=False"):
         job_of(recipe, config)

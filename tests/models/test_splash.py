@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,10 +22,10 @@ from models.attention.splash import KernelLayout
 from models.jax_call import lowering_for
 
 MODULE = SimpleNamespace()
-# three blocks of 128, the last of which is filled up
+# the sequence takes three blocks, of which the last is padded
 B, K, S, D, E = 4, 2, 300, 64, 48
 BLOCK = 128
-# with the number of query heads, to 2 key heads (or 1 to 3)
+# layout, and number of query heads: 4 for 2 key heads, or 3 for 1
 LAYOUTS = {
     "one device": (KernelLayout(), 4),
     "batch over four, heads over two": (
@@ -42,11 +41,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def xla_devices(spmd) -> None:
-    xr.global_runtime_device_count()
-
-
 def make_inputs(heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Query, key, value, sinks, and the gradient of the output."""
     torch.manual_seed(0)
@@ -56,7 +50,7 @@ def make_inputs(heads: int, dtype: torch.dtype = torch.float32) -> list[torch.Te
 
 
 def make_segments() -> torch.Tensor:
-    """Two packed sequences and padding at the end; in row 1 padding also comes first; row 2 is nothing but padding."""
+    """Two packed sequences, then padding. Row 1 has padding in front too, and row 2 is padding alone."""
     segments = torch.ones(B, S, dtype=torch.long)
     segments[:, 140:], segments[:, 270:], segments[1, :30], segments[2] = 2, 0, 0, 0
     return segments
@@ -173,9 +167,9 @@ def test_models_bound_to_different_layouts_each_keep_theirs_also_in_copies_and_n
     before = len(ALL_ATTENTION_FUNCTIONS), len(ALL_MASK_ATTENTION_FUNCTIONS)
     by_heads, by_batch, plain = (nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
     bind(by_heads, KernelLayout((("data", 2), ("tensor", 4)), ("data",), ("tensor",)))
-    bind(by_batch, KernelLayout((("data", 8),), ("data",)))
+    bind(by_batch, KernelLayout((("data", 4), ("tensor", 2)), ("data",)))
     # [batch, query heads, sequence, value dimension] of a device: of 8 sequences and 8 heads
-    expected = {by_heads: "bf16[4,2,4096,128]", by_batch: "bf16[1,8,4096,128]", plain: "bf16[8,8,4096,128]"}
+    expected = {by_heads: "bf16[4,2,4096,128]", by_batch: "bf16[2,8,4096,128]", plain: "bf16[8,8,4096,128]"}
     for model, shape in expected.items():
         for module in (model[0], copy.deepcopy(model)[0]):
             assert shape in kernel_shapes(lowered_for_tpu(ALL_ATTENTION_FUNCTIONS[NAME], 8, 4096, module=module))[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch_xla
@@ -109,13 +111,12 @@ def test_clipping_caps_the_global_norm_and_reports_it_unclipped():
     batch = make_batch(case.config)
     _, expected = case.reference_gradients(batch)
     norm = torch.cat([g.flatten() for g in expected.values()]).norm().item()
-    case.step.max_grad_norm = norm / 7
+    case.step.options = replace(case.step.options, max_grad_norm=norm / 7)
     case.step(batch, step=1, learning_rate=1e-3)
     assert case.step.read_metrics().grad_norm == pytest.approx(norm, rel=1e-4)
     first = {k: m[0].cpu() for k, m in case.step.moments.items()}
-    clipped = (
-        torch.cat([m.flatten() for m in first.values()]).norm().item() / 0.1
-    )  # first moment = (1 - beta1) * gradient
+    # a first moment is (1 - beta1) * gradient
+    clipped = torch.cat([m.flatten() for m in first.values()]).norm().item() / 0.1
     assert clipped == pytest.approx(norm / 7, rel=1e-3)
 
 

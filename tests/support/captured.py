@@ -6,7 +6,7 @@ import gzip
 import json
 
 from tests.support.paths import CAPTURED
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 from trainer.xla.chips import CHIPS
 
 MESH = {"fsdp": 2, "expert": 4}
@@ -15,10 +15,12 @@ V5P = CHIPS["v5p"]
 
 
 def captured(name: str) -> str:
+    """The text of a captured file."""
     return gzip.decompress((CAPTURED / f"{name}.gz").read_bytes()).decode()
 
 
 def captured_step() -> Lowered:
+    """The small step, as it was lowered."""
     plain = json.loads((CAPTURED / "step.json").read_text())
     plain["arguments"] = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in plain["arguments"])
     return Lowered(hlo=gzip.decompress((CAPTURED / "step.hlo.pb.gz").read_bytes()), **plain)

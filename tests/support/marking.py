@@ -1,4 +1,9 @@
-"""Marking in place, as torch_xla's `MarkShardingFunction` did when pytorch/xla#8809 was written, in our own step."""
+"""Makes our own step mark its tensors in place, as torch_xla's `MarkShardingFunction` did in pytorch/xla#8809.
+
+Semi-private, torch 2.9: torch/_subclasses/fake_tensor.py and functional_tensor.py; torch._sync,
+torch._functionalize_replace and torch._from_functional_tensor (torch/csrc/autograd/python_torch_functions_manual.cpp).
+Semi-private, torch_xla 2.9: _XLAC._xla_mark_sharding (torch_xla/csrc/init_python_bindings.cpp).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from trainer.compile.lowering import Lowered
+from trainer.compile.lowered import Lowered
 from trainer.step.loss import Tensors
 from trainer.step.train_step import TrainStep
 from trainer.xla import sharding
@@ -24,7 +29,7 @@ BASE = ", base"
 
 
 class InPlace(torch.autograd.Function):
-    """Marks its input itself, and in the backward the gradient itself."""
+    """Marks its input in place, and in the backward the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, key: str) -> torch.Tensor:
@@ -39,7 +44,7 @@ class InPlace(torch.autograd.Function):
 
 
 class _SameTensor(torch.autograd.Function):
-    """Returns its input, as marking in place does; for a placeholder, which has its layout and can't be marked."""
+    """Returns its input, as marking in place does, and marks nothing: a placeholder has its layout already."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,18 +53,18 @@ class _SameTensor(torch.autograd.Function):
 
 @contextmanager
 def in_place(*, parameters: bool) -> Iterator[None]:
-    """While it lasts, a lowered `TrainStep` marks activations, gradients and the parameters' uses in place.
+    """Inside this context a lowered `TrainStep` marks activations, gradients and the parameters' uses in place.
 
     Args:
-        parameters: the stored parameters too. What a function returns of its inputs, torch makes a *view*, and a lazy
-            tensor's view has a value of its own, apart from its base's. `TrainStep.state` then holds the bases too, as
-            names that end in ``BASE``: any ``torch_xla.sync()`` computes what is alive.
+        parameters: mark the stored parameters too. If a function returns its input, torch makes the result a *view*,
+            and a lazy tensor's view has a value apart from its base's. `TrainStep.state` then holds the bases too,
+            under names that end in ``BASE``, since any ``torch_xla.sync()`` computes all that is alive.
     """
     ours, trace, state = sharding._constrain, TrainStep.trace, TrainStep.state.fget
     bases: Tensors = {}
 
     def marked(tensor: torch.Tensor, key: str) -> torch.Tensor:
-        # What AOTAutograd traces (a layer with remat, or scanned) has no XLA tensor to mark: it stays out of place.
+        # AOTAutograd (a layer with remat, or scanned) traces with tensors that can't be marked: there, out of place
         traced = isinstance(tensor, FakeTensor | FunctionalTensor)
         return ours(tensor, key) if traced else InPlace.apply(tensor, key)
 
@@ -82,10 +87,10 @@ def in_place(*, parameters: bool) -> Iterator[None]:
 
 
 def _after_a_step(name: str, placed: torch.Tensor, step: TrainStep) -> tuple[nn.Parameter, torch.Tensor]:
-    """(the parameter as marking in place leaves it, its base), of a step to be lowered, when one has run before it.
+    """(a parameter as marking in place leaves it, its base), in a step that is not the first.
 
-    That has left base and view in a buffer each. The forward reads the base, through autograd's leaves, which are new
-    views of it; the optimizer reads the parameter itself.
+    The first step has left the base and the view in a buffer each. The forward reads the base, through autograd's
+    leaves, which are new views of it; the optimizer reads the parameter itself.
     """
     mesh = step.mesh
     assert isinstance(mesh, AbstractMesh)
@@ -98,6 +103,6 @@ def _after_a_step(name: str, placed: torch.Tensor, step: TrainStep) -> tuple[nn.
 
 
 def donating_no_base(lowered: Lowered) -> Lowered:
-    """As torch_xla donates: the buffer that the optimizer reads becomes its new value, the base's does not."""
+    """``lowered``, with a base's buffer not donated: torch_xla donates only the buffer that the optimizer reads."""
     arguments = (replace(a, output=None) if a.name.endswith(BASE) else a for a in lowered.arguments)
     return replace(lowered, arguments=tuple(arguments))

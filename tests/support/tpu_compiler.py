@@ -1,4 +1,4 @@
-"""The one reason for which a test of compiling for a TPU may be left out."""
+"""The mark of tests that compile for a TPU, and the one reason to skip them: there is no libtpu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-# `[test]` brings libtpu; there are machines (not x86-64 Linux) that it has no wheel for.
+# `[test]` installs libtpu, but it has wheels for x86-64 Linux alone.
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trainer.compile.command import CompileArguments
+    from trainer.compile.arguments import CompileArguments
     from trainer.compile.job import CompileJob
     from trainer.compile.report import CompileReport
 
 __all__ = ["CompileArguments", "CompileJob", "CompileReport"]
-__getattr__, __dir__ = lazy_names(__name__, CompileArguments="command", CompileJob="job", CompileReport="report")
+__getattr__, __dir__ = lazy_names(__name__, CompileArguments="arguments", CompileJob="job", CompileReport="report")

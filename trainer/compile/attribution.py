@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from trainer.compile.hlo.collectives import Collective, Traffic
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 
 _NOTABLE_BYTES = 64 * 2**20  # a step; a collective that moves less is not flagged
 _DIMS = re.compile(r"\[([\d,]*)\]")

@@ -25,7 +25,7 @@ from typing import Any
 
 from models.jax_call import xla_client
 from trainer.cache import cache_root, publish
-from trainer.compile.lowering import Lowered
+from trainer.compile.lowered import Lowered
 from trainer.compile.memory import is_out_of_hbm
 from trainer.compile.report import CompileReport, Expected, make_report
 from trainer.errors import UserError

@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 import torch_xla
 
 from models import jax_call
 from models.layers import DecoderLayers
+from trainer.compile.lowered import Argument, Lowered
 from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.step.build import Built, build
@@ -23,45 +23,6 @@ from trainer.step.train_step import MOMENTS
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.mesh import AbstractMesh
 from trainer.xla.runtime import init_runtime
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One parameter of the lowered step's HLO.
-
-    Args:
-        name: as the recipe has it, ``model.layers.*.mlp.experts.gate_up_proj``; a moment has " first moment" behind it.
-        kind: ``weights``, ``optimizer``, ``batch`` or ``other``.
-        shape: global.
-        sharding: HLO's text, ``{devices=[8,1]<=[8]}`` or ``{replicated}``.
-        output: number of the output that takes its place in memory; None: it is not donated.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    sharding: str
-    output: int | None
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A training step as HLO, before it is partitioned.
-
-    Args:
-        hlo: a serialised HloModuleProto.
-        arguments: its parameters, in order.
-        outputs: each output's sharding, in HLO's text.
-        mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
-        layers: how often the loop over the layer stack runs.
-    """
-
-    hlo: bytes
-    arguments: tuple[Argument, ...]
-    outputs: tuple[str, ...]
-    mesh: dict[str, int]
-    layers: int
 
 
 def lower(job: Job, *, platform: str = "tpu") -> Lowered:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.compile.hlo.collectives import module_of
 from trainer.compile.hlo.text import Computation, Instruction, Module, leaves
-from trainer.compile.lowering import Lowered
+from trainer.compile.lowered import Lowered
 from trainer.report.units import parse_size
 
 LARGEST = 20  # buffers in a report

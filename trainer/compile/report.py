@@ -15,7 +15,7 @@ from typing import Any
 from trainer.compile.attribution import CollectiveLine, Parameters, collective_lines
 from trainer.compile.hlo.cost import Cost, count
 from trainer.compile.hlo.text import Module, parse
-from trainer.compile.lowering import Lowered
+from trainer.compile.lowered import Lowered
 from trainer.compile.memory import Buffer, Memory, Sizes, largest_buffers, memory_of
 from trainer.xla.chips import Chip, Topology
 

@@ -1,4 +1,4 @@
-"""Progress bars."""
+"""Progress bars, which show on a terminal and nowhere else."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-    """``items``, with a bar on a terminal while they are gone through."""
+    """Yields ``items``, of which there are ``total``, and shows how many have been taken."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         yield from progress.track(items, total=total, description=what)
 
 
 @contextmanager
 def byte_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of ``total`` bytes and of bytes/s on a terminal; what it gives is called with each count of bytes."""
+    """Shows how many of ``total`` bytes are done, and bytes/s. Yields a function to call with each further count."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""The loss curve, drawn."""
+"""The loss curve of a run, as a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def loss_curve(log_history: Sequence[dict[str, Any]], unigram: float | None) -> bytes:
-    """Training and held-out loss (nats a token) against steps, drawn as a PNG."""
+    """Training and held-out loss (nats a token) against steps, as the bytes of a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

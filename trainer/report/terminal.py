@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from transformers import TrainerCallback
 
-# log key -> how a person reads it
+# log key → how a person reads it
 _FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "held-out loss {:.4f}",
@@ -35,7 +35,7 @@ _FORMATS = {
 
 
 class ProgressCallback(TrainerCallback):
-    """A live bar (step, loss, tokens/s, time left) on a terminal; a line at each logging step everywhere."""
+    """Shows a live bar (step, loss, tokens/s, time left) on a terminal, and prints a line at each logging step."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -15,10 +15,10 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 @dataclass(frozen=True)
 class AdamW:
-    """Decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step.
+    """Adam with decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step.
 
-    torch's own class is not used: on XLA its state appears, replicated, at the first step, its step count and learning
-    rate are Python numbers that recompile the graph, and ``capturable=True`` fails.
+    torch's own class is not used. On XLA its state appears at the first step, replicated; its step count and learning
+    rate are Python numbers, which recompile the graph; and ``capturable=True`` fails.
 
     Args:
         decay: names of the parameters that weight decay applies to.
@@ -39,16 +39,16 @@ class AdamW:
         learning_rate: torch.Tensor,
         step: torch.Tensor,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """One step for one parameter; ``step`` counts from 1. Returns the new parameter and its new moments.
+        """The new parameter and its new moments after step number ``step`` (from 1), in float32.
 
-        Computed in float32 and returned so, whatever ``parameter`` and ``moments`` are stored in.
+        It computes in float32 whatever ``parameter`` and ``moments`` are stored in.
         """
         parameter, first, second = (t.to(torch.float32) for t in (parameter, *moments))
         first = self.beta1 * first + (1 - self.beta1) * gradient
         second = self.beta2 * second + (1 - self.beta2) * gradient * gradient
         if name in self.decay:
             parameter = parameter * (1 - learning_rate * self.weight_decay)
-        # beta**step as exp(step * log(beta)): an fp32 `pow` of a near-1 base is less exact on some backends
+        # exp(step * log(beta)) for beta**step: on some backends `pow` of a base near 1 is less exact in fp32
         unbias1 = 1 - torch.exp(step * torch.log(torch.full_like(step, self.beta1)))
         unbias2 = 1 - torch.exp(step * torch.log(torch.full_like(step, self.beta2)))
         denominator = torch.sqrt(second) / torch.sqrt(unbias2) + self.epsilon
@@ -56,7 +56,7 @@ class AdamW:
 
 
 def decay_names(model: nn.Module) -> frozenset[str]:
-    """The parameters that weight decay applies to: all but biases and norms, by transformers' own rule."""
+    """Names of the parameters that weight decay applies to: by transformers' own rule, all but biases and norms."""
     names = get_parameter_names(model, [nn.LayerNorm], NO_DECAY)
     return frozenset(names) & frozenset(name for name, _ in model.named_parameters())
 
@@ -67,5 +67,5 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What to multiply gradients by so that their norm is at most ``max_norm`` (`torch.nn.utils.clip_grad_norm_`)."""
+    """The factor that brings gradients of norm ``norm`` to at most ``max_norm``, as `clip_grad_norm_` computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

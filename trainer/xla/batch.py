@@ -1,4 +1,4 @@
-"""Batches on the mesh: each tensor's rows over the batch axes, whatever its rank."""
+"""Batches on the mesh: the rows of every tensor, whatever its rank, are split over the batch axes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from trainer.layout.mesh import Mesh
 from trainer.layout.partition import PartitionSpec
 from trainer.xla.runtime import init_runtime
 
-DeviceMesh: TypeAlias = xs.Mesh  # torch_xla's, which only this package names
+# torch_xla's mesh, under a name that other packages use without importing torch_xla
+DeviceMesh: TypeAlias = xs.Mesh
 
 
 def build_mesh(mesh: Mesh) -> DeviceMesh:

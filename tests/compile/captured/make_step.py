@@ -1,11 +1,11 @@
-"""How the captured step was made: a small mixture-of-experts training step in JAX, lowered for 2 × 4 chips.
+"""Makes the captured step: a small mixture-of-experts training step in JAX, lowered for 2 × 4 chips.
 
     python tests/compile/captured/make_step.py            # writes step.hlo.pb.gz and step.json beside this file
 
-Embedding, three scanned and rematerialised layers (an attention-like matmul, an expert MLP with an exchange of tokens),
-a tied head, momentum. `optimised.hlo.gz` and `buffers.txt.gz` are what libtpu 0.0.21 made of it for v5p:2x2x2, and
-`optimised_large.hlo.gz` and `out_of_memory.txt` of `--large`, which does not fit (windowed einsums and fused
-reduce-scatters come with size).
+The step has an embedding, three scanned and rematerialised layers (an attention-like matmul, and an expert MLP with an
+exchange of tokens), a tied head, and momentum. libtpu 0.0.21 compiled it for v5p:2x2x2 to `optimised.hlo.gz` and
+`buffers.txt.gz`. Of the `--large` step, which does not fit, it left `optimised_large.hlo.gz` and `out_of_memory.txt`:
+only at that size does it make windowed einsums and fused reduce-scatters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainer.compile.lowering import Argument, Lowered
+from trainer.compile.lowered import Argument, Lowered
 
 LARGE = "--large" in sys.argv
 # layers, hidden, intermediate, experts, vocabulary, batch, sequence
@@ -76,6 +76,7 @@ def step(*arguments):
 
 
 def text(spec: P, rank: int) -> str:
+    # semi-private: jax/_src/sharding_impls.py, jax 0.7.1
     return str(NamedSharding(mesh, spec)._to_xla_hlo_sharding(rank))
 
 

@@ -1,0 +1,44 @@
+"""Lowered: a training step as HLO, before the compiler partitions it, and what each of its arguments is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of the lowered step's HLO.
+
+    Args:
+        name: as the recipe has it, ``model.layers.*.mlp.experts.gate_up_proj``; a moment has " first moment" behind it.
+        kind: ``weights``, ``optimizer``, ``batch`` or ``other``.
+        shape: global.
+        sharding: HLO's text, ``{devices=[8,1]<=[8]}`` or ``{replicated}``.
+        output: number of the output that takes its place in memory; None: it is not donated.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: str
+    output: int | None
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A training step as HLO, before it is partitioned.
+
+    Args:
+        hlo: a serialised HloModuleProto.
+        arguments: its parameters, in order.
+        outputs: each output's sharding, in HLO's text.
+        mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
+        layers: how often the loop over the layer stack runs.
+    """
+
+    hlo: bytes
+    arguments: tuple[Argument, ...]
+    outputs: tuple[str, ...]
+    mesh: dict[str, int]
+    layers: int
