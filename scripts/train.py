@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -30,7 +29,6 @@ def main() -> int:
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    logging.disable(logging.WARNING)  # "Defaulting to PJRT_DEVICE=CPU": the run says which devices it takes
     import transformers
 
     from trainer.arguments import TrainingArguments
@@ -38,7 +36,6 @@ def main() -> int:
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
     from trainer.run import train
 
-    logging.disable(logging.NOTSET)
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

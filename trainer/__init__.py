@@ -4,6 +4,7 @@ What a recipe is written with is imported here at once, and loads neither torch 
 face (Trainer, TrainingArguments, train) is imported when it is first asked for. `docs/api.md` lists every public name.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from trainer.errors import UserError
@@ -29,3 +30,6 @@ __all__ = [
     "train",
 ]
 __getattr__, __dir__ = lazy_names(__name__, Trainer="trainer", TrainingArguments="arguments", train="run")
+
+# When torch_xla is imported it logs which device it takes (torch_xla/runtime.py, torch_xla 2.9). A run says so itself.
+logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Defaulting to PJRT_DEVICE="))

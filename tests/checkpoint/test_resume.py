@@ -19,7 +19,7 @@ from tests.support.lives import Lives, tiny_run, write_text
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Resharding, Setting
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import open_checked, whole_steps
-from trainer.run import run
+from trainer.run import train
 from trainer.step.schedule import Schedule
 from trainer.storage import Folder
 
@@ -196,11 +196,11 @@ def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
     options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
     options |= {"model": str(place / "config.json"), "dataset": str(place / "text"), "sequence_length": 32}
     options |= {"warmup_steps": 5, "max_steps": 10, "save_steps": 5, "logging_steps": 1}
-    run(TrainingArguments(**options, output_dir=f"{store}/one"))
+    train(TrainingArguments(**options, output_dir=f"{store}/one"))
     assert {"checkpoint-5", "checkpoint-10", "trainer_state.json", "loss_curve.png", "model"} <= set(
         Folder(f"{store}/one").names()
     )
-    run(TrainingArguments(**options, output_dir=f"{store}/two", resume_from_checkpoint=f"{store}/one/checkpoint-5"))
+    train(TrainingArguments(**options, output_dir=f"{store}/two", resume_from_checkpoint=f"{store}/one/checkpoint-5"))
     one, two = (json.loads(Folder(f"{store}/{name}").read("trainer_state.json")) for name in ("one", "two"))
     assert [e["loss"] for e in one["log_history"] if "loss" in e] == [
         e["loss"] for e in two["log_history"] if "loss" in e

@@ -4,7 +4,6 @@ Other packages say where a tensor should lie; this one makes torch_xla put it th
 A second backend would stand beside it.
 """
 
-import logging
 from typing import TYPE_CHECKING
 
 from trainer.lazy_names import lazy_names
@@ -13,13 +12,6 @@ if TYPE_CHECKING:
     from trainer.xla.chips import find_topology
     from trainer.xla.mesh import build_mesh
     from trainer.xla.runtime import init_runtime
-
-# torch_xla logs which device it takes when it is imported; `init_runtime` returns a sentence that says it better
-_disabled = logging.root.manager.disable
-logging.disable(logging.WARNING)
-import torch_xla  # noqa: E402, F401
-
-logging.disable(_disabled)
 
 __all__ = ["build_mesh", "find_topology", "init_runtime"]
 __getattr__, __dir__ = lazy_names(__name__, build_mesh="mesh", find_topology="chips", init_runtime="runtime")
