@@ -140,7 +140,7 @@ def _assemble(
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(scan={compute.scan}, remat={compute.remat!r})",
             found=str(error),
-            why="only equal layers, in a list named `layers`, run as one",
+            why="only equal layers, in a list named `layers` and without saved buffers, run as one",
             instead='Compute(scan=False, remat="none"), which leaves the model as it is',
         ) from error
 

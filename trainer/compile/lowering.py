@@ -39,7 +39,7 @@ def lower(job: Job, *, platform: str = "tpu") -> Lowered:
         return _lower(job, mesh, platform)
     finally:
         # Tensors without data must not outlive this: a sync of all lazy tensors would try to compute them. The mesh
-        # remembers some, and reference cycles keep the model.
+        # keeps some, and reference cycles keep the model.
         mesh.placed.clear()
         gc.collect()
 

@@ -9,7 +9,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from torch_xla._internal import tpu
+from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
 
 from trainer.errors import UserError
 from trainer.xla.chips import CHIPS
@@ -35,6 +35,7 @@ def init_runtime() -> str:
     if tpu.num_available_chips() == 0:
         reason = "no accelerator found"
     else:
+        # semi-private: torch_xla/__init__.py, torch_xla 2.9
         reason = "PJRT_DEVICE=CPU" if torch_xla._found_libtpu else "TPU found, but not libtpu: pip install -e '.[tpu]'"
     return f"{count} virtual CPU devices ({reason})"
 

@@ -142,6 +142,7 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
                 why="only tensors on XLA devices are laid out over the mesh",
                 instead="move it with trainer.xla.sharding.place, which moves and lays out in one call",
             )
+        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
         found, planned = torch_xla._XLAC._get_xla_sharding_spec(tensor), planned_sharding(mesh, specs[name])
         if (found or REPLICATED) != planned:
             raise UserError(
@@ -164,6 +165,7 @@ def _planned(layout: str) -> str:
     sizes = dict(axes)
     mesh = DeviceMesh(list(order or range(math.prod(sizes.values()))), tuple(sizes.values()), tuple(sizes))
     probe = torch.zeros([math.prod(sizes[axis] for axis in axes_of(entry)) for entry in spec])
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
 
 
@@ -177,6 +179,7 @@ def _constrain(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     # Out of place: a parameter that is marked in place has a second copy in every step (pytorch/xla#8809, docs/tpu.md).
     # Not `clone`: that of a tensor which waits on the device is the tensor itself, and keeps its first annotation.
     out = torch.ops.aten.view_copy(tensor, tensor.shape)
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     torch_xla._XLAC._xla_mark_sharding(out, op_sharding(layout))
     return out
 
