@@ -121,7 +121,7 @@ def _place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
     """Replicates the buffers. Most are in no checkpoint (RoPE's frequencies) and were built with the model."""
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
-        # models.scan.stack_layers refuses layers with buffers of their own
+        # models.layers.stack_layers refuses layers with buffers of their own
         assert not (name in saved and is_stacked(name)), f"{name} has other values in each layer"
         values = source(name) if name in saved else buffer.cpu()
         owner, _, key = name.rpartition(".")
