@@ -5,7 +5,6 @@ python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-300 --output 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
@@ -14,15 +13,14 @@ os.environ["USE_TORCH_XLA"] = "0"
 
 from rich.console import Console
 
+from trainer.cli import Parser
 from trainer.errors import UserError, exit_code
 
 DTYPES = ("float32", "bfloat16")
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def parser() -> Parser:
+    found = Parser(__doc__)
     found.add_argument(
         "--checkpoint", required=True, help="a run's checkpoint-N: a folder, or a store's gs://…, s3://…"
     )

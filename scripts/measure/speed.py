@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from trainer.cli import Parser
 from trainer.errors import exit_code
 
 SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
@@ -46,7 +47,7 @@ def run(
         sides: name → what a worker runs; it takes the job.
         description: for ``--help``.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description)
     names = "{" + ",".join(tables) + "}"
     parser.add_argument("what", choices=[*tables, "worker"], metavar=names, help="the table to print")
     parser.add_argument("--recipe", default="mixtral_ep", help="the recipe whose own small model runs (mixtral_ep)")

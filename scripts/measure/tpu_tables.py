@@ -9,7 +9,6 @@ Nothing in them has run on a TPU. Cycles are the compiler's estimate, without th
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trainer.cli import Parser
 from trainer.errors import exit_code
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ TABLES: dict[str, dict[str, str]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     known = ", ".join(TABLES)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"which to print (default: all): {known}")
     parser.add_argument("--list", action="store_true", help="print the tables' rows and commands; compile nothing")
