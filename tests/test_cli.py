@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 from tests.support.training import environment
 from trainer.arguments import TrainingArguments, option
 from trainer.cli import Parser, parse
-from trainer.compile.command import CompileArguments
+from trainer.compile.arguments import CompileArguments
 
 
 @dataclass
@@ -35,12 +35,16 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("train.py", ["--recipe", "llama_tp", "--learning_rat=1"], "--learning_rat; did you mean '--learning_rate'?"),
         ("compile.py", ["--topolog", "v5p:4x4x4"], "--topolog; did you mean '--topology'?"),
         ("plan.py", ["--recipe", "mixtral_ep", "--device=4"], "--device; did you mean '--devices'?"),
+        ("export.py", ["--checkpoin", "output"], "--checkpoin; did you mean '--checkpoint'?"),
+        ("measure/speed.py", ["speed", "--round=1"], "--round; did you mean '--rounds'?"),
+        ("measure/files.py", ["load", "--round=1"], "--round; did you mean '--rounds'?"),
+        ("measure/tpu_tables.py", ["--lis"], "--lis; did you mean '--list'?"),
     ],
 )  # fmt: skip
 def test_each_script_refuses_the_beginning_of_an_option_and_names_the_whole_one(name, words, message):
     done = script(name, *words)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"{name}: error: no option {message}" in done.stderr
+    assert f"{name.rpartition('/')[2]}: error: no option {message}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
