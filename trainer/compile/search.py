@@ -26,7 +26,7 @@ _REMAT = ("none", "save_matmuls", "full", "offload")
 
 @dataclass(frozen=True)
 class Tried:
-    """One neighbour of a job, compiled; ``refused`` says why where it could not be."""
+    """A neighbour of a job, and what its compile found; ``refused`` says why it could not be compiled."""
 
     what: str
     fits: bool = False
@@ -37,7 +37,7 @@ class Tried:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """For :data:`trainer.compile.summary.TRIED_HEADER`."""
+        """The row under :data:`trainer.compile.summary.TRIED_HEADER`."""
         return (
             self.what,
             "can't be" if self.refused else "yes" if self.fits else "no",

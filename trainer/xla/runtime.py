@@ -120,7 +120,7 @@ def _open(kind: str) -> int:
 
 
 def _set_compiler_flags() -> None:
-    """On a TPU host, the chip's compiler flags into LIBTPU_INIT_ARGS, which libtpu reads once; the user's own stay."""
+    """On a TPU host, add the chip's compiler flags to LIBTPU_INIT_ARGS, which libtpu reads once; the user's stay."""
     # semi-private: jax/_src/hardware_utils.py, jax 0.7.1. It finds the chip on the PCI bus, before libtpu is loaded.
     from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
 
