@@ -1,4 +1,4 @@
-"""Whose a collective is: which parameter it moves, and whether the recipe meant it to be there.
+"""What a collective is for: which parameter it moves, and whether the recipe meant it to be there.
 
 The compiler's metadata often doesn't tell. Then sizes do: a parameter's shape and sharding say how many elements its
 gather, or its gradient's reduction, must have.

@@ -1,4 +1,4 @@
-"""What would fit, or fit more: neighbours of a job, each compiled, none guessed."""
+"""The search for a job that fits, or fits more: neighbours of a job are compiled, and none is guessed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
 from trainer.report.units import size
 
-_MOST_TRIES = 12  # of batch sizes: minutes each
 # makes a neighbour, or raises the UserError that says why there is none
 Neighbour = Callable[[], CompileJob]
 
+_MOST_TRIES = 12  # batch sizes; each takes minutes
 _REMAT = ("none", "save_matmuls", "full", "offload")
 
 
@@ -48,10 +48,13 @@ class Tried:
 
 
 def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[list[Tried], int]:
-    """Compile neighbours of ``job``, printing each as it comes: what was tried, and the largest batch seen to fit.
+    """Compile neighbours of ``job`` and print each result as it comes.
 
-    A job that does not fit: its remat policies and its meshes at the same batch, then smaller batches. One that does:
-    larger batches.
+    If the job does not fit, other remat policies and meshes are tried at the same batch, and then smaller batches. If
+    it fits, larger batches are tried.
+
+    Returns:
+        what was tried, and the largest batch that was seen to fit.
     """
     console.print("\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
     tried: list[Tried] = []

@@ -81,7 +81,7 @@ def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
 
 
 def what_for(line: CollectiveLine) -> str:
-    """The module that a collective serves, and in brackets what is moved: ``model.layers.*.mlp.experts (gradients)``."""
+    """The module that a collective serves, and what it moves: ``model.layers.*.mlp.experts (gradients)``."""
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
     return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose or "(not told)"
 
