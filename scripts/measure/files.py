@@ -187,6 +187,7 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
 
     from transformers import AutoModelForCausalLM
 
+    from trainer.layout.stacking import is_stacked
     from trainer.weights.sources import state_dict_weights
 
     plan, place = _placing(job)()
@@ -208,7 +209,7 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
         peak = json.loads(watch.communicate("done")[0].splitlines()[-1])["peak"]
     assert placed.keys() == {p.name for p in plan.parameters}
     copies = {p.name: plan.devices * p.bytes_per_device for p in plan.parameters}
-    layer = [p.dtype.itemsize * math.prod(p.shape[1:] if ".*." in p.name else p.shape) for p in plan.parameters]
+    layer = [p.dtype.itemsize * math.prod(p.shape[1:] if is_stacked(p.name) else p.shape) for p in plan.parameters]
     total = sum(p.dtype.itemsize * math.prod(p.shape) for p in plan.parameters)
     return {"beyond": peak - before - sum(copies.values()), "largest": max(layer), "total": total}
 

@@ -16,7 +16,7 @@ from trainer.layout.checks import check_activations, check_dimensions, check_div
 from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
 from trainer.layout.placement import Placement, Shard
 from trainer.layout.recipe import Layout, Recipe, layout_text
-from trainer.layout.stacking import is_stacked, layer_names
+from trainer.layout.stacking import is_stacked, layer_names, stack_name
 
 _MOMENTS = 2  # AdamW keeps two of every weight
 
@@ -160,7 +160,7 @@ class ShardingPlan:
             if layer_name not in place:
                 parameters.append(parameter)
             elif layer_name == f"{prefix}.0":
-                parameters.append(_stack(f"{prefix}.*.{rest}", parameter, count))
+                parameters.append(_stack(stack_name(prefix, rest), parameter, count))
         return replace(self, parameters=tuple(parameters))
 
 

@@ -14,6 +14,11 @@ def is_stacked(name: str) -> bool:
     return _STAR in name
 
 
+def stack_name(layers: str, rest: str) -> str:
+    """The name of the stack of ``rest`` in every layer of the list ``layers``."""
+    return f"{layers}{_STAR}{rest}"
+
+
 def layer_name(name: str, layer: int) -> str:
     """The name of one layer's parameter in the stack ``name``. A name that is no stack's is returned as it is."""
     return name.replace(_STAR, f".{layer}.", 1)

@@ -10,13 +10,31 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
 T = TypeVar("T")
+
+
+def step_bar(console: Console) -> Progress:
+    """A bar that shows steps, whatever its task's ``numbers`` say, and the time gone and left; its owner starts it."""
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+    )
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from transformers import TrainerCallback
+
+from trainer.report.bars import step_bar
 
 # log key → how a person reads it
 _FORMATS = {
@@ -43,18 +37,7 @@ class ProgressCallback(TrainerCallback):
         self.task, self.first_step = TaskID(0), 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-            expand=True,
-        )
+        self.progress = step_bar(self.console)
         self.task = self.progress.add_task(
             "train", total=state.max_steps, completed=state.global_step, numbers="compiling the step …"
         )
