@@ -71,3 +71,9 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for where in mounted:
         subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files without a slow test come first: most mistakes show in minutes."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path in slow)
