@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from torch.distributed.tensor import Shard
 
 from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
+from trainer.layout.placement import Shard
 from trainer.step import reduction
 from trainer.step.reduction import PartialGradient
 from trainer.xla import sharding

@@ -7,11 +7,11 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
+from trainer.layout.placement import Replicate, Shard
 from trainer.layout.plan import make_plan
 from trainer.layout.recipe import Recipe
 from trainer.xla import sharding

@@ -1,0 +1,53 @@
+"""A mesh's axes against a number of devices: sizes, slices, and what can't be."""
+
+import pytest
+
+from trainer.errors import UserError
+from trainer.layout.mesh import Mesh
+
+
+def test_minus_one_takes_what_is_left_and_axes_keep_their_order():
+    mesh = Mesh(data=2, fsdp=-1, expert=4)
+    assert list(mesh.sizes(64).items()) == [("data", 2), ("fsdp", 8), ("expert", 4)]
+    assert mesh.sizes(8) == {"data": 2, "fsdp": 1, "expert": 4}
+
+
+def test_an_axis_has_ici_times_dcn_devices():
+    mesh = Mesh(data=1, fsdp=-1, expert=4, dcn={"data": 2})
+    assert mesh.sizes(64) == {"data": 2, "fsdp": 8, "expert": 4}
+    assert mesh.ici_sizes(64) == {"data": 1, "fsdp": 8, "expert": 4}
+    assert mesh.dcn_sizes() == {"data": 2, "fsdp": 1, "expert": 1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "fits"),
+    [
+        (Mesh(fsdp=2, expert=4), 12, "Mesh(fsdp=3, expert=4)"),
+        (Mesh(fsdp=2, expert=3), 8, "Mesh(fsdp=8, expert=1)"),
+        (Mesh(fsdp=-1, expert=3), 8, "Mesh(fsdp=8, expert=1)"),
+        (Mesh(data=1, fsdp=-1, tensor=4, dcn={"data": 4}), 8, "Mesh(data=1, fsdp=1, tensor=2, dcn={'data': 4})"),
+        (Mesh(fsdp=4), 0, "Mesh(fsdp=1)"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(mesh, devices, fits):
+    with pytest.raises(UserError) as error:
+        mesh.sizes(devices)
+    assert error.value.instead.startswith(fits + ",")
+    assert str(devices) in error.value.asked
+
+
+@pytest.mark.parametrize("size", [0, -2, 2.0, True, "4"])
+def test_a_factor_that_is_no_count_is_refused(size):
+    with pytest.raises(UserError, match="axis 'fsdp'"):
+        Mesh(fsdp=size)
+    with pytest.raises(UserError, match="axis 'fsdp'"):
+        Mesh(fsdp=-1, dcn={"fsdp": size})
+
+
+def test_a_mesh_without_axes_two_rests_or_an_unknown_dcn_axis_are_refused():
+    with pytest.raises(UserError, match="without axes"):
+        Mesh()
+    with pytest.raises(UserError, match="more than one axis"):
+        Mesh(fsdp=-1, expert=-1)
+    with pytest.raises(UserError, match="did you mean 'fsdp'"):
+        Mesh(fsdp=-1, dcn={"fdsp": 2})
