@@ -1,7 +1,7 @@
 """Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
 
 What a recipe is written with is imported here at once, and loads neither torch nor transformers. The rest of the public
-face (Trainer, TrainingArguments, train) is imported when it is first asked for. `docs/api.md` lists every public name.
+face (Job, Trainer, TrainingArguments, train) is imported when it is first asked for. `docs/api.md` lists every public name.
 """
 
 import logging
@@ -15,11 +15,13 @@ from trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trainer.arguments import TrainingArguments
+    from trainer.job import Job
     from trainer.run import train
     from trainer.trainer import Trainer
 
 __all__ = [
     "Compute",
+    "Job",
     "Mesh",
     "Recipe",
     "Replicate",
@@ -29,7 +31,7 @@ __all__ = [
     "UserError",
     "train",
 ]
-__getattr__, __dir__ = lazy_names(__name__, Trainer="trainer", TrainingArguments="arguments", train="run")
+__getattr__, __dir__ = lazy_names(__name__, Job="job", Trainer="trainer", TrainingArguments="arguments", train="run")
 
 # When torch_xla is imported it logs which device it takes (torch_xla/runtime.py, torch_xla 2.9). A run says so itself.
 logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Defaulting to PJRT_DEVICE="))

@@ -10,9 +10,14 @@ from trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trainer.data.batches import TrainingBatches, heldout_batches
-    from trainer.data.corpus import Corpus, load_corpus
+    from trainer.data.corpus import Corpus, DataOptions, load_corpus
 
-__all__ = ["Corpus", "TrainingBatches", "heldout_batches", "load_corpus"]
+__all__ = ["Corpus", "DataOptions", "TrainingBatches", "heldout_batches", "load_corpus"]
 __getattr__, __dir__ = lazy_names(
-    __name__, Corpus="corpus", TrainingBatches="batches", heldout_batches="batches", load_corpus="corpus"
+    __name__,
+    Corpus="corpus",
+    DataOptions="corpus",
+    TrainingBatches="batches",
+    heldout_batches="batches",
+    load_corpus="corpus",
 )
