@@ -1,7 +1,7 @@
 """Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
 
-What a recipe is written with is imported here at once, and loads neither torch nor transformers. The rest of the public
-face (Job, Trainer, TrainingArguments, train) is imported when it is first asked for. `docs/api.md` lists every public name.
+What a recipe is written with is imported here at once, and loads neither torch nor transformers. The other public names
+(Job, Trainer, TrainingArguments, train) are imported when they are first asked for. `docs/api.md` lists them all.
 """
 
 import logging
