@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from models.attention.interface import NAME as OUR_ATTENTION
+from models.experts import interface as experts
 from models.layers import stack_layers, wrap_layers
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
@@ -129,7 +130,7 @@ def _assemble(
     model.set_attn_implementation(compute.attention)
     if compute.experts is not None:
         _check_experts(recipe, model)
-        model.set_experts_implementation(compute.experts)
+        experts.choose(model, compute.experts)
     try:
         if compute.scan:
             return model, stack_layers(model)

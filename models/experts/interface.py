@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from models.experts.capacity import Capacity
@@ -22,11 +23,16 @@ from models.experts.dropless import Dropless
 _KERNEL = "_shardwright_experts_kernel"
 
 
+def choose(model: PreTrainedModel, name: str) -> None:
+    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity`` or ``dropless``."""
+    model.set_experts_implementation(name)
+
+
 def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) -> None:
     """Make the experts modules ``names`` of ``model`` run ``kernel``. A copy of the model keeps it.
 
-    The model must also be told the kernel's name (``model.set_experts_implementation``). A module that is not bound
-    runs the kernel of that name for one device, ``capacity`` with a capacity factor of 1.25.
+    The model must also be told the kernel's name (:func:`choose`). A module that is not bound runs the kernel of that
+    name for one device, ``capacity`` with a capacity factor of 1.25.
     """
     for name in names:
         setattr(model.get_submodule(name), _KERNEL, kernel)

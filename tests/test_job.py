@@ -1,0 +1,73 @@
+"""Job: resolved by itself, once, and checked anew wherever it is changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.jobs import job_of
+from tests.support.paths import ROOT
+from trainer.arguments import TrainingArguments
+from trainer.errors import UserError
+from trainer.job import Job
+from trainer.layout.mesh import Mesh
+from trainer.step.build import build
+from trainer.weights.sources import seeded_init
+from trainer.xla.mesh import build_mesh
+from trainer.xla.sharding import fetch
+
+RESOLVED_ALONE = """
+import sys
+from trainer.arguments import TrainingArguments
+from trainer.job import Job
+for name in sys.argv[1:]:
+    print(name, Job.resolve(TrainingArguments(recipe=name), lambda: 8).plan.devices)
+"""
+RECIPES = [path.stem for path in sorted((ROOT / "recipes").glob("[!_]*.py"))]
+
+
+def test_a_job_needs_nothing_that_only_a_run_imports():
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVED_ALONE, *RECIPES],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [word for name in RECIPES for word in (name, "8")], done.stderr
+
+
+def test_transformers_builds_the_model_once_for_a_job(monkeypatch):
+    made = []
+    original = AutoModelForCausalLM.from_config
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_config", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
+    )
+    Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8)
+    assert len(made) == 1
+
+
+def test_a_neighbour_is_checked_like_the_job_itself():
+    job = job_of("mixtral_ep", sequence_length=64)
+    wider = replace(job, args=replace(job.args, per_device_train_batch_size=3, gradient_accumulation_steps=2))
+    assert (wider.rows, wider.micro_batch_rows, wider.tokens) == (48, 24, 48 * 64)
+    assert replace(job, devices=16).plan.mesh == {"fsdp": 4, "expert": 4}
+    with pytest.raises(UserError, match="its sizes multiply to 3"):
+        replace(job, recipe=replace(job.recipe, mesh=Mesh(fsdp=1, expert=3)))
+    other = replace(job.recipe, compute=replace(job.recipe.compute, attention="sdpa"))
+    with pytest.raises(UserError, match="tokens would see other documents"):
+        replace(job, recipe=other, args=replace(job.args, isolate_documents=True))
+
+
+def test_a_job_can_be_built_twice_for_building_leaves_it_as_it_was():
+    job = job_of("llama_fsdp")
+    mesh = build_mesh(job.recipe.mesh)
+    one, two = (build(job, mesh, seeded_init(job.model, seed=0)).placed.parameters for _ in range(2))
+    assert all(torch.equal(fetch(one[name].detach()), fetch(two[name].detach())) for name in one)
+    assert all(parameter.is_meta for model in (job.model, job.assembled) for parameter in model.parameters())
