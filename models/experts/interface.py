@@ -24,7 +24,10 @@ _KERNEL = "_shardwright_experts_kernel"
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity`` or ``dropless``."""
+    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity`` or ``dropless``.
+
+    transformers refuses a name that is not registered; who calls this has imported the module that registers it.
+    """
     model.set_experts_implementation(name)
 
 
