@@ -8,12 +8,14 @@ callable that runs all layers (:mod:`models.scan`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from models import randomness
 from models.remat import REMAT
 from models.scan import LayerRunner, Prepare
 
@@ -56,6 +58,19 @@ def wrap_layers(model: nn.Module) -> None:
     _replace(model, name, DecoderLayers(name, dict(model.get_submodule(name).named_children()), count=None))
 
 
+def number_layers(model: nn.Module) -> None:
+    """Have each layer of ``model`` draw from a key of its own, as layers that are stacked or wrapped do.
+
+    In a model without a layer list, draws are numbered through the whole model.
+    """
+    with contextlib.suppress(ValueError):
+        layers = model.get_submodule(find_layers(model))
+        assert isinstance(layers, nn.ModuleList)
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: randomness.enter_layer(index))
+            layer.register_forward_hook(lambda *_: randomness.leave_layer(), always_call=True)
+
+
 class DecoderLayers(nn.ModuleList):
     """The layer list of a decoder, which yields callables that run its layers.
 
@@ -70,7 +85,9 @@ class DecoderLayers(nn.ModuleList):
         for key, layer in layers.items():
             self.add_module(key, layer)
         self.name, self.count = name, count
-        self.runners = [LayerRunner(f"{name}.{key}", layer, count) for key, layer in layers.items()]
+        self.runners = [
+            LayerRunner(f"{name}.{key}", layer, count, first) for first, (key, layer) in enumerate(layers.items())
+        ]
 
     def configure(self, prepare: Prepare, remat: str) -> None:
         """Set what is done to a parameter just before it is used (a cast, a layout), and the remat policy."""

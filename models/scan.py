@@ -20,7 +20,7 @@ from torch_xla.experimental.pytreeify import pytreeify
 # semi-private: torch_xla/experimental/scan.py, torch_xla 2.9 (the parts of `scan` around its autograd function)
 from torch_xla.experimental.scan import _scan_impl_pytree, value_and_grad_partitioned
 
-from models import partial_gradients, scopes, side_outputs
+from models import partial_gradients, randomness, scopes, side_outputs
 from models.partial_gradients import Tensors
 from models.remat import REMAT
 
@@ -37,14 +37,15 @@ class LayerRunner:
         name: the layer's dotted name in the model, ``model.layers.*`` for a stack.
         layer: the layer; for a stack one whose parameters are stacked along dimension 0.
         count: how many layers the stack has; None: the layer is not stacked.
+        first: the number of the layer, or of the stack's first, among the decoder's layers.
     """
 
-    def __init__(self, name: str, layer: nn.Module, count: int | None) -> None:
-        self.name, self.layer, self.count = name, layer, count
+    def __init__(self, name: str, layer: nn.Module, count: int | None, first: int) -> None:
+        self.name, self.layer, self.count, self.first = name, layer, count, first
         self.prepare: Prepare = lambda name, parameter: {name: parameter}
         self.partition: Callable[..., Any] = REMAT["none"]
-        # forward and backward graph for each kind of call
-        self.graphs: dict[Any, Any] = {}
+        # for each kind of call: forward and backward graph, and whether the layer draws
+        self.graphs: dict[Any, tuple[Any, bool]] = {}
 
     def __getattr__(self, name: str) -> Any:
         # A copy in the making has no layer yet. Special methods (`__setstate__`, …) are never the layer's.
@@ -59,24 +60,11 @@ class LayerRunner:
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         leaves, spec = tree_flatten((args, kwargs))
         constants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # A scanned function sees nothing but its arguments, so constants are part of the carry, which must be floating
-        # point (its gradient is traced). Integers here are positions and segment ids, exact in float32 up to 2**24.
-        carry = [t.detach() if t.is_floating_point() else t.to(torch.float32) for t in constants]
-        dtypes = [t.dtype for t in constants]
+        # A scanned function sees nothing but its arguments, so constants are part of the carry.
+        carry = [_as_floats(t.detach()) for t in constants]
         init = (hidden, torch.zeros((), device=hidden.device), carry)
         parameters: dict[str, torch.Tensor] = dict(self.layer.named_parameters())
         parameters |= partial_gradients.of(parameters)
-
-        def body(state: Any, weights: dict[str, torch.Tensor]) -> Any:
-            hidden, zero, carry = state
-            values = iter(t.detach().to(dtype) for t, dtype in zip(carry, dtypes, strict=True))
-            filled = [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(filled, spec)
-            output, side = self._run_once(weights, (hidden, *args), kwargs)
-            # every output of a scanned function must require a gradient: `zero` does, and changes no value
-            side = tree_map(lambda t: t if t.requires_grad else t + zero, side)
-            return (output, zero, carry), side
-
         key = (
             self.layer.training,
             side_outputs.wanted(),
@@ -85,14 +73,48 @@ class LayerRunner:
             tuple((k, w.dtype) for k, w in parameters.items()),
         )
         if key not in self.graphs:
-            xs = parameters if self.count else {k: w.unsqueeze(0) for k, w in parameters.items()}
-            with scopes.tracing():
-                self.graphs[key] = value_and_grad_partitioned(
-                    body, init, xs, partition_fn=scopes.scoped(self.partition), is_fn_pure=False
-                )
-        (output, _, _), side = _Layers.apply(*self.graphs[key], self.count is not None, init, parameters)
+            self.graphs[key] = self._trace(leaves, spec, init, parameters)
+        graphs, keyed = self.graphs[key]
+        random_keys = [randomness.active().layer_keys(self.first, self.count or 1)] if keyed else []
+        xs = (parameters, random_keys if self.count else [keys[0] for keys in random_keys])
+        (output, _, _), side = _Layers.apply(*graphs, self.count is not None, init, xs)
         side_outputs.replay(side, self.count)
         return output
+
+    def _trace(self, leaves: list[Any], spec: Any, init: Any, parameters: Tensors) -> tuple[Any, bool]:
+        """The layer's graphs, and whether they take a key beside the parameters: only those of a layer that draws do.
+
+        Args:
+            leaves: the arguments of a call besides the hidden state, flattened as ``spec`` says.
+            init: the carry of a call: hidden state, zero, and the tensors among ``leaves``.
+        """
+        dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        def body(state: Any, x: tuple[Tensors, list[torch.Tensor]]) -> Any:
+            (hidden, zero, carry), (weights, random_keys) = state, x
+            values = iter(_from_floats(t.detach(), dtype) for t, dtype in zip(carry, dtypes, strict=True))
+            filled = [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(filled, spec)
+            with randomness.drawing(*random_keys):
+                output, side = self._run_once(weights, (hidden, *args), kwargs)
+            # every output of a scanned function must require a gradient: `zero` does, and changes no value
+            side = tree_map(lambda t: t if t.requires_grad else t + zero, side)
+            return (output, zero, carry), side
+
+        def trace(random_keys: list[torch.Tensor]) -> Any:
+            stacked = parameters if self.count else {k: w.unsqueeze(0) for k, w in parameters.items()}
+            partition = scopes.scoped(self.partition)
+            with scopes.tracing():
+                return value_and_grad_partitioned(
+                    body, init, (stacked, random_keys), partition_fn=partition, is_fn_pure=False
+                )
+
+        try:
+            return trace([]), False
+        except randomness.UnknownDraw:
+            if randomness.active().key is None:
+                raise
+            return trace([randomness.active().layer_keys(self.first, 1)]), True
 
     def _run_once(self, weights: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """One layer's output and side outputs, with ``weights`` prepared for it."""
@@ -106,6 +128,22 @@ class LayerRunner:
         return output[0] if isinstance(output, tuple) else output, side
 
 
+def _as_floats(t: torch.Tensor) -> torch.Tensor:
+    """``t`` as a carry holds it, which must be floating point, for its gradient is traced.
+
+    Complex numbers (RoPE's, in some families) become pairs. Integers here are positions and segment ids, exact in
+    float32 up to 2**24.
+    """
+    if t.is_complex():
+        return torch.stack((t.real, t.imag), dim=-1)  # torch_xla can put no barrier behind a `view_as_real`
+    return t if t.is_floating_point() else t.to(torch.float32)
+
+
+def _from_floats(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What :func:`_as_floats` was given, of ``dtype``."""
+    return torch.view_as_complex(t) if dtype.is_complex else t.to(dtype)
+
+
 @pytreeify
 class _Layers(torch.autograd.Function):
     """Runs a layer's forward graph once, or over all slices of the stack; its backward graph likewise.
@@ -115,11 +153,11 @@ class _Layers(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, forward, alias_input, backward, scanned, init, parameters):  # type: ignore[override]
+    def forward(ctx, forward, alias_input, backward, scanned, init, xs):  # type: ignore[override]
         with torch.no_grad():
             run = _scan_impl_pytree if scanned else _once
-            carry, (side, partial) = run(forward, init, parameters)
-        flat, ctx.spec = tree_flatten(alias_input(partial, parameters))
+            carry, (side, partial) = run(forward, init, xs)
+        flat, ctx.spec = tree_flatten(alias_input(partial, xs))
         ctx.save_for_backward(*flat)
         ctx.run_backward, ctx.scanned = backward, scanned
         return carry, side

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from trainer.cli import Parser
 from trainer.errors import UserError, exit_code
+from trainer.report.lines import say
 
 DTYPES = ("float32", "bfloat16")
 
@@ -44,7 +45,7 @@ def main() -> int | None:
     import torch
     import transformers
 
-    from trainer.checkpoint.read import open_checked
+    from trainer.checkpoint.read import RunCheckpoint
     from trainer.model import meta_model
     from trainer.storage import Folder
     from trainer.weights.hub_write import ExportFormat, export
@@ -60,11 +61,14 @@ def main() -> int | None:
             why="an export never writes over what another left",
             instead="another --output, or an empty folder",
         )
-    saved = open_checked(Folder(arguments.checkpoint), console)
+    saved = RunCheckpoint(Folder(arguments.checkpoint))
     config = saved.config
     config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
-    export(output, meta_model(config), saved, saved.tokenizer, form, console)
-    console.print(f"written to {output}", highlight=False)
+    model = meta_model(config)
+    saved.check_model(model)
+    saved.check_tensors(console)
+    export(output, model, saved, saved.tokenizer, form, console)
+    say(console, f"written to {output}")
     return None
 
 

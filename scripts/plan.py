@@ -22,6 +22,7 @@ from trainer.layout.load import load_recipe
 from trainer.layout.plan import ParameterPlan, ShardingPlan, make_plan
 from trainer.layout.recipe import layout_text
 from trainer.model import load_config, meta_model
+from trainer.report.lines import say
 from trainer.report.units import size
 
 
@@ -50,7 +51,7 @@ def print_plan(plan: ShardingPlan) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=200)
     sizes = " × ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    console.print(f"mesh: {sizes} = {plan.devices} devices\n", highlight=False)
+    say(console, f"mesh: {sizes} = {plan.devices} devices\n")
     console.print(_table(_rows(plan), console.width))
     totals = plan.totals
     held = {
@@ -59,11 +60,11 @@ def print_plan(plan: ShardingPlan) -> None:
         "AdamW state": totals["optimizer_bytes"],
         "together": sum(totals.values()),
     }
-    console.print("\na device holds", highlight=False)
+    say(console, "\na device holds")
     for what, count in held.items():
-        console.print(f"  {what:<12} {size(count, decimals=2):>11}", highlight=False)
+        say(console, f"  {what:<12} {size(count, decimals=2):>11}")
     axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch) or "no axis splits it"
-    console.print(f"the global batch must be divisible by {plan.batch_shards} ({axes})", highlight=False)
+    say(console, f"the global batch must be divisible by {plan.batch_shards} ({axes})")
 
 
 def _rows(plan: ShardingPlan) -> list[list[str]]:

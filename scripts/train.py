@@ -11,7 +11,7 @@ from trainer.errors import INTERRUPTED, PREEMPTED, exit_code
 EXIT_CODES = f"""Exit codes:
   0    done
   2    something asked for can't be
-  {PREEMPTED}   SIGTERM came and a checkpoint was written: go on with --resume_from_checkpoint latest
+  {PREEMPTED}   SIGTERM came, and what was learned is in a checkpoint: go on with --resume_from_checkpoint latest
   {INTERRUPTED}  Ctrl-C
 """
 COMPILE_ONLY = {

@@ -88,6 +88,8 @@ def test_several_dataclasses_share_one_command_line():
         (["--compile_onl"], "no option --compile_onl; did you mean '--compile_only'? --help lists them"),
         (["--zzz"], "no option --zzz; --help lists them"),
         (["stray"], "no option stray; --help lists them"),
+        (["--steps=--"], "argument --steps: '--' is no value"),
+        (["--text_column=--"], "argument --text_column: '--' is no value"),
         (["--text_colum=two words"], "no option --text_colum; did you mean '--text_column'? --help lists them"),
     ],
 )

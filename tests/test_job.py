@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
+from trainer import model
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.job import Job
@@ -63,6 +64,14 @@ def test_a_neighbour_is_checked_like_the_job_itself():
     other = replace(job.recipe, compute=replace(job.recipe.compute, attention="sdpa"))
     with pytest.raises(UserError, match="tokens would see other documents"):
         replace(job, recipe=other, args=replace(job.args, isolate_documents=True))
+
+
+def test_a_model_of_modules_without_end_is_refused_while_it_is_built(monkeypatch):
+    monkeypatch.setattr(model, "MOST_MODULES", 50)
+    with pytest.raises(UserError, match="a model of more than 50 modules"):
+        Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8)
+    monkeypatch.undo()
+    assert Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8).parameters  # and the watch is over
 
 
 def test_a_job_can_be_built_twice_for_building_leaves_it_as_it_was():

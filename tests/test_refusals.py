@@ -18,9 +18,11 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from tests.support.paths import ROOT
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint import manifest
+from trainer.checkpoint.host_state import random_state
 from trainer.checkpoint.tensors import write_tensors
 from trainer.errors import UserError
 from trainer.job import Job
+from trainer.lock import FolderLock
 from trainer.model import meta_model
 from trainer.storage import Folder
 
@@ -55,10 +57,19 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "no such model": ({"model": "./absent"}, "no file"),
     "a model without a causal-LM head": ({"model": "t5.json"}, "without a causal-LM head"),
     "sizes that no model has": ({"model": "odd.json"}, "transformers cannot build a model"),
+    "layers without end": ({"model": "endless.json"}, "1,000 layers are the most"),
     "layers that differ": ({"recipe": "any.py", "model": "gemma2.json"}, "only equal layers"),
     "no list of layers": ({"recipe": "any.py", "model": "gpt2.json"}, "no module list named 'layers'"),
     "saved buffers in scanned layers": ({"recipe": "any.py", "model": "apertus.json"}, "buffer"),
     "experts that are not there": ({"compute": "experts=capacity"}, "has no experts"),
+    "experts that nothing runs": (
+        {"recipe": "mixtral_ep", "model": None, "compute": "experts=None"},
+        "has experts, such as model.layers.0.mlp.experts",
+    ),
+    "key heads that serve unequally many": ({"model": "heads.json"}, "num_attention_heads=5, num_key_value_heads=2"),
+    "an encoder": ({"model": "bert.json"}, "is_decoder is False: it is built as an encoder"),
+    "a model that sees what it predicts": ({"model": "cpmant.json"}, "a token's logits depend on later tokens"),
+    "rows beyond a table of positions": ({"model": "gpt2.json", "sequence_length": 2048}, "has 1024 positions"),
     "isolation that attention does not know": (
         {"isolate_documents": True, "compute": "attention=sdpa"},
         "tokens would see other documents",
@@ -66,14 +77,25 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
 }
 PLAN: dict[str, tuple[dict[str, Any], str]] = {
     "a mesh that does not fit": ({"mesh": "fsdp=3"}, "its sizes multiply to 3"),
-    "a parameter without a line": ({"model": "mixtral.json"}, "no line matches"),
+    "a parameter without a line": ({"model": "mixtral.json", "compute": "experts=dense"}, "no line matches"),
     "a line that matches nothing": ({"recipe": "lines.py"}, "no parameter matches"),
     "a dimension that does not divide": ({"model": "narrow.json"}, "is not divisible by 8"),
     "a dimension out of range": ({"recipe": "deep.py"}, "dimension 3 is out of range"),
+    "tokens that dropless experts can't share": (
+        {"recipe": "mixtral_ep_tp", "model": None, "compute": "experts=dropless", "sequence_length": 27},
+        "× 27 tokens on 8 devices",
+    ),
     "an activation of no module": ({"recipe": "activations.py"}, "no module of the model has such a name"),
 }
 RUN: dict[str, tuple[dict[str, Any], str]] = {
+    "a name too long": ({"model": "x" * 5000}, "File name too long"),
     "an argument out of range": ({"learning_rate": -1.0}, "it must be above 0"),
+    "a rate that is none": ({"learning_rate": "5e-5"}, "a str, where a number is needed"),
+    "a path that no file has": ({"dataset": "a\0b"}, "without a null character"),
+    "a scheduler without what it needs": (
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        "One of min_lr or min_lr_rate should be set",
+    ),
     "an argument that is none of a list": ({"lr_scheduler_type": "linnear"}, "did you mean 'linear'"),
     "best weights of steps not saved": ({"load_best_model_at_end": True}, "evaluated and saved"),
     "an output folder that is taken": ({"output_dir": "taken"}, "a folder that holds 1 entries"),
@@ -87,8 +109,14 @@ RUN: dict[str, tuple[dict[str, Any], str]] = {
     "too few tokens for a tokenizer": ({"model": "poor.json"}, "before any is learnt"),
     "no checkpoint at the path": ({"resume_from_checkpoint": "text"}, "no manifest.json in it"),
     "another model's checkpoint": ({"model": "deeper.json"}, "its weights are another model's"),
+    "another model's checkpoint, of the same shapes": ({"model": "turned.json"}, "rope_parameters.rope_theta 10000"),
+    "an output folder that another run holds": ({"output_dir": "held", "overwrite_output_dir": True}, "process "),
     "a run that is done": ({"max_steps": 2}, "there is nothing left to do"),
     "pickled weights": ({"model": "pickled", "resume_from_checkpoint": None}, "pickled weights"),
+    "quantised weights": (
+        {"model": "packed", "resume_from_checkpoint": None},
+        "config.json has a quantization_config",
+    ),
     "weight files that are missing": ({"model": "partial", "resume_from_checkpoint": None}, "that are not there"),
 }
 CASES = MODEL | PLAN | RUN
@@ -109,7 +137,10 @@ def write_checkpoint(folder: Path, files: dict[str, str]) -> None:
     tensors = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     snapshot = {name: [(tuple(slice(0, n) for n in t.shape), t)] for name, t in tensors.items()}
     written = write_tensors(Folder(folder), snapshot, {name: tuple(t.shape) for name, t in tensors.items()})
-    for name, content in (("host.json", {"step": 7}), ("training_args.json", {}), ("recipe.json", {})):
+    host = {"step": 7, "learning_rate": 1e-3, "data": {}, "metrics_read": True, "random": random_state()}
+    texts = {"host.json": host, "training_args.json": {}, "recipe.json": {}, "trainer_state.json": {}}
+    texts["config.json"] = json.loads(files["llama.json"])
+    for name, content in texts.items():
         data = json.dumps(content).encode()
         Folder(folder).write(name, data)
         written[name] = manifest.checksum(data)
@@ -124,8 +155,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama.json": config("llama"),
         "narrow.json": config("llama", intermediate_size=20),
         "deeper.json": config("llama", num_hidden_layers=3),
+        "turned.json": config("llama", rope_theta=5e5),
         "poor.json": config("llama", vocab_size=200),
+        "heads.json": config("llama", hidden_size=40, num_attention_heads=5),
+        "bert.json": config("bert"),
+        "cpmant.json": config("cpmant", dim_head=8),
         "odd.json": config("llama", hidden_act="nothing"),
+        "endless.json": config("llama", num_hidden_layers=10**18),
         "mixtral.json": config("mixtral", num_local_experts=4, num_experts_per_tok=2),
         "gemma2.json": config("gemma2", head_dim=8),
         "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 304}),
@@ -144,6 +180,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "taken/something": "",
         "pickled/config.json": config("llama"),
         "pickled/pytorch_model.bin": "",
+        "packed/config.json": config("llama", quantization_config={"quant_method": "fp8"}),
+        "packed/model.safetensors": "",
         "partial/config.json": config("llama"),
         "partial/model.safetensors.index.json": json.dumps({"weight_map": {"lm_head.weight": "absent.safetensors"}}),
     }
@@ -167,15 +205,16 @@ def outcomes(world: Path) -> dict[str, dict[str, Any]]:
     }
     lines = "".join(json.dumps({**usual, **options}) + "\n" for options, _ in CASES.values())
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.refusals", str(world)],
-        input=lines,
-        env={**environment, "SHARDWRIGHT_CACHE": str(world / "cache")},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    with FolderLock(Folder(world / "held")):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.refusals", str(world)],
+            input=lines,
+            env={**environment, "SHARDWRIGHT_CACHE": str(world / "cache")},
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 

@@ -35,6 +35,24 @@ def test_what_is_written_is_read_listed_measured_and_removed(folder):
     assert folder.names() == []
 
 
+def test_a_folder_is_no_file_and_neither_is_what_is_not_there(folder):
+    (folder / "sub").write("b", b"xyz")
+    assert folder.is_file("sub/b")
+    assert not folder.is_file("sub")
+    assert not folder.is_file("sub/c")
+
+
+def test_what_is_reached_through_a_link_is_no_file_of_the_folder_s_own(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_bytes(b"")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").symlink_to(tmp_path / "there" / "file")
+    (tmp_path / "here" / "sub").symlink_to(tmp_path / "there")
+    assert not Folder(tmp_path / "here").is_file("file")
+    assert not Folder(tmp_path / "here").is_file("sub/file")
+    assert Folder(tmp_path).is_file("there/file")
+
+
 def test_a_stream_is_there_when_it_ends(folder):
     with folder.open("stream", "wb") as file:
         file.write(b"0123")

@@ -123,8 +123,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_finite
     ("arguments", "message"),
     [
         (["--recipe", "mixtral_epp"], "did you mean 'mixtral_ep'?"),
-        (["--recipe", "llama_fsdp", "--model", "CONFIG:bert"], "without a causal-LM head"),
-        (["--recipe", "llama_fsdp", "--model", "CONFIG:mixtral"], "no line matches"),
+        (["--recipe", "llama_fsdp", "--model", "CONFIG:bert"], "built as an encoder"),
+        (["--recipe", "llama_fsdp", "--model", "CONFIG:mixtral"], "has experts, such as"),
         (["--recipe", "mixtral_ep", "--mesh", "fsdp=3,expert=4"], "Mesh(fsdp=3, expert=4) on 8 devices"),
         (["--recipe", "mixtral_ep", "--mesh", "fsdp=1,expret=8"], "'expret' is not one of them"),
         (["--recipe", "mixtral_ep", "--max_steps", "0"], "--max_steps 1"),

@@ -12,6 +12,7 @@ from trainer.layout.mesh import Mesh
 from trainer.layout.placement import Replicate, Shard
 from trainer.layout.recipe import Compute, Recipe
 from trainer.lazy_names import lazy_names
+from trainer.user import name_user
 
 if TYPE_CHECKING:
     from trainer.arguments import TrainingArguments
@@ -32,6 +33,8 @@ __all__ = [
     "train",
 ]
 __getattr__, __dir__ = lazy_names(__name__, Job="job", Trainer="trainer", TrainingArguments="arguments", train="run")
+
+name_user()  # before torch is imported
 
 # When torch_xla is imported it logs which device it takes (torch_xla/runtime.py, torch_xla 2.9). A run says so itself.
 logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Defaulting to PJRT_DEVICE="))

@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import torch
-from transformers.trainer_utils import IntervalStrategy, SchedulerType
+from transformers.trainer_utils import IntervalStrategy
 
 from trainer.errors import UserError, did_you_mean
+from trainer.schedule import KINDS, Schedule
+
+_MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
+DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
+
+
+def check_values(arguments: Any) -> None:
+    """Refuse fields of a dataclass of options whose values are not of the kind that their annotations say.
+
+    Numbers become Python's own ``int`` or ``float``, and paths ``str``.
+
+    Raises:
+        UserError: names the option, and what it takes.
+    """
+    hints = get_type_hints(type(arguments))
+    for each in fields(arguments):
+        name, value = each.name, getattr(arguments, each.name)
+        kinds = get_args(hints[name]) or (hints[name],)
+        if dict in kinds or value is each.default or (value is None and NoneType in kinds):
+            continue
+        kind = next(kind for kind in (bool, float, int, str) if kind in kinds)
+        try:
+            setattr(arguments, name, _READ[kind](value))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                asked=f"--{name} {value!r:.80}",
+                found=f"a {type(value).__name__}, where {_TAKES[kind]} is needed"
+                + (f": {error}" if str(error) else ""),
+                why="a run can't be made of it",
+                instead=f"--{name} {_EXAMPLE[kind]}",
+            ) from error
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _int(value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError
+    if abs(int(value)) > _MOST:
+        raise ValueError(f"at most {_MOST}")
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError
+    if not abs(float(value)) <= float(np.finfo(np.float32).max):  # NaN too
+        raise ValueError("finite, also in float32")
+    return float(value)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    text = str(value)
+    if not text or "\0" in text:
+        raise ValueError("not empty, and without a null character")
+    text.encode()  # UnicodeEncodeError, a ValueError: bytes of a command line that are no UTF-8
+    return text
+
+
+_READ: dict[type, Any] = {bool: _bool, int: _int, float: _float, str: _str}
+_TAKES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in UTF-8"}
+_EXAMPLE = {bool: "true", int: "1", float: "0.1", str: "text"}
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
@@ -56,17 +130,20 @@ class TrainingArguments:
     )
     overwrite_output_dir: bool = option(False, "Write into an output directory that is not empty.")
     per_device_train_batch_size: int = option(
-        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes the same."
+        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more."
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
     max_steps: int = option(300, "Optimizer steps.")
     learning_rate: float | None = option(
         None, "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights."
     )
-    lr_scheduler_type: str = option(
-        "linear", "One of transformers' schedulers: linear, cosine, constant_with_warmup, …"
+    lr_scheduler_type: str = option("linear", f"One of transformers' schedulers that need no loss: {', '.join(KINDS)}.")
+    lr_scheduler_kwargs: dict | str | None = field(
+        default=None, metadata={"help": """Further arguments of that scheduler, as JSON: '{"min_lr_rate": 0.1}'."""}
     )
-    warmup_steps: int = option(20, "Steps over which the learning rate rises from 0.")
+    warmup_steps: float = option(
+        20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps."
+    )
     weight_decay: float = option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
     adam_beta1: float = option(0.9, "AdamW's decay of the first moment.")
     adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
@@ -79,16 +156,23 @@ class TrainingArguments:
     optimizer_dtype: str = option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
     logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
     logging_first_step: bool = option(False, "Log step 1 too.")
-    eval_strategy: str = option("no", "`no`: held-out loss before and after; `steps`: also every --eval_steps steps.")
+    eval_strategy: str = option(
+        "no", "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps."
+    )
     eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
+    eval_on_start: bool = option(True, "Evaluate before the first step too; a resumed run never does so again.")
+    max_eval_rows: int = option(
+        256, "The most held-out rows that an evaluation reads, spread evenly over all and always the same; 0: all."
+    )
     save_strategy: str = option(
         "steps",
-        "When to write a checkpoint-N into output_dir: `no`, `steps` (every --save_steps and at the end), `epoch`, or "
-        "`best` (whenever the held-out loss is the lowest yet).",
+        "When to write a checkpoint-N into output_dir: `no`, `steps` (every --save_steps and at the end), `epoch` (and "
+        "at the end), or `best` (whenever the held-out loss is the lowest yet).",
     )
     save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.")
     save_total_limit: int | None = option(
-        None, "Checkpoints to keep; the oldest go once a new one is whole. The newest and the best always stay."
+        None,
+        "Checkpoints of this run to keep; the oldest go once a new one is whole. The newest and the best always stay.",
     )
     resume_from_checkpoint: str | None = option(
         None,
@@ -101,26 +185,29 @@ class TrainingArguments:
     metric_for_best_model: str = option("eval_loss", "What `best` means: eval_loss, the held-out loss; the lower.")
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
-    # transformers' DefaultFlowCallback reads these two; they are no options of ours
+    # transformers' callbacks read these; they are no options of ours
     logging_strategy = IntervalStrategy.STEPS
     eval_delay = 0
+    greater_is_better = False
 
     def __post_init__(self) -> None:
+        check_values(self)
         for name in ("sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
             self._check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
         self._check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)
         for name in ("logging_steps", "eval_steps", "save_steps"):
             self._check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "seed"):
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm", "max_eval_rows", "seed"):
             self._check(name, getattr(self, name) >= 0, "it can't be negative", 0)
         for name in ("adam_beta1", "adam_beta2"):
-            self._check(name, 0 <= getattr(self, name) < 1, "a moment's decay lies in [0, 1)", 0.9)
+            self._check(name, 0 <= getattr(self, name) < 1 - 2**-25, "a moment's decay lies in [0, 1) of float32", 0.9)
         self._check("sequence_length", self.sequence_length >= 2, "a row needs a token and its target", 256)
-        self._check("adam_epsilon", self.adam_epsilon > 0, "it keeps a division finite", 1e-8)
+        least = float(np.finfo(np.float32).tiny)
+        self._check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        self._choose(
-            "lr_scheduler_type", [kind.value for kind in SchedulerType if kind.value != "reduce_lr_on_plateau"]
-        )
+        for name in ("recipe", "model", "dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
+            self._check_path(name)
+        self._read_schedule()
         self._choose("eval_strategy", ["no", "steps"])
         self._choose("save_strategy", ["no", "steps", "epoch", "best"])
         self._choose("metric_for_best_model", ["eval_loss"])
@@ -130,6 +217,36 @@ class TrainingArguments:
         for name in ("weight_dtype", "optimizer_dtype"):
             self._choose(name, ["float32", "bfloat16"])
 
+    def _read_schedule(self) -> None:
+        """Warm-up as a number of steps, as transformers counts them; and a scheduler that gives rates."""
+        warmup = self.warmup_steps
+        self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(self.max_steps * warmup)
+        self._choose("lr_scheduler_type", KINDS)
+        options = self.lr_scheduler_kwargs
+        try:
+            self.lr_scheduler_kwargs = json.loads(options) if isinstance(options, str) else options
+            json.dumps(self.lr_scheduler_kwargs)
+        except (ValueError, TypeError, RecursionError) as error:
+            self.lr_scheduler_kwargs = f"{options!r:.80}: {error}"
+        if not isinstance(self.lr_scheduler_kwargs, dict | None):
+            raise UserError(
+                asked=f"--lr_scheduler_kwargs {options!r:.80}",
+                found=f"{self.lr_scheduler_kwargs!r:.200}",
+                why="it is a JSON object: names and values",
+                instead="""--lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
+            )
+        for rate in [self.learning_rate] if self.learning_rate else DEFAULT_RATE.values():
+            self.schedule(rate)
+
+    def schedule(self, peak: float) -> Schedule:
+        """The learning rates of a run that rises to ``peak``.
+
+        Raises:
+            UserError: the scheduler gives none with these arguments.
+        """
+        options: Any = self.lr_scheduler_kwargs or {}
+        return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, options)
+
     def _check(self, name: str, good: bool, why: str, instead: Any) -> None:
         if not good:
             raise UserError(
@@ -138,6 +255,22 @@ class TrainingArguments:
                 why=why,
                 instead=f"--{name} {instead}",
             )
+
+    def _check_path(self, name: str) -> None:
+        """Refuse a path that the system can't be asked about; whether something must lie there is asked later."""
+        value = getattr(self, name)
+        try:
+            if value is not None and "://" not in value:
+                os.stat(os.path.expanduser(value))
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # a name too long, a folder that this user may not look into, a circle of links
+            raise UserError(
+                asked=f"--{name} {value:.200}",
+                found=f"{type(error).__name__}: {error.strerror}",
+                why="what lies there can't be seen",
+                instead="a path that this user can open, or a hub id",
+            ) from error
 
     def _choose(self, name: str, known: list[str]) -> None:
         value = getattr(self, name)

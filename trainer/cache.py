@@ -49,7 +49,7 @@ def cache_root(cache_dir: Path | None = None) -> Path:
         UserError: it can't be written.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")).expanduser()
+    root = Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))
     try:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()

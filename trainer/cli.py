@@ -78,6 +78,8 @@ def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
         # argparse takes neither a negative number nor a word with a space in it for an option
         if re.match(r"-[^\d.]", word) and " " not in word and word.partition("=")[0] not in known:
             _refuse(parser, word)
+        if word.startswith("-") and word.partition("=")[2] == "--":  # of which argparse makes an empty list
+            parser.error(f"argument {word[:-3]}: '--' is no value")
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:

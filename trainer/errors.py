@@ -6,6 +6,8 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
+from trainer.streams import fill_closed_descriptors, make_output_last
+
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
 
@@ -32,7 +34,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C."""
+    """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C.
+
+    From here to the program's end, what can't be written to standard output or error is lost, without an error.
+    """
+    fill_closed_descriptors()
+    make_output_last()
     try:
         return main() or 0
     except UserError as error:

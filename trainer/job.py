@@ -16,13 +16,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from models.attention.interface import NAME as OUR_ATTENTION
 from models.experts import interface as experts
+from models.experts.capacity import Capacity
 from models.layers import stack_layers, wrap_layers
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
-from trainer.model import experts_modules, load_config, meta_model
+from trainer.model import experts_modules, load_config, meta_model, most_positions, routing_of, stated
+from trainer.probe import leak, looks_ahead
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,26 @@ class Job:
         object.__setattr__(self, "assembled", assembled)
         object.__setattr__(self, "plan", plan)
         object.__setattr__(self, "stored", plan.stacked(*stack) if stack else plan)
+        _check_dropless(self)
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch on all devices together; an evaluation's batch has as many."""
+        """Rows of a micro-batch on all devices together."""
         return self.args.per_device_train_batch_size * self.plan.batch_shards
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Rows of an evaluation's batch, on all devices together: those of a micro-batch, or fewer with a capacity.
+
+        An evaluation drops no token, so each expert has a slot for every one. With twice the train step's slots it
+        takes no more than that, whose backward keeps a gradient beside each tensor of slots.
+        """
+        rows, length, compute = self.args.per_device_train_batch_size, self.args.sequence_length, self.recipe.compute
+        routing = routing_of(self.model, self.config)
+        if compute.experts == "capacity" and routing is not None:
+            slots = Capacity(compute.capacity_factor).slots(rows * length, *routing)
+            rows = min(rows, max(1, 2 * slots // length))
+        return rows * self.plan.batch_shards
 
     @property
     def rows(self) -> int:
@@ -124,12 +141,16 @@ def _assemble(
     recipe: Recipe, args: TrainingArguments, model: PreTrainedModel
 ) -> tuple[PreTrainedModel, tuple[str, int] | None]:
     """A copy of ``model`` with kernels chosen and layers stacked; and the stack's name and depth, if there is one."""
-    _check_isolation(recipe, args)
+    if args.isolate_documents:
+        _check_isolation(recipe, model.config)
+    _check_positions(args, model)
+    _check_causal(recipe, model)
     model = copy.deepcopy(model)
     compute = recipe.compute
     model.set_attn_implementation(compute.attention)
+    _check_heads(model)
+    _check_experts(recipe, model)
     if compute.experts is not None:
-        _check_experts(recipe, model)
         experts.choose(model, compute.experts)
     try:
         if compute.scan:
@@ -146,21 +167,86 @@ def _assemble(
         ) from error
 
 
-def _check_isolation(recipe: Recipe, args: TrainingArguments) -> None:
-    if args.isolate_documents and recipe.compute.attention != OUR_ATTENTION:
+def _check_isolation(recipe: Recipe, config: PretrainedConfig) -> None:
+    if recipe.compute.attention != OUR_ATTENTION:
         raise UserError(
             asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
             found="an attention of transformers' own",
             why="it does not know documents by their segment_ids: tokens would see other documents",
             instead=f"attention={OUR_ATTENTION!r}, the default",
         )
+    found = leak(config)
+    if found is not None:
+        raise UserError(
+            asked=f"--isolate_documents with a model of type {config.model_type!r}",
+            found=found,
+            why="only a model that was seen to keep documents apart trains so: others drop segment_ids or positions on "
+            "the way, or mix tokens by other means than attention",
+            instead="no --isolate_documents, and documents follow one another in a row; or a model such as llama",
+        )
+
+
+def _check_positions(args: TrainingArguments, model: PreTrainedModel) -> None:
+    most = most_positions(model)
+    if most is not None and args.sequence_length > most:
+        raise UserError(
+            asked=f"--sequence_length {args.sequence_length}",
+            found=f"{type(model).__name__} has {most} positions",
+            why="they lie in a table, and a token beyond its end has no position",
+            instead=f"--sequence_length {most} or less, or a config with more positions",
+        )
+
+
+def _check_causal(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Refuse a model that sees the tokens that it predicts; one whose attention says that it is causal is not tried."""
+    if any(getattr(module, "is_causal", None) is True for module in model.modules()):
+        return
+    if looks_ahead(model.config, recipe.compute.attention):
+        raise UserError(
+            asked=f"a model of type {model.config.model_type!r} with attention={recipe.compute.attention!r}",
+            found="tried small, a token's logits depend on later tokens",
+            why="training predicts the next token, which the model would see",
+            instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",
+        )
+
+
+def _check_heads(model: PreTrainedModel) -> None:
+    heads, shared = (stated(model.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        raise UserError(
+            asked=f"a model of type {model.config.model_type!r}",
+            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
+            why="each key head serves equally many query heads",
+            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
+        )
 
 
 def _check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
-    if not experts_modules(model):
+    chosen, found = recipe.compute.experts, experts_modules(model)
+    if chosen is not None and not found:
         raise UserError(
-            asked=f"recipe {recipe.name}: Compute(experts={recipe.compute.experts!r})",
+            asked=f"recipe {recipe.name}: Compute(experts={chosen!r})",
             found=f"{type(model).__name__} has no experts",
             why="there is nothing to route tokens to",
             instead="Compute(experts=None), or a mixture-of-experts model",
+        )
+    if chosen is None and found:
+        raise UserError(
+            asked=f"recipe {recipe.name}: Compute(experts=None)",
+            found=f"{type(model).__name__} has experts, such as {found[0]}",
+            why="transformers' own way to run them has shapes that change with the routing, which XLA can't compile",
+            instead='Compute(experts="dropless"), "capacity" or "dense" (--compute experts=dropless)',
+        )
+
+
+def _check_dropless(job: Job) -> None:
+    tokens = job.micro_batch_rows * job.args.sequence_length
+    if job.recipe.compute.experts == "dropless" and tokens % job.devices:
+        raise UserError(
+            asked=f"recipe {job.recipe.name}: Compute(experts='dropless')",
+            found=f"micro-batches of {job.micro_batch_rows} rows × {job.args.sequence_length} tokens on {job.devices} "
+            "devices",
+            why="every device sorts as many tokens as the next",
+            instead=f"--sequence_length {math.ceil(job.args.sequence_length / job.devices) * job.devices}, "
+            f"or --per_device_train_batch_size {job.devices // math.gcd(tokens, job.devices)} times as large",
         )

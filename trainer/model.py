@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -18,6 +23,8 @@ from transformers import (
 
 from trainer.errors import UserError
 from trainer.layout.recipe import Recipe
+
+MOST_LAYERS, MOST_MODULES = 1_000, 100_000  # of a config; both far beyond any model
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
@@ -36,8 +43,9 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     path = None if model is None else Path(model)
     if model is not None and path is not None:
         looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
-        config_file = path / "config.json" if path.is_dir() else path
-        if (looks_local or path.exists()) and not config_file.is_file():
+        # os.path's, since a Path raises what the system raises, such as a name that is too long
+        config_file = path / "config.json" if os.path.isdir(path) else path
+        if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
             raise UserError(
                 asked=f"model {model}",
                 found=f"no file {config_file}",
@@ -46,18 +54,54 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             )
     try:
         if model is None:
-            return AutoConfig.for_model(**dict(recipe.model or {}))
+            return config_of(recipe.model or {})
+        _check_layers(PretrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
     # whichever it is, what the user named has no config that can be read.
     except Exception as error:
         raise UserError(
             asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
-            found=_in_short(error),
+            found=in_short(error),
             why="no transformers config can be read from it",
             instead="a config.json whose model_type transformers knows, a folder with one, or a hub id, "
             "which needs network, or the hub's cache (HF_HUB_OFFLINE=1 looks only there)",
         ) from error
+
+
+def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of these values, ``model_type`` among them.
+
+    Raises:
+        ValueError: more layers than any model has. Other errors, of many types: transformers refuses a value.
+    """
+    _check_layers(values)
+    return AutoConfig.for_model(**values)
+
+
+def _check_layers(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number of layers that no list of layers can have: some configs make a list at once."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _check_layers(value)
+        elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """While the ``with`` lasts, more modules than any model has raise a ValueError: nothing else would end them."""
+    made = itertools.count(1)
+
+    def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if next(made) > MOST_MODULES:
+            raise ValueError(f"a model of more than {MOST_MODULES:,} modules")
+
+    handle = nn.modules.module.register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -68,7 +112,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     Raises:
         UserError: the config has no causal-LM head, or transformers cannot build the model from it.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_decoder", None) is False:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
             found="a model without a causal-LM head",
@@ -77,25 +121,71 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         )
     try:
         # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _bounded():
             # a copy: choosing a model's kernels writes into its config
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost
-        return model
+        # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
+        _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
     # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
     except Exception as error:
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
-            found=_in_short(error),
+            found=in_short(error),
             why="transformers cannot build a model from this config",
             instead="sizes that go together in its config.json",
         ) from error
+    # a family that can be an encoder marks its layers; the config's own `is_decoder` is false in some that never are
+    if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found=f"{encoder}.is_decoder is False: it is built as an encoder",
+            why="training predicts the next token, and an encoder's tokens see it",
+            instead='"is_decoder": true in its config.json',
+        )
+    return model
+
+
+def stated(config: PretrainedConfig, name: str) -> Any:
+    """What the config of the text says; None if it says nothing, or something else for each layer."""
+    try:
+        return getattr(config.get_text_config(), name, None)
+    except RuntimeError:  # transformers/integrations/heterogeneity/configuration_utils.py, transformers 5.23
+        return None
+
+
+def most_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the model's tables have; None where positions are computed, as RoPE does, or are none.
+
+    On XLA a position beyond a table's end would silently get the last entry.
+    """
+    limit = stated(model.config, "max_position_embeddings")
+    tokens = model.get_input_embeddings()
+    found = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not tokens:
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            # two rows more than positions where a family begins at the third
+            if limit is not None and limit <= module.num_embeddings <= limit + 2:
+                found.append(min(limit, module.num_embeddings - padding - 1))
+        # sines, rotations or masks of each position, or the positions themselves
+        if limit is not None and any(b.dim() > 1 and limit in b.shape[:2] for b in module.buffers(recurse=False)):
+            found.append(limit)
+    return min(found, default=None)
 
 
 def experts_modules(model: PreTrainedModel) -> list[str]:
     """The dotted names of the modules that hold experts."""
     # semi-private: `use_experts_implementation` marks experts modules so (transformers/integrations/moe.py, 5.23)
     return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def routing_of(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, int] | None:
+    """(experts that a token goes to, experts that there are); None without experts, or if the config does not say."""
+    chosen, inside = getattr(config.get_text_config(), "num_experts_per_tok", None), experts_modules(model)
+    if chosen is None or not inside:
+        return None
+    return chosen, next(iter(model.get_submodule(inside[0]).parameters())).shape[0]
 
 
 def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, length: int) -> float | None:
@@ -109,11 +199,10 @@ def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, 
     inside = experts_modules(model)
     share = 1.0
     if inside:
-        chosen = getattr(text, "num_experts_per_tok", None)
-        experts = next(iter(model.get_submodule(inside[0]).parameters())).shape[0]
-        if chosen is None:
+        routing = routing_of(model, config)
+        if routing is None:
             return None
-        share = chosen / experts
+        share = routing[0] / routing[1]
     looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
     looked_up -= {id(p) for p in model.get_output_embeddings().parameters()}
     weights = 0.0
@@ -127,6 +216,6 @@ def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, 
     return 6 * weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """The type and first paragraph of a library's message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).partition(chr(10) * 2)[0].split())}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.lock import LOCK, FolderLock
 from trainer.storage import Folder, StorageError
 
 
@@ -19,9 +23,9 @@ def find_output(args: TrainingArguments, recipe_name: str) -> Folder:
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
     args.output_dir = str(folder)
-    if not folder.remote and Path(str(folder)).is_file():
+    if not folder.remote and os.path.isfile(str(folder)):
         raise _taken(folder, "a file", "")
-    entries = folder.names()
+    entries = [name for name in folder.names() if name != LOCK]
     if entries and not args.overwrite_output_dir and not _resumes_in(args.resume_from_checkpoint, folder):
         raise _taken(
             folder,
@@ -31,22 +35,24 @@ def find_output(args: TrainingArguments, recipe_name: str) -> Folder:
     return folder
 
 
-def claim(folder: Folder) -> None:
-    """Make the folder and write to it once, so that one that can't be written is refused before hours of work.
+@contextlib.contextmanager
+def claim(lock: FolderLock) -> Iterator[None]:
+    """Holds ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
 
     Raises:
-        UserError: it can't be written.
+        UserError: it can't be, or a living run holds it: refused before hours of work.
     """
-    try:
-        folder.write(".writable", b"")
-        folder.remove_file(".writable")
-    except StorageError as error:
-        raise UserError(
-            asked=f"--output_dir {folder}",
-            found=error.found,
-            why="the run writes its model and its log there",
-            instead="a folder that this user may write to",
-        ) from None
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock)
+        except StorageError as error:
+            raise UserError(
+                asked=f"--output_dir {lock.folder}",
+                found=error.found,
+                why="the run writes its model and its log there",
+                instead="a folder that this user may write to",
+            ) from None
+        yield
 
 
 def _default(args: TrainingArguments, recipe_name: str) -> str:

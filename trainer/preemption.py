@@ -12,7 +12,7 @@ from trainer.xla.runtime import stops_after, watch_for_preemption
 
 
 class StopRequests:
-    """Whether the run was told to stop; the loop asks after each step.
+    """Whether the run was told to stop; the loop asks after each step, and in an evaluation before each batch.
 
     Attributes:
         interrupted: Ctrl-C came.
@@ -34,11 +34,13 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Inside, the first signal of each kind is noted, and the loop answers it after the step under way.
+        """Inside, the first signal of each kind is noted, and the loop answers it after the step or the batch of an
+        evaluation that is under way.
 
-        A second signal ends the process at once. On a TPU torch_xla's preemption manager takes SIGTERM, since a pod's
+        A second signal ends the process at once. On a pod torch_xla's preemption manager takes SIGTERM, since its
         hosts get it at different times and must stop at the same step.
         """
+        self.interrupted = self.preempted = False
         self._pod = watch_for_preemption()
         if threading.current_thread() is not threading.main_thread():
             yield

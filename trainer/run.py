@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, whole_steps
+from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.sources import locate
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
+from trainer.lock import FolderLock
 from trainer.output import claim, find_output
-from trainer.storage import Folder
+from trainer.report.lines import say, waiting
+from trainer.streams import lasting_output
 from trainer.trainer import Trainer
-from trainer.weights.hub_read import open_hub_weights, reading
+from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
+from trainer.xla.mesh import check_mesh
 from trainer.xla.runtime import device_count, init_runtime
 
 
-def train(args: TrainingArguments, console: Console | None = None) -> Trainer:
+@lasting_output()
+def train(
+    args: TrainingArguments, console: Console | None = None, callbacks: Sequence[TrainerCallback] = ()
+) -> Trainer:
     """Train as ``args`` say. The returned trainer's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Raises:
@@ -33,23 +41,37 @@ def train(args: TrainingArguments, console: Console | None = None) -> Trainer:
 
     # ---- what can be refused, cheapest first; until here nothing is written and no device is opened ----
     job = Job.resolve(args, device_count)
+    check_mesh(job.recipe.mesh)
     output = find_output(args, job.recipe.name)
     locate(args.dataset)
     tokenizer = _tokenizer(job)
+    lock = FolderLock(output, console)
+    lock.check_free()
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
     given = args.model if args.model and _has_weights(args.model) and resume is None else None
     source = open_hub_weights(given, job.model) if given else None
-    claim(output)
+    with claim(lock):
+        return _run(job, lock, tokenizer, source, resume, callbacks, console)
 
+
+def _run(
+    job: Job,
+    lock: FolderLock,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: HubWeights | None,
+    resume: RunCheckpoint | None,
+    callbacks: Sequence[TrainerCallback],
+    console: Console,
+) -> Trainer:
     # ---- devices, data, weights ----
     _say_what_runs(job, console)
     if resume is not None:
-        _say_where_it_goes_on(resume, output, args, console)
+        _say_where_it_goes_on(resume, job.args, console)
     corpus = _load_data(job, tokenizer, console)
     with reading(source, console) if source else contextlib.nullcontext():
-        trainer = Trainer(job, corpus, source=source, resume=resume, console=console)
-    console.print(f"output:  {output}", highlight=False)
+        trainer = Trainer(job, corpus, source=source, resume=resume, callbacks=callbacks, console=console, lock=lock)
+    say(console, f"output:  {lock.folder}")
     trainer.train()
     return trainer
 
@@ -59,7 +81,7 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
     name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
     if name is None and args.model is not None:
         local = Path(args.model)
-        if not local.exists() or (local.is_dir() and any(local.glob("tokenizer*"))):
+        if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
             name = args.model
     tokenizer = None if name is None else open_tokenizer(name)
     check_tokenizer(tokenizer, vocabulary)
@@ -68,7 +90,7 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
-    found.check_model(job.plan)
+    found.check_model(job.model)
     if found.step > job.args.max_steps:
         raise UserError(
             asked=f"--max_steps {job.args.max_steps} from {found.folder}",
@@ -81,7 +103,7 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
 def _has_weights(model: str) -> bool:
     """Whether ``model`` names weights: a hub id does, a folder if weight files lie in it, a config file does not."""
     path = Path(model)
-    if not path.exists():
+    if not os.path.exists(path):
         return True
     return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())
 
@@ -96,27 +118,22 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
         streaming=args.streaming,
         shuffle_rows=args.shuffle_rows,
     )
-    with console.status("reading and tokenising the data …"):
+    with waiting(console, "reading and tokenising the data …"):
         corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
     tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
-    console.print(f"data:    {tokens} to train on, {corpus.heldout.tokens:,} held out", highlight=False)
+    held, evaluated = len(corpus.heldout), len(corpus.heldout.spread(args.max_eval_rows))
+    part = f"{evaluated:,} of them evaluated" if evaluated < held else "all evaluated"
+    say(console, f"data:    {tokens} to train on; {held:,} rows held out, {part}")
     return corpus
 
 
 def _say_what_runs(job: Job, console: Console) -> None:
-    console.print(f"devices: {init_runtime()}")
-    console.print(f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}", highlight=False)
-    console.print(f"model:   {type(job.model).__name__}, {job.parameters:,} parameters", highlight=False)
+    say(console, f"devices: {init_runtime()}")
+    say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
 
 
-def _say_where_it_goes_on(resume: RunCheckpoint, output: Folder, args: TrainingArguments, console: Console) -> None:
-    console.print(f"resume:  {resume.folder}", highlight=False, soft_wrap=True)
+def _say_where_it_goes_on(resume: RunCheckpoint, args: TrainingArguments, console: Console) -> None:
+    say(console, f"resume:  {resume.folder}")
     for other in resume.other_options(args.as_dict()):
-        console.print(f"         other than in the checkpoint: {other}", highlight=False, soft_wrap=True)
-    if newer := [step for step in whole_steps(output) if step > resume.step]:
-        console.print(
-            f"         {output} has newer checkpoints, of steps {', '.join(map(str, newer))}: each is replaced when "
-            "this run comes to its step, and until then is what `latest` finds",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"         other than in the checkpoint: {other}")

@@ -12,6 +12,7 @@ import errno
 import os
 import posixpath
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -56,7 +57,7 @@ class Folder:
             except Exception as error:  # each store's client raises its own kinds: no credentials, no network
                 raise _storage_error("open", text, error) from error
         else:
-            self._path = str(Path(text.removeprefix("file://")).expanduser())
+            self._path = str(Path(os.path.expanduser(text.removeprefix("file://"))))
 
     def __str__(self) -> str:
         return self._path
@@ -65,13 +66,18 @@ class Folder:
         return f"Folder({self._path!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Folder) and str(other) == str(self)
+        return isinstance(other, Folder) and other.absolute == self.absolute
 
     def __hash__(self) -> int:
-        return hash(self._path)
+        return hash(self.absolute)
 
     def __truediv__(self, name: str) -> Folder:
         return Folder(self._join(name))
+
+    @property
+    def absolute(self) -> str:
+        """The path from the root, links followed: one folder on disk has one, from wherever it is looked at."""
+        return self._path if self.remote else os.path.realpath(self._path)
 
     @property
     def name(self) -> str:
@@ -87,7 +93,7 @@ class Folder:
         with errors("list", self._path):
             if not self.remote:
                 return sorted(os.listdir(self._path)) if os.path.isdir(self._path) else []
-            self._fs.invalidate_cache()  # other processes write there too
+            self._forget_listings()
             try:
                 found = self._fs.ls(self._path, detail=False)
             except FileNotFoundError:
@@ -97,12 +103,32 @@ class Folder:
 
     def exists(self, name: str) -> bool:
         with errors("look for", self._join(name)):
-            return self._fs.exists(self._join(name)) if self.remote else os.path.exists(self._join(name))
+            if not self.remote:
+                return os.path.exists(self._join(name))
+            self._forget_listings()
+            return bool(self._fs.exists(self._join(name)))
+
+    def is_file(self, name: str) -> bool:
+        """Whether ``name``, perhaps in a folder of this one, is a file of its own: no link, folder, pipe or device."""
+        with errors("look for", self._join(name)):
+            if self.remote:
+                found = self._fs.info(self._join(name)) if self.exists(name) else {}
+                return found.get("type") == "file" and not found.get("islink")
+            parents = [name[:i] for i, letter in enumerate(name) if letter == "/"]
+            return all(stat.S_ISDIR(self._kind(parent)) for parent in parents) and stat.S_ISREG(self._kind(name))
+
+    def _kind(self, name: str) -> int:
+        """The type of what lies on disk under ``name``, which is not followed if it is a link; 0: nothing."""
+        try:
+            return os.lstat(self._join(name)).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
 
     def size(self, name: str) -> int:
         """The size of a file in bytes."""
         with errors("read", self._join(name)):
             if self.remote:
+                self._forget_listings()
                 return int(self._fs.info(self._join(name))["size"])
             return os.path.getsize(self._join(name))
 
@@ -170,7 +196,14 @@ class Folder:
         return posixpath.join(self._path, name) if self.remote else os.path.join(self._path, name)
 
     def _open(self, name: str, mode: str) -> IO[bytes]:
-        return self._fs.open(self._join(name), mode) if self.remote else open(self._join(name), mode)
+        if self.remote:
+            self._forget_listings()
+            return self._fs.open(self._join(name), mode)
+        return open(self._join(name), mode, opener=None if "w" in mode else _open_file)
+
+    def _forget_listings(self) -> None:
+        """Has the store asked anew, also for a file's size: other processes write there too."""
+        self._fs.invalidate_cache(self._path)
 
     def _make(self) -> None:
         if self.remote:
@@ -195,6 +228,15 @@ class Folder:
             file.close()
         with contextlib.suppress(Exception):
             self.remove_file(name)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Opens a file for reading; a pipe that nobody writes to is refused, and not waited for."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "no regular file", path)
 
 
 @contextlib.contextmanager

@@ -5,34 +5,36 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 
-# semi-private: transformers/trainer_callback.py, transformers 5.23
-from transformers.trainer_callback import CallbackHandler
-
-from trainer.arguments import TrainingArguments
+from trainer.arguments import DEFAULT_RATE, TrainingArguments
+from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import random_state, set_random_state, versions
-from trainer.checkpoint.read import RunCheckpoint, folder_of, open_checked
+from trainer.checkpoint.lineage import folder_of, noted, noted_folder
+from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
-from trainer.data.batches import TrainingBatches, heldout_batches
+from trainer.data.batches import Batch, TrainingBatches, heldout_batches
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import check_vocabulary
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.job import Job
+from trainer.lock import FolderLock
 from trainer.preemption import StopRequests
 from trainer.report.bars import tracked
 from trainer.report.curve import loss_curve
+from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
 from trainer.step.build import build
-from trainer.step.schedule import Schedule
+from trainer.step.meter import Meter
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
+from trainer.streams import lasting_output
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
@@ -49,13 +51,15 @@ class Trainer:
 
     Args:
         job: what to train, checked.
-        corpus: rows to train on and held-out rows.
+        corpus: rows to train on and held-out rows, of which ``max_eval_rows`` are evaluated.
         source: where the weights come from; default: the model's random init from the arguments' seed.
         resume: the checkpoint of a run to go on with, under whatever recipe and mesh it was saved.
-        callbacks: transformers callbacks.
+        callbacks: transformers callbacks; docs/run.md says what they are told, and when.
+        lock: the output folder's, where the caller holds it already; :meth:`train` takes it for its own length.
 
     Raises:
-        UserError: the rows don't fill a batch, or the checkpoint is another model's or of other data.
+        UserError: the job is for another number of devices, the rows don't fill a batch, or the checkpoint is another
+            model's or of other data.
     """
 
     def __init__(
@@ -67,33 +71,37 @@ class Trainer:
         resume: RunCheckpoint | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         console: Console | None = None,
+        lock: FolderLock | None = None,
     ) -> None:
         self.job, self.args, self.corpus, self.resume = job, job.args, corpus, resume
+        self.heldout = corpus.heldout.spread(self.args.max_eval_rows)
         self.console = console or Console()
         self.folder = Folder(str(self.args.output_dir))
+        self.lock = lock or FolderLock(self.folder, self.console)
 
         # ---- batches, and where they go on ----
         check_vocabulary(corpus.tokenizer, job.config.get_text_config().vocab_size)
         self.mesh = build_mesh(job.recipe.mesh)
+        _check_devices(job, self.mesh.size())
         self._share = batch_share(self.mesh, job.recipe.batch)
         index, count = self._share
         self.batches = TrainingBatches(
             corpus.train, job.rows, seed=self.args.seed, process_index=index, process_count=count
         )
-        self.rate = self.args.learning_rate or (5e-5 if source else 2e-3)
+        self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         restored = None
         if resume is not None:
-            resume.check_model(job.plan)
+            resume.check_model(job.model)
             self.batches.load_state_dict(resume.host["data"])
             source = restored = resume
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
 
         # ---- weights and steps ----
-        with self.console.status("placing the weights on the devices …"):
+        with waiting(self.console, "placing the weights on the devices …"):
             built = build(job, self.mesh, source or seeded_init(job.model, self.args.seed), restored)
         self.model, self.placed = built.model, built.placed
         self.train_step, self.eval_step = built.step, built.evaluation
-        self.schedule = Schedule(self.args.lr_scheduler_type, self.rate, self.args.warmup_steps, self.args.max_steps)
+        self.schedule = self.args.schedule(self.rate)
 
         # ---- the loop's state, in transformers' own classes ----
         if resume is not None:
@@ -101,151 +109,213 @@ class Trainer:
             self.schedule.skip(resume.step)
         self.state, self.control = _state_at_the_start(self.args, resume), TrainerControl()
         flow = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
-        self.callbacks = CallbackHandler(flow, self.model, corpus.tokenizer, None, None)
+        self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         self.stop = StopRequests()
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
-        self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit)
-        self._clock = time.perf_counter()  # when the steps of the next log line began
-        self._last_rate = self.rate
+        self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
+        self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
+        self.meter = Meter(built.step, job.tokens, self._saved)
+        self._event("on_init_end")
 
+    @lasting_output()
     def train(self) -> TrainerState:
         """Run the loop to ``max_steps``, a signal or a loss that is not finite; leaves the output folder complete.
 
         Raises:
             UserError: the loss became NaN or infinite (names the step; the last good state is saved), a step would
-                compile again, or a checkpoint could not be written.
+                compile again, a checkpoint could not be written, or the best one could not be read (the last step's
+                weights are written then).
         """
-        for name, content in self.job.as_texts().items():
-            self.folder.write(name, as_json(content))
-        with self.console.status("counting tokens for the unigram model …"):
+        with waiting(self.console, "counting tokens for the unigram model …"):
             vocabulary = self.job.config.get_text_config().vocab_size
-            unigram = unigram_loss(self.corpus.train, self.corpus.heldout, vocabulary)
-        with self.stop.listen():
-            self.checkpoints.remove_half_written()
-            before = self._loss_before()
+            unigram = unigram_loss(self.corpus.train, self.heldout, vocabulary)
+        with self.lock, self.checkpoints, self.stop.listen():
+            self._take_over_the_folder()
             try:
                 self._loop()
+                best = self._best()
             except Exception as why:
                 try:
-                    self._write_out(unigram)
+                    if not self.train_step.guard.first:  # before the first step nothing was learned
+                        self._write_out(unigram)
                 except StorageError as error:  # the user must hear what stopped the run, not this
-                    self.console.print(f"nor could the model be saved: {error.asked}: {error.found}", soft_wrap=True)
+                    say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
                 raise why from None
-            self._load_best()
-            self._write_out(unigram)
+            problem = self._write_out_with(best, unigram)
             after = None if self.stop.any else self._evaluate_and_log()
-            self._write_state(unigram)
+            self._write_state()
+            self._write_curve(unigram)
         history, compiles = self.state.log_history, compile_count()
+        before = next((entry["eval_loss"] for entry in history if "eval_loss" in entry and not entry["step"]), None)
         self.console.print(closing_table((before, after, unigram), history, compiles, str(self.folder)))
+        if problem is not None:
+            raise problem
         return self.state
 
     def evaluate(self) -> float:
-        """Mean cross entropy over the held-out rows, in nats a token."""
-        rows = self.job.micro_batch_rows
-        batches = heldout_batches(self.corpus.heldout, rows, *self._share)
-        return self.eval_step(
-            tracked(self.console, "held-out rows", batches, math.ceil(len(self.corpus.heldout) / rows))
-        )
+        """Mean cross entropy over the held-out rows that are evaluated, in nats a token."""
+        return self.eval_step(self._heldout_batches())
 
-    def save_model(self, folder: Folder) -> None:
-        """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it."""
-        live = LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
-        with self.console.status(f"writing {folder} …"):
+    def save_model(self, folder: Folder, source: Source | None = None) -> None:
+        """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it.
+
+        Args:
+            source: of the weights; default: those that are being trained.
+        """
+        weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
+        with waiting(self.console, f"writing {folder} …"):
             # a copy, since a model's config is written with the dtype of its weights
-            export(folder, copy.deepcopy(self.job.model), live, self.corpus.tokenizer, console=self.console)
+            export(folder, copy.deepcopy(self.job.model), weights, self.corpus.tokenizer, console=self.console)
 
     # ---- the loop ----
 
+    def _event(self, name: str, **more: Any) -> None:
+        """Tell the callbacks of an event; what they return is the control from then on."""
+        args: Any = self.args  # they want transformers' own class; ours has the fields that they read
+        self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
+
     def _loop(self) -> None:
-        args: Any = self.args  # transformers' callbacks want its own class; ours has the fields that they read
-        state, control, batches = self.state, self.control, self.batches
         if self.resume is not None:
             set_random_state(self.resume.host["random"])
-        self.callbacks.on_train_begin(args, state, control)
-        self._clock = time.perf_counter()
+        self._event("on_train_begin")
+        self.meter.begin()
         try:
-            while state.global_step < args.max_steps and not (control.should_training_stop or self.stop.any):
-                control = self.callbacks.on_step_begin(args, state, control)
-                step = state.global_step + 1
-                self._last_rate = self.schedule.learning_rate
-                self.train_step(next(batches), step=step, learning_rate=self._last_rate)
-                self.schedule.advance()
-                epochs, state.epoch = int(state.epoch or 0), batches.epoch
-                state.global_step = step
-                state.num_input_tokens_seen += self.job.tokens
-                control = self.callbacks.on_step_end(args, state, control)
-                if int(state.epoch) > epochs:
-                    control = self.callbacks.on_epoch_end(args, state, control)
-                self.stop.after_step(step)
-                self._log_evaluate_save(control)
+            self._evaluate_first()
+            while not self._ends():
+                self._run_epoch()
+            self._log(self.meter.summary())
         finally:
-            self.control = control
-            self.callbacks.on_train_end(args, state, control)
+            self._event("on_train_end")
         if self.stop.any:
-            what = "saving what was learned" if self.stop.interrupted else "the same command resumes from there"
-            word = "interrupted" if self.stop.interrupted else "preempted (SIGTERM)"
-            self.console.print(f"{word} after step {state.global_step}: {what}", highlight=False, soft_wrap=True)
+            say(self.console, self._farewell())
 
-    def _log_evaluate_save(self, control: TrainerControl) -> None:
-        """What follows a step. A stop by signal saves before it logs: what is saved is as in a run that went on."""
-        logging = control.should_log or control.should_evaluate or control.should_training_stop
-        if logging:
+    def _ends(self) -> bool:
+        done = self.state.global_step >= self.args.max_steps
+        return done or self.control.should_training_stop or self.stop.any
+
+    def _evaluate_first(self) -> None:
+        """Evaluate before the first step, if that is asked for.
+
+        A resumed run evaluates only if a signal cut the evaluation short after which it was saved: its losses and its
+        best weights are then those of a run that was never stopped.
+        """
+        state, args = self.state, self.args
+        if self.resume is None:
+            if args.eval_on_start:
+                self._evaluate_and_log()
+            return
+        due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
+        if args.eval_strategy == "steps" and due and not self._evaluated():
+            self._note_if_best(self._evaluate_and_log())
+            if state.best_global_step == state.global_step:
+                state.best_model_checkpoint = noted(self.resume.folder, self.folder)
+
+    def _run_epoch(self) -> None:
+        """Steps until the data's epoch ends, or a callback or a signal ends it or the run."""
+        self._event("on_epoch_begin")
+        self._epoch = int(self.batches.epoch)
+        while True:
+            self._step()
+            self._log_evaluate_save()
+            if int(self.batches.epoch) > self._epoch or self._ends():
+                break
+        self._event("on_epoch_end")
+        self._log_evaluate_save()
+
+    def _step(self) -> None:
+        """One optimizer step and its events: those of what lies inside its computation come right before and after."""
+        state, step = self.state, self.state.global_step + 1
+        self._event("on_step_begin")
+        batch = next(self.batches)
+        for _ in range(self.args.gradient_accumulation_steps - 1):
+            self._event("on_substep_end")
+        self._event("on_pre_optimizer_step")
+        self._last_rate = self.schedule.learning_rate
+        self.train_step(batch, step=step, learning_rate=self._last_rate)
+        self._event("on_optimizer_step")
+        self.schedule.advance()
+        state.global_step, state.epoch = step, self.batches.epoch
+        state.num_input_tokens_seen += self.job.tokens
+        self._event("on_step_end")
+        self.stop.after_step(step)
+
+    def _log_evaluate_save(self) -> None:
+        """What follows a step, and an epoch. A stop by signal saves before it logs: what is saved is as in a run that
+        went on.
+        """
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_training_stop:
             self._log_metrics()
-        if control.should_evaluate:
-            self._evaluate_and_log()
+        if self.control.should_evaluate:
+            self._note_if_best(self._evaluate_and_log())
+        if self.control.should_epoch_stop and int(self.batches.epoch) == self._epoch:
+            self.batches.skip_epoch()  # before a save, whose cursor says which batch comes next
         wanted = self.stop.preempted or (self.stop.interrupted and self.args.save_strategy != "no")
-        if self.control.should_save or wanted:
+        if (self.control.should_save or wanted) and self._saved < self.state.global_step:
             self._save_checkpoint()
+            self._saved = self.state.global_step
         else:
             self._log_saved(self.checkpoints.finished())
-        if self.stop.interrupted and not logging:
+        if self.stop.interrupted:
             self._log_metrics()
+
+    def _farewell(self) -> str:
+        word, step = "interrupted" if self.stop.interrupted else "preempted (SIGTERM)", self.state.global_step
+        if not step:
+            return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
+        what = "saving what was learned" if self.stop.interrupted else "the same command resumes from there"
+        return f"{word} after step {step}: {what}"
 
     # ---- evaluation and logs ----
 
+    def _heldout_batches(self, *, stoppable: bool = False) -> Iterator[Batch]:
+        """The batches of an evaluation; if ``stoppable``, none after a signal."""
+        rows = self.job.evaluation_rows
+        batches = heldout_batches(self.heldout, rows, *self._share)
+        for batch in tracked(self.console, "held-out rows", batches, math.ceil(len(self.heldout) / rows)):
+            if stoppable and self.stop.any:
+                return
+            yield batch
+            self._event("on_prediction_step")
+
+    def _evaluate_and_log(self) -> float | None:
+        """The held-out loss, logged and told to the callbacks; None, and neither, if a signal cut it short."""
+        started = time.perf_counter()
+        loss = self.eval_step(self._heldout_batches(stoppable=True))
+        self.meter.leave_out(time.perf_counter() - started)
+        self.control.should_evaluate = False
+        if self.stop.any:
+            return None
+        self._log({"eval_loss": loss})
+        self._event("on_evaluate", metrics={"eval_loss": loss, "epoch": self.state.epoch})
+        return loss
+
+    def _note_if_best(self, loss: float | None) -> None:
+        state = self.state
+        if loss is not None and math.isfinite(loss) and (state.best_metric is None or loss < state.best_metric):
+            state.best_metric, state.best_global_step = loss, state.global_step
+            self.control.should_save |= self.args.save_strategy == "best"
+
+    def _evaluated(self) -> bool:
+        """Whether this step's held-out loss is known."""
+        return any("eval_loss" in entry and entry["step"] == self.state.global_step for entry in self.state.log_history)
+
     def _log_metrics(self) -> None:
-        metrics = self.train_step.read_metrics()
-        now = time.perf_counter()
-        if metrics.bad_step:
-            self._stop_on_bad_loss(metrics)
-        logs = {
-            "loss": metrics.loss,
-            "learning_rate": self._last_rate,
-            "grad_norm": metrics.grad_norm,
-            "tokens_per_second": metrics.steps * self.job.tokens / (now - self._clock),
-            "compiles": compile_count(),
-        }
-        if metrics.dropped_fraction is not None:
-            logs["dropped_fraction"] = metrics.dropped_fraction
-        self._clock = now
-        self._log(logs)
+        """Read and log what the steps since the last log line came to, if there were any."""
+        if (read := self.meter.read(self.state.global_step, self._last_rate)) is not None:
+            metrics, logs = read
+            if metrics.bad_step:
+                self._stop_on_bad_loss(metrics)
+            self._log(logs)
 
     def _log(self, logs: dict[str, Any]) -> None:
-        self.state.log_history.append({**logs, "step": self.state.global_step, "epoch": self.state.epoch})
-        self.control.should_log = False
-        args: Any = self.args
-        self.control = self.callbacks.on_log(args, self.state, self.control, logs)
+        logs = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self._event("on_log", logs=logs)
 
     def _log_saved(self, saved: Saved | None) -> None:
         if saved is not None:
             self._log({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
-
-    def _evaluate_and_log(self) -> float:
-        started, state = time.perf_counter(), self.state
-        loss = self.evaluate()
-        self.control.should_evaluate = False
-        self._log({"eval_loss": loss})
-        better = math.isfinite(loss) and (state.best_metric is None or loss < state.best_metric)
-        if better and state.global_step:
-            state.best_metric, state.best_global_step = loss, state.global_step
-            self.control.should_save |= self.args.save_strategy == "best"
-        self._clock += time.perf_counter() - started  # no part of the steps' time
-        return loss
-
-    def _loss_before(self) -> float:
-        """The held-out loss before the first step; a resumed run finds it in its history."""
-        first = next((entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry), None)
-        return self._evaluate_and_log() if first is None else first
 
     def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
         self.state.global_step = metrics.bad_step - 1
@@ -265,7 +335,7 @@ class Trainer:
             self._stop_on_bad_loss(metrics)
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
-            state.best_model_checkpoint = str(folder_of(self.folder, step))
+            state.best_model_checkpoint = noted(folder_of(self.folder, step), self.folder)
         host = {
             "step": step,
             "learning_rate": self.rate,
@@ -275,42 +345,93 @@ class Trainer:
             "mesh": self.job.plan.mesh,
             "versions": versions(),
         }
-        pause, before = self.checkpoints.save(self.train_step.state, host, state)
+        state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
+        everything = {**self.train_step.state, **saved_buffers(self.model)}
+        pause, before = self.checkpoints.save(everything, host, state)
         self._log_saved(before)
         self._log({"save_pause": pause})
-        args: Any = self.args
-        self.control.should_save = False
-        self.control = self.callbacks.on_save(args, state, self.control)
+        self._event("on_save")
 
-    def _load_best(self) -> None:
+    def _take_over_the_folder(self) -> None:
+        for name, content in self.job.as_texts().items():
+            self.folder.write(name, as_json(content))
+        if aside := self.checkpoints.begin(self.resume):
+            names = ", ".join(folder_of(self.folder, step).name for step in aside)
+            say(
+                self.console,
+                f"set aside: {names} of {self.folder}, which this run does not go on from: their paths still resume, "
+                "`latest` does not find them, and one is replaced when this run comes to its step",
+            )
+
+    def _best(self) -> Folder | None:
+        """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
         best = self.state.best_model_checkpoint
-        if not self.args.load_best_model_at_end or self.stop.any or best is None:
-            return
+        last = noted(folder_of(self.folder, self.state.global_step), self.folder)
+        if not self.args.load_best_model_at_end or self.stop.any or best is None or best == last:
+            return None
         self._log_saved(self.checkpoints.wait())
-        if best == str(folder_of(self.folder, self.state.global_step)):
-            return
-        source = open_checked(Folder(best), self.console)
+        return noted_folder(best, self.folder)
+
+    def _write_out_with(self, best: Folder | None, unigram: float) -> UserError | None:
+        """Write out with the weights in ``best``, and place them on the devices, though not before all is written.
+
+        If they can't be read, the last step's weights are written, and the error to end with is returned.
+        """
+        if best is None:
+            self._write_out(unigram)
+            return None
+        try:
+            source = open_checked(best, self.console)
+            source.check_model(self.job.model)
+            self._write_out(unigram, source)
+        except UserError as error:
+            self._write_out(unigram)
+            return UserError(
+                asked=f"--load_best_model_at_end, with the weights of step {self.state.best_global_step}",
+                found=f"{error.asked}: {error.found}",
+                why=f"they can't be read, so {self.folder}/model has those of the last step, {self.state.global_step}",
+                instead="the same command with --resume_from_checkpoint latest, once that checkpoint is back as it "
+                "was; with --load_best_model_at_end false the last step's weights are what is asked for",
+            )
         # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
         parameters = self.placed.parameters
         parameters.clear()
         parameters.update(place_parameters(self.model, self.job.stored, self.mesh, source))
-        self.console.print(f"the best weights are those of {best}", highlight=False, soft_wrap=True)
+        say(self.console, f"the best weights are those of {best}")
+        return None
 
-    def _write_out(self, unigram: float) -> None:
-        """Write state, curve and, unless preempted, the model; then wait for the checkpoint under way."""
-        self._write_state(unigram)
-        if not self.stop.preempted:
-            self.save_model(self.folder / "model")
+    def _write_out(self, unigram: float, source: Source | None = None) -> None:
+        """Write the state and, unless preempted or stopped before anything was learned, the model; wait for the
+        checkpoint under way; write the curve.
+        """
+        self.lock.check_held()
+        self._write_state()
+        if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
+            self.save_model(self.folder / "model", source)
         self._log_saved(self.checkpoints.wait())
+        self._write_curve(unigram)
 
-    def _write_state(self, unigram: float) -> None:
+    def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))
+
+    def _write_curve(self, unigram: float) -> None:
         self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
+
+
+def _check_devices(job: Job, devices: int) -> None:
+    if devices != job.devices:
+        raise UserError(
+            asked=f"a job for {job.devices} devices",
+            found=f"this process has {devices}",
+            why="its plan and its batches are made for that number",
+            instead=f"Job.resolve(args, lambda: {devices}), or as many devices (CPU_NUM_DEVICES)",
+        )
 
 
 def _state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None) -> TrainerState:
     """A new run's state, or that of the run to go on with, which counts on towards this run's steps."""
     state = TrainerState() if resume is None else resume.trainer_state
+    state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
     for name in ("logging_steps", "eval_steps", "save_steps"):
         setattr(state, name, getattr(args, name))

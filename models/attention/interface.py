@@ -19,6 +19,7 @@ from transformers import AttentionInterface, masking_utils
 from models.attention import splash
 from models.attention.portable import Scoring, portable
 from models.jax_call import target
+from models.randomness import active
 
 # The name stays out of transformers' mask registry, so that models build no mask: building one waits for the device.
 # An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
@@ -69,8 +70,8 @@ class Attention:
     """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
 
     A graph built for a TPU (:func:`models.jax_call.target`) gets the kernel. Any other graph, and tensors that are not
-    on XLA, get the portable operations. Both support all that :meth:`__call__` accepts, at any length and head
-    dimension.
+    on XLA, get the portable operations; so does dropout, which the kernel has not. Both support all else that
+    :meth:`__call__` accepts, at any length and head dimension.
 
     Args:
         layout: how the kernel's inputs lie on the mesh. The partitioner cannot split a kernel: without a layout every
@@ -106,7 +107,8 @@ class Attention:
             value: ``[batch, key heads, sequence, value dimension]``.
             attention_mask: must be None. Padding and packing are said by ``segment_ids``.
             scaling: factor on the scores; None: ``head dimension ** -0.5``.
-            dropout: must be 0.
+            dropout: the probability with which a weight is left out, and the others divided by 1 minus it. Above 0, the
+                call must stand inside :func:`models.randomness.drawing`.
             segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally
                 within their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
             softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
@@ -119,14 +121,17 @@ class Attention:
         Raises:
             ValueError: something was asked that changes the numbers and is not supported.
         """
-        _refuse_unsupported(module, query, key, attention_mask, dropout, segment_ids, kwargs)
+        _refuse_unsupported(module, query, key, attention_mask, segment_ids, kwargs)
+        random_key, site = active().site("attention dropout", query.device) if dropout else (None, 0)
         scoring = Scoring(
             query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             softcap,
             kwargs.get("sliding_window") or None,
+            float(dropout),
+            site,
         )
-        if query.device.type != "xla" or not (self.interpret or target() == "tpu"):
-            return portable(query, key, value, segment_ids, s_aux, scoring), None
+        if dropout or query.device.type != "xla" or not (self.interpret or target() == "tpu"):
+            return portable(query, key, value, segment_ids, s_aux, scoring, random_key), None
         settings = splash.Settings(scoring, self.layout, self.interpret)
         return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
 
@@ -144,7 +149,6 @@ def _refuse_unsupported(
     query: torch.Tensor,
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float,
     segment_ids: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> None:
@@ -159,7 +163,6 @@ def _refuse_unsupported(
             "an attention mask",
             "pass segment_ids [batch, sequence]: 0 for padding, one id for each packed sequence",
         ),
-        (dropout, f"attention dropout {dropout}", "set config.attention_dropout to 0"),
         (not causal, "attention that is not causal", "use 'eager' or 'sdpa' for this model"),
         (
             key.shape[2] != length,

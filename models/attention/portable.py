@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from torch_xla.experimental.scan import _scan_impl_flat
 
 from models.op_arguments import as_text, from_text
+from models.random_bits import keep_factors
 
 # queries in a block
 BLOCK = 512
@@ -39,11 +40,15 @@ class Scoring:
         scale: factor on the products of query and key.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
         window: how many positions a token sees, itself included; None: all.
+        dropout: the probability with which a weight is left out; the others are divided by 1 minus it.
+        site: the number of the place that draws the weights to leave out.
     """
 
     scale: float
     softcap: float | None
     window: int | None
+    dropout: float = 0.0
+    site: int = 0
 
 
 def portable(
@@ -53,8 +58,13 @@ def portable(
     segment_ids: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scoring: Scoring,
+    random_key: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """From query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` to ``BSHE``."""
+    """From query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` to ``BSHE``.
+
+    With dropout, ``random_key`` and the scoring's site draw the weights to leave out: the same as
+    :func:`models.random_bits.dropout` would of the weights as one tensor ``BHST``.
+    """
     B, H, S, D = query.shape
     K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
     N = -(-S // C)
@@ -70,6 +80,7 @@ def portable(
         segment_ids,
         torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
         pad(segment_ids, (0, rest)).view(B, N, C).transpose(0, 1),
+        random_key,
         as_text(scoring),
     )
     return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
@@ -87,6 +98,7 @@ def _attention(
     segments: torch.Tensor,
     positions: torch.Tensor,
     query_segments: torch.Tensor,
+    random_key: torch.Tensor | None,
     scoring_text: str,
 ) -> torch.Tensor:
     """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``KG``, segments ``BT``, positions ``NC`` and
@@ -97,14 +109,16 @@ def _attention(
         constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         weights_BKGCT, *_ = _weights(constants, x, scoring)
-        out_BKGCE = torch.einsum("bkgct,bkte->bkgce", weights_BKGCT, constants[1].float())
+        kept = _kept(constants, x, weights_BKGCT, scoring)
+        out_BKGCE = torch.einsum("bkgct,bkte->bkgce", _times(weights_BKGCT, kept), constants[1].float())
         return [], out_BKGCE.to(query.dtype)
 
-    return _loop(body, [key, value, sinks, segments], [], [query, positions, query_segments])[1]
+    constants = [key, value, sinks, segments, *([] if random_key is None else [random_key])]
+    return _loop(body, constants, [], [query, positions, query_segments])[1]
 
 
 @_attention.register_fake
-def _(query, key, value, sinks, segments, positions, query_segments, scoring_text):
+def _(query, key, value, sinks, segments, positions, query_segments, random_key, scoring_text):
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
@@ -118,6 +132,7 @@ def _attention_backward(
     segments: torch.Tensor,
     positions: torch.Tensor,
     query_segments: torch.Tensor,
+    random_key: torch.Tensor | None,
     scoring_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """From grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value and sinks."""
@@ -130,8 +145,9 @@ def _attention_backward(
         grad_key, grad_value, grad_sinks = carry
         query_BKGCD, grad_BKGCE = x[0].float(), x[-1].float()
         weights, weight_sink, slope = _weights(constants, x[:-1], scoring)
-        grad_value = grad_value + torch.einsum("bkgct,bkgce->bkte", weights, grad_BKGCE)
-        grad_weights = torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float())
+        kept = _kept(constants, x, weights, scoring)
+        grad_value = grad_value + torch.einsum("bkgct,bkgce->bkte", _times(weights, kept), grad_BKGCE)
+        grad_weights = _times(torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float()), kept)
         mean_BKGC1 = (weights * grad_weights).sum(-1, keepdim=True)
         grad_scores = weights * (grad_weights - mean_BKGC1) * scoring.scale
         if slope is not None:
@@ -143,12 +159,13 @@ def _attention_backward(
 
     zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value, sinks)]
     xs = [query, positions, query_segments, grad_out]
-    grads, grad_query = _loop(body, [key, value, sinks, segments], zeros, xs)
+    constants = [key, value, sinks, segments, *([] if random_key is None else [random_key])]
+    grads, grad_query = _loop(body, constants, zeros, xs)
     return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), grads[2].to(sinks.dtype)
 
 
 @_attention_backward.register_fake
-def _(grad_out, query, key, value, sinks, segments, positions, query_segments, scoring_text):
+def _(grad_out, query, key, value, sinks, segments, positions, query_segments, random_key, scoring_text):
     # not empty_like: the gradients are dense whatever the inputs' strides
     return tuple(t.new_empty(t.shape) for t in (query, key, value, sinks))
 
@@ -160,7 +177,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text)
-    return (*grads, None, None, None, None)
+    return (*grads, None, None, None, None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save_inputs)
@@ -170,7 +187,7 @@ def _weights(
     constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """One block's attention weights ``BKGCT``, its sinks' ``BKGC1``, and the soft cap's slope at each score."""
-    key_BKTD, _, sinks_KG, segments_BT = constants
+    key_BKTD, _, sinks_KG, segments_BT = constants[:4]
     query_BKGCD, positions_C, segments_BC = x
     scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * scoring.scale
     slope = None
@@ -187,6 +204,19 @@ def _weights(
     # in a row that sees something the largest exponent is 0, so the total is at least 1: the clamp changes no such row
     total = (weights.sum(-1, keepdim=True) + sink).clamp(min=1.0)
     return weights / total, sink / total, slope
+
+
+def _kept(
+    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], weights_BKGCT: torch.Tensor, scoring: Scoring
+) -> torch.Tensor | None:
+    """What dropout multiplies a block's weights by, ``BKGCT``; None: there is no dropout."""
+    if not scoring.dropout:
+        return None
+    return keep_factors(constants[4], weights_BKGCT.shape, scoring.site, scoring.dropout, rows=x[1])
+
+
+def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    return weights if kept is None else weights * kept
 
 
 def _seen(

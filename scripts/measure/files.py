@@ -112,7 +112,7 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
     from transformers import TrainerState
 
     from trainer.checkpoint import manifest
-    from trainer.checkpoint.read import folder_of
+    from trainer.checkpoint.lineage import folder_of
     from trainer.checkpoint.write import CheckpointWriter
     from trainer.storage import Folder
 
@@ -126,8 +126,8 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
     size = 0
     with tempfile.TemporaryDirectory(dir=".") as local:
         output = Folder(local)
+        writer = CheckpointWriter(output, {}, 1)
         for step in range(1, rounds + 1):
-            writer = CheckpointWriter(output, {}, 1)
             pause, _ = writer.save(state, {"step": step}, TrainerState())
             saved = writer.wait()
             assert saved is not None

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from trainer.cli import Parser
 from trainer.errors import exit_code
+from trainer.report.lines import say, waiting
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "docs" / "configs"
@@ -108,6 +109,15 @@ TABLES: dict[str, dict[str, str]] = {
         "Qwen3-30B-A3B, mixtral_ep": "--recipe mixtral_ep --model docs/configs/qwen3_30b_a3b.json "
         f"--sequence_length 4096 {_64} {_BATCH} 4 {_CAPACITY}",
     },
+    "graphs": {
+        "mixtral_ep": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
+        "mixtral_fsdp": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
+        "mixtral_ep_tp": f"--recipe mixtral_ep_tp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
+        "llama_fsdp": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2",
+        "llama_tp": f"--recipe llama_tp {_DENSE70} {_64} {_BATCH} 2",
+        "mixtral_ep, Qwen3-30B-A3B": "--recipe mixtral_ep --model docs/configs/qwen3_30b_a3b.json "
+        f"--sequence_length 4096 {_64} {_BATCH} 4 {_CAPACITY}",
+    },
     "depth": {
         f"{layers} layers": f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers={layers} "
         f"--sequence_length 4096 {_64} {_BATCH} 2"
@@ -145,12 +155,13 @@ def main() -> int:
     found: dict[str, Any] = {}
     console = Console(stderr=True)
     rows = [(name, row, options) for name in names for row, options in TABLES[name].items()]
-    with ThreadPoolExecutor(arguments.jobs) as pool, console.status(f"compiling {len(rows)} steps …"):
+    with ThreadPoolExecutor(arguments.jobs) as pool, waiting(console, f"compiling {len(rows)} steps …"):
         for (name, row, _), report in zip(rows, pool.map(lambda r: compile_one(r[2]), rows), strict=True):
-            console.print(f"{name}: {row}: {report.get('failed') or 'done'}", highlight=False)
+            say(console, f"{name}: {row}: {report.get('failed') or 'done'}")
             found.setdefault(name, {})[row] = report
     for name in names:
-        print(f"\n### {name}\n\n{markdown(found[name])}")
+        table = graph_markdown if name == "graphs" else markdown
+        print(f"\n### {name}\n\n{table(found[name])}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -182,26 +193,44 @@ def _config(word: str, folder: Path) -> str:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """The table's text; all numbers are of one chip, those of traffic, FLOPs and cycles of one step."""
+    """The table of train steps; all numbers are of one chip, those of traffic, FLOPs and cycles of one step."""
     header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles", "compile, s of CPU"]
-    lines = [header, ["---"] * len(header)]
-    lines += [[row, *_cells(report)] for row, report in rows.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return _table(header, [[row, *_cells(report)] for row, report in rows.items()])
+
+
+def graph_markdown(rows: dict[str, dict[str, Any]]) -> str:
+    """The table of a run's graphs: the HBM that each needs beside the run's state, and the CPU seconds of compiling."""
+    graphs = ["train step", "evaluation", "loading", "reading back"]
+    header = ["HBM a chip, GiB", *graphs, "compile, s of CPU: train step", "the others"]
+    return _table(header, [[row, *_graph_cells(report, graphs)] for row, report in rows.items()])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
+
+
+def _graph_cells(report: dict[str, Any], graphs: Sequence[str]) -> Sequence[str]:
+    if "failed" in report:
+        return [report["failed"], *[""] * (len(graphs) + 1)]
+    found = {graph["graph"]: graph for graph in report["graphs"]}
+    needed = {name: (graph["required_bytes"] + graph["held_bytes"]) / GIB for name, graph in found.items()}
+    first, *others = (graph["compile_seconds"] for graph in found.values())
+    return [*(f"{needed[g]:.1f}" if g in needed else "" for g in graphs), f"{first:.0f}", f"{sum(others):.0f}"]
 
 
 def _cells(report: dict[str, Any]) -> Sequence[str]:
     if "failed" in report:
         return [report["failed"], *[""] * 7]
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
-    needed = f"{report['required_bytes'] / GIB:.1f}"
+    needed, fits = f"{report['required_bytes'] / GIB:.1f}", report["graphs"][0]["fits"]  # the train step's
     return (
         " × ".join(f"{axis}={size}" for axis, size in report["mesh"].items()),
-        needed if report["fits"] else f"{needed}: does not fit {report['chip_hbm_bytes'] / GIB:.1f}",
+        needed if fits else f"{needed}: does not fit {report['chip_hbm_bytes'] / GIB:.1f}",
         f"{report['temp_bytes'] / GIB:.2f}" + (f" + {h:.1f} host" if (h := report["host_temp_bytes"] / GIB) else ""),
-        f"{sent / GIB:.1f}" if report["fits"] else "",
-        f"{exposed / GIB:.1f}" if report["fits"] else "",
-        f"{report['flops']:.2e}" if report["fits"] else "",
-        f"{report['estimated_cycles'] / 1e9:#.4g}e9" if report["fits"] else "",
+        f"{sent / GIB:.1f}" if fits else "",
+        f"{exposed / GIB:.1f}" if fits else "",
+        f"{report['flops']:.2e}" if fits else "",
+        f"{report['estimated_cycles'] / 1e9:#.4g}e9" if fits else "",
         f"{report['compile_seconds']:.0f}",
     )
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import shutil
-import uuid
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -17,79 +16,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
 from transformers import LlamaConfig, TrainerState
 
+from tests.support.checkpoints import VALUES, anything, host, quiet, save, writer
 from tests.support.lives import TINY
-from trainer.checkpoint import manifest
-from trainer.checkpoint.host_state import random_state, set_random_state
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, folder_of, open_checked, whole_steps
-from trainer.checkpoint.write import CheckpointWriter, expired, run_texts
+from trainer.checkpoint import manifest, tensors
+from trainer.checkpoint.host_state import set_random_state
+from trainer.checkpoint.lineage import LINEAGE, folder_of, whole_steps
+from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
+from trainer.checkpoint.write import expired
 from trainer.errors import UserError
-from trainer.layout.load import load_recipe
 from trainer.layout.mesh import Mesh
-from trainer.layout.plan import make_plan
 from trainer.model import meta_model
 from trainer.storage import Folder, StorageError
 from trainer.xla import sharding
 from trainer.xla.mesh import build_mesh
 from trainer.xla.runtime import compile_count
-
-LAYERS = 3
-VALUES = {
-    "model.layers.*.mlp.up_proj.weight": torch.arange(LAYERS * 16 * 8, dtype=torch.float32).reshape(LAYERS, 16, 8),
-    "model.layers.*.mlp.up_proj.weight first moment": torch.rand(LAYERS, 16, 8),
-    "lm_head.weight": torch.rand(24, 8).to(torch.bfloat16),
-    "model.layers.0.norm.weight": torch.rand(8),
-    "model.layers.1.norm.weight": torch.rand(8),
-    "metrics": torch.rand(5),
-}
-SPECS = {
-    "model.layers.*.mlp.up_proj.weight": (None, ("fsdp", "tensor"), None),
-    "model.layers.*.mlp.up_proj.weight first moment": (None, "fsdp", "tensor"),
-    "lm_head.weight": ("tensor", None),
-    "model.layers.0.norm.weight": (None,),
-    "model.layers.1.norm.weight": ("tensor",),
-    "metrics": (None,),
-}
-
-
-@pytest.fixture(scope="module")
-def state():
-    mesh = build_mesh(Mesh(fsdp=2, tensor=4))
-    return {name: sharding.place(name, values, mesh, SPECS[name]) for name, values in VALUES.items()}
-
-
-@pytest.fixture(params=["disk", "memory"])
-def output(request, tmp_path):
-    return Folder(tmp_path / "run" if request.param == "disk" else f"memory://{uuid.uuid4()}/run")
-
-
-def host(step: int) -> dict:
-    return {"step": step, "random": random_state()}
-
-
-TEXTS = {"training_args.json": {"max_steps": 9}, "recipe.json": {"name": "r"}}
-
-
-def writer(output: Folder, limit: int | None = None) -> CheckpointWriter:
-    return CheckpointWriter(output, run_texts(TEXTS, LlamaConfig(**TINY), None), limit)
-
-
-def save(output: Folder, state, *steps: int, limit: int | None = None, best: int | None = None) -> None:
-    saves = writer(output, limit)
-    for step in steps:
-        saves.save(state, host(step), TrainerState(global_step=step, best_global_step=best))
-    saves.wait()
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=400)
-
-
-def anything(found: RunCheckpoint) -> None:
-    """Accepts every checkpoint."""
-
 
 # ---- what is read back ----
 
@@ -123,8 +65,8 @@ def test_a_slice_reads_only_the_shards_and_layers_that_it_touches(state, tmp_pat
     save(Folder(tmp_path), state, 1)
     array = RunCheckpoint(folder_of(Folder(tmp_path), 1))("model.layers.*.mlp.up_proj.weight")
     read = []
-    real = torch.load
-    monkeypatch.setattr(torch, "load", lambda *a, **k: read.append(real(*a, **k)) or read[-1])
+    real = tensors.read_record
+    monkeypatch.setattr(tensors, "read_record", lambda *a: read.append(real(*a)) or read[-1])
     # 8 devices hold two rows each: rows 2 to 5 lie in two shards, each of them written layer by layer
     assert torch.equal(array[1:2, 2:6, :], VALUES["model.layers.*.mlp.up_proj.weight"][1:2, 2:6])
     assert sum(tensor.numel() for tensor in read) == 2 * (2 * 8)
@@ -288,7 +230,7 @@ def test_metadata_that_an_older_python_wrote_is_read(state, tmp_path):
 def test_a_folder_of_another_program_is_neither_read_nor_removed(state, tmp_path):
     (tmp_path / "checkpoint-500").mkdir()
     (tmp_path / "checkpoint-500" / "model.safetensors").write_text("precious")
-    writer(Folder(tmp_path)).remove_half_written()
+    writer(Folder(tmp_path)).begin()
     assert find_checkpoint("latest", Folder(tmp_path), quiet(), anything) is None
     assert (tmp_path / "checkpoint-500" / "model.safetensors").read_text() == "precious"
 
@@ -297,8 +239,8 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start(state, output):
     save(output, state, 1, 2)
     folder_of(output, 2).remove_file("manifest.json")
     folder_of(output, 3).write(".host.json.tmp", b"cut sh")
-    writer(output).remove_half_written()
-    assert output.names() == ["checkpoint-1"]
+    writer(output).begin(RunCheckpoint(folder_of(output, 1)))
+    assert output.names() == ["checkpoint-1", LINEAGE]
 
 
 # ---- which are kept ----
@@ -325,7 +267,7 @@ def test_the_newest_and_the_best_are_never_removed(steps, limit, best, gone):
 def test_old_checkpoints_go_once_the_new_one_is_whole(state, output):
     save(output, state, 1, 2, 3, 4, limit=2, best=1)
     assert whole_steps(output) == [1, 4]
-    assert output.names() == ["checkpoint-1", "checkpoint-4"]
+    assert output.names() == ["checkpoint-1", "checkpoint-4", LINEAGE]
 
 
 def test_a_save_over_an_older_one_of_the_same_step_replaces_it(state, output):
@@ -354,7 +296,7 @@ def test_a_full_disk_is_the_next_save_s_error_with_its_cause_and_the_last_one_st
     with pytest.raises(StorageError, match=r"No space left on device(.|\n)*checkpoint-1 is whole"):
         saves.save({"w": tensor}, host(3), TrainerState())
     open_checked(folder_of(output, 1), quiet())
-    assert output.names() == ["checkpoint-1"]  # the half one gave its room back
+    assert output.names() == ["checkpoint-1", LINEAGE]  # the half one gave its room back
 
 
 def test_a_disk_that_goes_away_stops_the_run(state, small_disk):
@@ -373,9 +315,9 @@ def test_a_disk_that_goes_away_stops_the_run(state, small_disk):
 
 def test_another_model_s_checkpoint_is_one_message(state, tmp_path):
     save(Folder(tmp_path), state, 1)
-    plan = make_plan(load_recipe("llama_fsdp"), meta_model(LlamaConfig(**TINY)), 1)
+    model = meta_model(LlamaConfig(**TINY))
     with pytest.raises(UserError, match=r"embed_tokens\.weight is not in it(.|\n)*and \d+ more"):
-        RunCheckpoint(folder_of(Folder(tmp_path), 1)).check_model(plan)
+        RunCheckpoint(folder_of(Folder(tmp_path), 1)).check_model(model)
 
 
 @pytest.fixture
@@ -392,10 +334,10 @@ def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused_before_its_tensors
 ):
     save(output, state, 1, 2)
     asked = "latest" if latest else str(folder_of(output, 2))
-    plan = make_plan(load_recipe("llama_fsdp"), meta_model(LlamaConfig(**TINY)), 1)
+    model = meta_model(LlamaConfig(**TINY))
     opened.clear()
     with pytest.raises(UserError, match="another model's"):
-        find_checkpoint(asked, output, quiet(), lambda found: found.check_model(plan))
+        find_checkpoint(asked, output, quiet(), lambda found: found.check_model(model))
     assert ".metadata" in opened
     assert "__0_0.distcp" not in opened
     find_checkpoint(asked, output, quiet(), anything)

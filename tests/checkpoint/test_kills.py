@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.lives import Lives, tiny_run, write_text
 from trainer.checkpoint import manifest
-from trainer.checkpoint.read import NAME, folder_of, whole_steps
+from trainer.checkpoint.lineage import NAME, folder_of, live_steps, whole_steps
 from trainer.storage import Folder
 
 KILLS = {"at start": 4, "training": 8, "in a save": 12}
@@ -88,6 +88,7 @@ def test_a_run_killed_24_times_has_the_losses_and_weights_of_one_never_stopped(t
             # the run went on from the newest that was whole, and no kill took that one away
             assert f"checkpoint-{newest}\n" in log.read_text() or newest == 0 or kind == "at start"
             steps = whole_steps(Folder(broken))
+            assert live_steps(Folder(broken)) == steps  # a run that goes on from its newest sets none aside
             assert max(steps, default=0) >= newest
             resumed += newest > 0 and kind != "at start"
             newest = max(steps, default=0)

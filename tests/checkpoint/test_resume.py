@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +17,14 @@ import safetensors.torch
 import torch
 from rich.console import Console
 
-from tests.support.lives import Lives, tiny_run, write_text
+from tests.support.lives import TINY, Lives, tiny_run, write_text
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Resharding, Setting
 from trainer.arguments import TrainingArguments
-from trainer.checkpoint.read import open_checked, whole_steps
+from trainer.checkpoint.lineage import whole_steps
+from trainer.checkpoint.read import find_checkpoint, open_checked
+from trainer.errors import UserError
+from trainer.lock import LOCK
 from trainer.run import train
-from trainer.step.schedule import Schedule
 from trainer.storage import Folder
 
 STEPS = 60
@@ -45,6 +49,13 @@ def arguments(place: Path, output: object, *more: object) -> list[object]:
     return [*base, *more]
 
 
+def as_options(place: Path) -> dict[str, Any]:
+    """The arguments of a tiny run as `TrainingArguments` takes them."""
+    words = [str(word).lstrip("-") for word in tiny_run(place)]
+    options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    return options | {"sequence_length": 32, "warmup_steps": 5}
+
+
 @pytest.fixture(scope="module")
 def whole(lives, place):
     """The output directory of a run that was never stopped."""
@@ -64,23 +75,17 @@ def wait_for(log: Path, text: str) -> None:
         time.sleep(0.001)
 
 
+def ends_with_weights_of(output: Path, step: int) -> bool:
+    """Whether the model is that of a checkpoint, to the bit."""
+    source = open_checked(Folder(output / f"checkpoint-{step}"), Console(quiet=True))
+    model = safetensors.torch.load_file(output / "model" / "model.safetensors")
+    return all(
+        torch.equal(values, source(name)[tuple(slice(None) for _ in values.shape)]) for name, values in model.items()
+    )
+
+
 def same_weights(one: Path, other: Path) -> bool:
     return (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial"],
-)
-def test_a_schedule_that_skips_is_where_one_that_walked_is(kind):
-    walked, skipped = Schedule(kind, 1e-3, 5, 50), Schedule(kind, 1e-3, 5, 50)
-    for _ in range(17):
-        walked.advance()
-    skipped.skip(17)
-    for _ in range(3):
-        assert skipped.learning_rate == walked.learning_rate
-        walked.advance()
-        skipped.advance()
 
 
 @pytest.mark.slow
@@ -159,6 +164,41 @@ def test_other_options_are_taken_and_said_and_another_model_is_refused(lives, pl
 
 
 @pytest.mark.slow
+def test_a_run_from_an_older_checkpoint_and_one_that_starts_anew_keep_what_they_write(lives, place, whole):
+    output, log = place / "line", place / "line.log"
+    shutil.copytree(whole, output)
+    older = ["--resume_from_checkpoint", output / "checkpoint-20", "--max_steps", 50, "--save_total_limit", 1]
+    assert lives.run(log, *arguments(place, output, *older)) == 0, log.read_text()
+    assert whole_steps(Folder(output)) == [50, 60]
+    assert f"set aside: checkpoint-40, checkpoint-60 of {output}" in log.read_text()
+    assert lives.run(log, *arguments(place, output, *LATEST, "--save_total_limit", 1)) == 0, log.read_text()
+    assert f"resume:  {output}/checkpoint-50\n" in log.read_text()
+    assert whole_steps(Folder(output)) == [60]
+    anew = ["--overwrite_output_dir", True, "--max_steps", 10, "--save_steps", 5, "--save_total_limit", 1]
+    assert lives.run(log, *arguments(place, output, *anew)) == 0, log.read_text()
+    assert whole_steps(Folder(output)) == [10, 60]
+    found = find_checkpoint("latest", Folder(output), Console(quiet=True), lambda checkpoint: None)
+    assert found is not None
+    assert found.step == 10
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_folder_is_refused_and_the_first_is_none_the_worse(lives, place, whole):
+    output, log = place / "two", place / "two.log"
+    process = lives.start(log, *arguments(place, output))
+    wait_for(log, "step      5")
+    os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(UserError, match=rf"process {process} on"):
+            train(TrainingArguments(**as_options(place), output_dir=str(output), resume_from_checkpoint="latest"))
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert lives.wait() == 0, log.read_text()
+    assert losses(output) == losses(whole)
+    assert not (output / LOCK).exists()
+
+
+@pytest.mark.slow
 def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     output, log = place / "best", place / "best.log"
     # a learning rate that, once warmed up, ruins what was learnt before
@@ -173,9 +213,24 @@ def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     assert whole_steps(Folder(output)) == [step, STEPS]  # a limit of 1 spares the newest and the best
     last = [e["eval_loss"] for e in state["log_history"] if "eval_loss" in e][-1]
     assert last == state["best_metric"]
-    source = open_checked(Folder(output / f"checkpoint-{step}"), Console(quiet=True))
-    for name, values in safetensors.torch.load_file(output / "model" / "model.safetensors").items():
-        assert torch.equal(values, source(name)[tuple(slice(None) for _ in values.shape)]), name
+    assert ends_with_weights_of(output, step)
+
+    # the folder is moved, and its best checkpoint damaged: what was learned is written, and then the run fails
+    moved = output.rename(place / "best-moved")
+    shutil.rmtree(moved / "model")
+    again = [*arguments(place, moved, *ruin, *best, "--save_total_limit", 1), *LATEST]
+    tensors = moved / f"checkpoint-{step}" / "__0_0.distcp"
+    good = tensors.read_bytes()
+    tensors.write_bytes(good[:99] + bytes([good[99] ^ 4]) + good[100:])
+    assert lives.run(log, *again) == 2
+    assert f"{tensors.name} has changed" in log.read_text()
+    assert f"has those of the last step, {STEPS}" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert ends_with_weights_of(moved, STEPS)
+    # the same command ends as it should have, once it can
+    tensors.write_bytes(good)
+    assert lives.run(log, *again) == 0, log.read_text()
+    assert ends_with_weights_of(moved, step)
 
 
 @pytest.mark.slow
@@ -192,10 +247,8 @@ def test_a_loss_that_is_not_finite_is_never_saved_as_a_good_state(lives, place):
 
 @pytest.mark.slow
 def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
-    words = [str(word).lstrip("-") for word in tiny_run(place)]
-    options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
-    options |= {"model": str(place / "config.json"), "dataset": str(place / "text"), "sequence_length": 32}
-    options |= {"warmup_steps": 5, "max_steps": 10, "save_steps": 5, "logging_steps": 1}
+    options = as_options(place)
+    options |= {"max_steps": 10, "save_steps": 5, "logging_steps": 1}
     train(TrainingArguments(**options, output_dir=f"{store}/one"))
     assert {"checkpoint-5", "checkpoint-10", "trainer_state.json", "loss_curve.png", "model"} <= set(
         Folder(f"{store}/one").names()
@@ -209,14 +262,34 @@ def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
     assert weights[0] == weights[1]
 
 
+REPLICATED = """
+from trainer import Compute, Mesh, Recipe
+anything = {".".join("*" * depth): {} for depth in range(1, 9)}
+recipe = Recipe(Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything, compute=Compute(scan=False))
+"""
+
+
 @pytest.mark.slow
-def test_a_checkpoint_at_the_end_of_each_epoch(lives, place):
+def test_a_model_with_saved_buffers_is_resumed(lives, place):
+    (place / "replicated.py").write_text(REPLICATED)
+    (place / "apertus.json").write_text(json.dumps({**TINY, "model_type": "apertus"}))
+    log, more = place / "buffers.log", ["--recipe", place / "replicated.py", "--model", place / "apertus.json"]
+    more += ["--max_steps", 4, "--save_steps", 2]
+    assert lives.run(log, *arguments(place, place / "one", *more)) == 0, log.read_text()
+    resumed = [*more, "--resume_from_checkpoint", place / "one" / "checkpoint-2"]
+    assert lives.run(log, *arguments(place, place / "other-one", *resumed)) == 0, log.read_text()
+    assert "model.layers.0.mlp.act_fn.beta" in safetensors.torch.load_file(place / "one/model/model.safetensors")
+    assert same_weights(place / "one", place / "other-one")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_at_the_end_of_each_epoch_and_of_the_run(lives, place):
     output, log = place / "epoch", place / "epoch.log"
     short = ["--save_strategy", "epoch", "--per_device_train_batch_size", 30, "--max_steps", 12]
     assert lives.run(log, *arguments(place, output, *short)) == 0, log.read_text()
     rows = json.loads((output / "trainer_state.json").read_text())
     per_epoch = round(12 / rows["epoch"])
-    assert whole_steps(Folder(output)) == list(range(per_epoch, 13, per_epoch))
+    assert whole_steps(Folder(output)) == [*range(per_epoch, 12, per_epoch), 12]
 
 
 @pytest.mark.slow
@@ -235,6 +308,22 @@ def test_a_disk_that_is_full_stops_the_run_says_so_and_the_last_checkpoint_can_b
     more = ["--resume_from_checkpoint", run / f"checkpoint-{saved[-1]}"]
     assert lives.run(log, *arguments(place, place / "moved", *more)) == 0, log.read_text()
     assert losses(place / "moved") == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nowhere", ["a full disk", "a reader that ended"])
+def test_a_run_whose_log_can_not_be_written_trains_saves_and_ends_as_it_would(lives, place, whole, nowhere):
+    output, log = place / nowhere, Path("/dev/full")
+    if nowhere != "a full disk":
+        log = place / "pipe"
+        os.mkfifo(log)
+        reader = subprocess.Popen(["head", "-n", "1", str(log)], stdout=subprocess.PIPE, text=True)
+    assert lives.run(log, *arguments(place, output)) == 0
+    if nowhere != "a full disk":
+        assert reader.communicate()[0].startswith("devices: ")
+    assert whole_steps(Folder(output)) == whole_steps(Folder(whole))
+    assert losses(output) == losses(whole)
+    assert same_weights(output, whole)
 
 
 @pytest.mark.slow

@@ -113,12 +113,25 @@ def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_c
     assert any(module.startswith("model.layers.*") for module in modules), modules
     check_page(page.read_text())
 
-    (entry,) = (cache / "compiled").iterdir()
-    stamp = (entry / "result.json").stat().st_mtime_ns
+    # every graph of a run was asked, and beside the evaluation lies all the state but the weights
+    graphs = {graph["graph"]: graph for graph in report["graphs"]}
+    assert [*graphs] == ["train step", "evaluation", "loading", "reading back"]
+    assert all(graph["fits"] for graph in graphs.values())
+    assert graphs["evaluation"]["held_bytes"] == report["optimizer_bytes"] + 512
+    for name in ("loading", "reading back"):  # nothing of a stack is copied
+        assert graphs[name]["temp_bytes"] < report["weights_bytes"] / 4, graphs[name]
+        assert graphs[name]["required_bytes"] < report["weights_bytes"]
+        assert graphs[name]["required_bytes"] + graphs[name]["held_bytes"] < report["required_bytes"]
+
+    def stamps() -> dict[Path, int]:
+        return {entry: (entry / "result.json").stat().st_mtime_ns for entry in (cache / "compiled").iterdir()}
+
+    made = stamps()
+    assert len(made) == len(graphs)
     second = run("train.py", "--compile_only", *words, "--json", str(data), cache=cache)
     assert second.returncode == 0, second.stderr
     assert json.loads(data.read_text()) == report
-    assert [(e, (e / "result.json").stat().st_mtime_ns) for e in (cache / "compiled").iterdir()] == [(entry, stamp)]
+    assert stamps() == made
     assert not (cache / "output").exists()  # it trained nothing
 
 

@@ -21,6 +21,7 @@ import torch
 import torch_xla
 
 from models import jax_call
+from models.attention import interface, portable
 from tests.support.cases import relative
 from tests.support.jobs import job_of
 from tests.support.marking import InPlace, donating_no_base, in_place
@@ -251,6 +252,25 @@ def test_our_marking_takes_less_memory_than_marking_in_place(tmp_path: Path) -> 
     assert theirs.argument_bytes - ours.argument_bytes >= ours.weights_bytes > 0
     assert theirs.output_bytes - theirs.alias_bytes >= ours.output_bytes - ours.alias_bytes + ours.weights_bytes
     assert theirs.required_bytes >= ours.required_bytes + ours.weights_bytes
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_attention_dropout_takes_a_tpu_no_more_memory_and_no_communication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portable, "BLOCK", 64)
+    monkeypatch.setattr(interface, "target", lambda: "cpu")  # the step without dropout has the same loops, no kernel
+    recipe, reports = load_recipe("llama_fsdp"), []
+    recipe = replace(recipe, compute=replace(recipe.compute, scan=False, remat="none"))
+    for dropout in (0.0, 0.1):
+        changes = {"intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256, "attention_dropout": dropout}
+        job = job_of(replace(recipe, model={**(recipe.model or {}), **changes}), sequence_length=1024)
+        reports.append(compile_for(lower(job), Target("v5e:2x4", timeout=600), cache_dir=tmp_path))
+    plain, dropped = reports
+    assert dropped.temp_bytes == pytest.approx(plain.temp_bytes, rel=0.1)
+    assert dropped.collectives == plain.collectives
+    assert dropped.flops == plain.flops
 
 
 @pytest.mark.parametrize(("how", "values"), [("ours", 1), ("in place", 2)])

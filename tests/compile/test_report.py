@@ -16,7 +16,7 @@ KEYS = [
     *("host_temp_bytes", "host_argument_bytes", "fits", "topology", "slices", "devices", "mesh", "chip_hbm_bytes"),
     *("flops", "model_flops", "hbm_bytes", "host_traffic_bytes", "estimated_cycles", "compile_seconds"),
     *("wall_seconds", "kernel_flops", "modules", "kernels", "loops", "collectives", "largest_buffers", "roofline"),
-    "error",
+    *("error", "graphs"),
 ]
 COLLECTIVE_KEYS = [
     *("kind", "axis", "count", "bytes", "wire_bytes", "exposed_bytes", "module", "purpose", "network", "shape"),
@@ -50,6 +50,10 @@ def test_the_json_has_these_keys_and_no_others(report: CompileReport, refused: C
     assert [*plain["collectives"][0]] == COLLECTIVE_KEYS
     assert [*plain["largest_buffers"][0]] == ["bytes", "shape", "module", "name"]
     assert [*plain["modules"][0]] == ["module", "flops", "hbm_bytes", "cycles"]
+    assert [*plain["graphs"][0]] == [
+        *("graph", "fits", "required_bytes", "held_bytes", "temp_bytes", "compile_seconds", "wall_seconds"),
+        *("largest_buffers", "error"),
+    ]
     assert [*plain["roofline"]] == ["compute", "hbm", "ici", "dcn", "cycles", "bound", "mfu_bound"]
 
 

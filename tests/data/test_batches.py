@@ -112,3 +112,40 @@ def test_first_token_of_an_isolated_document_is_no_target() -> None:
     assert batch["labels"].tolist() == [[5, 6, 0, -100, 8, 0, -100]]
     assert {name: batch[name].tolist()[0] for name in columns} == columns
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_an_epoch_that_is_left_early_goes_on_with_the_whole_next_one_also_from_a_cursor(rows: StoredRows) -> None:
+    batches, straight = TrainingBatches(rows, 4, seed=0), TrainingBatches(rows, 1, seed=0)
+    second = drawn(straight, 46)[23:]
+    drawn(batches, 2)
+    batches.skip_epoch()
+    assert batches.epoch == 1
+    gone_on = TrainingBatches(rows, 4, seed=0)
+    gone_on.load_state_dict(batches.state_dict())
+    for found in (batches, gone_on):
+        assert torch.equal(drawn(found, 5), second[:20])
+
+
+# ---- the rows that are evaluated ----
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 22, 23, 24, 0])
+def test_the_rows_to_evaluate_are_spread_over_all_in_their_order_and_always_the_same(rows: StoredRows, most) -> None:
+    picked = rows.spread(most)
+    count = min(most, 23) or 23
+    numbers = [row[0] // 4 for row in picked.dataset["input_ids"]]
+    assert len(picked) == count
+    assert numbers == sorted(set(numbers))
+    gaps = {after - before for before, after in zip(numbers, [*numbers[1:], 23], strict=True)}
+    assert numbers[0] == 0
+    assert gaps <= {23 // count, -(-23 // count)}
+    assert rows.spread(most).dataset["input_ids"][:] == picked.dataset["input_ids"][:]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_rows_to_evaluate_that_fill_no_batch_are_scored_once_in_a_whole_one(rows: StoredRows, hosts) -> None:
+    shares = [list(heldout_batches(rows.spread(3), 8, index, hosts)) for index in range(hosts)]
+    assert [len(batches) for batches in shares] == [1] * hosts
+    labels = torch.cat([batches[0]["labels"] for batches in shares])
+    assert labels.shape == (8, 4)
+    assert labels[labels[:, 0] != -100][:, 0].tolist() == [0, 28, 60]

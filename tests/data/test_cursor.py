@@ -274,7 +274,7 @@ def test_a_streams_cursor_is_the_one_that_older_checkpoints_hold(tokenizer, tmp_
         next(batches)
     assert batches.state_dict() == {
         "seed": 0,
-        "data": "3 json files of 6,991 bytes (120e7e0d), text, rows 8427b9ef",
+        "data": "3 json files of 6,991 bytes (120e7e0d), text, rows 9543215f",
         "epoch": 0,
         "row": 12,
         "window": 1,
@@ -315,13 +315,40 @@ def test_a_cursor_of_other_rows_is_refused(small: Rows, tokenizer, tmp_path) -> 
 
 
 @pytest.mark.parametrize(
-    "change", [{"row": -1}, {"row": 10_000}, {"epoch": -1}, {"epoch": None}, {"row": "many"}], ids=str
+    "change",
+    [
+        *({"row": -1}, {"row": 10_000}, {"epoch": -1}, {"epoch": None}, {"row": "many"}, {"row": "1"}, {"row": 1.5}),
+        *({"epoch": float("inf")}, {"row": float("nan")}, {"epoch": True}),
+    ],
+    ids=str,
 )
 def test_a_cursor_that_no_run_can_have_written_is_refused(small: Rows, change: dict[str, Any]) -> None:
     batches = TrainingBatches(small, 4, seed=0)
     next(batches)
     with pytest.raises(UserError, match="not what state_dict"):
         batches.load_state_dict(batches.state_dict() | change)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        *([], {"place": 1}, {"part": "0"}, {"part": 2}, {"document": -1}, {"skip": 0.5}, {"skip": float("inf")}),
+        *({"rest": "1"}, {"rest": [2**40]}, {"rest": [-1]}, {"rest": [[]]}),
+    ],
+    ids=str,
+)
+def test_a_cursor_of_a_stream_that_no_run_can_have_written_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, start: Any
+) -> None:
+    path = write(tmp_path, "jsonl", texts(np.random.default_rng(0), 60))
+    options = DataOptions(dataset=str(path), sequence_length=8, streaming=True, shuffle_rows=4)
+    batches = TrainingBatches(load_corpus(options, tokenizer, WORDS, tmp_path / "cache").train, 2, seed=0)
+    for _ in range(4):
+        next(batches)
+    cursor = batches.state_dict()
+    wicked = {**cursor["start"], **start} if isinstance(start, dict) else start
+    with pytest.raises(UserError, match="not what state_dict"):
+        batches.load_state_dict({**cursor, "start": wicked})
 
 
 def test_the_same_data_on_another_machine_are_the_same_data(tokenizer, tmp_path) -> None:

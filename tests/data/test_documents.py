@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,8 @@ from tests.support.texts import (
     write_text,
 )
 from trainer.data.corpus import Corpus
+from trainer.data.document_stream import find_stream
+from trainer.data.sources import locate
 from trainer.errors import UserError
 
 
@@ -112,7 +117,62 @@ def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -
     assert first == second
 
 
+ABOUT = {
+    "README.md": "# Stories",
+    "LICENSE": "Do what you like.",
+    "LICENSE-2.txt": "Or not.",
+    ".gitattributes": "*.jsonl text",
+    "dataset_infos.json": '{"default": {}}',
+    "checksums.txt": "0 a.jsonl",
+}
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=["json", "parquet"])
+def test_what_is_written_about_a_dataset_is_not_read_as_its_data(tmp_path: Path, write: Callable[..., Path]) -> None:
+    folder = tmp_path / "snapshot"
+    write_jsonl(folder / "a.jsonl", []).unlink()  # makes the folder
+    write(folder / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", TEXTS)
+    for name, text in ABOUT.items():
+        (folder / name).write_text(text)
+    splits = documents_of(folder, tmp_path / "scratch")
+    assert sorted([*splits["train"]["text"], *splits["heldout"]["text"]]) == sorted(TEXTS)
+    assert [text for _, text in find_stream(str(folder), "text").documents()] == TEXTS
+
+
+def test_a_folder_of_texts_keeps_its_readme(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder")
+    (folder / "README.md").write_text("# About these stories")
+    splits = documents_of(folder, tmp_path / "scratch")
+    assert "README.md" in {*splits["train"]["name"], *splits["heldout"]["name"]}
+
+
+@pytest.mark.parametrize("name", ["a[1]", "b*c", "q?", "[!a]", "x**y", "c[", "{x,y}", "50% off"])
+def test_no_character_of_a_path_is_a_wildcard(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    write_jsonl(folder / "a" / f"{name}.jsonl")
+    write_jsonl(folder / "b1c" / "other.jsonl", ["another text"])  # what such a pattern would find
+    (folder / "p").mkdir()
+    for dataset in (
+        folder / "a",
+        folder / "a" / f"{name}.jsonl",
+        write_parquet(folder / "p" / f"{name}.parquet"),
+        write_text(folder / "p" / f"{name}.txt"),
+    ):
+        stored = documents_of(dataset, tmp_path / "scratch" / dataset.suffix / dataset.name)
+        streamed = [text for _, text in find_stream(str(dataset), "text").documents()]
+        found = [*stored["train"]["text"], *stored["heldout"]["text"]]
+        assert sorted(found) == sorted(filter(str.strip, map(str, streamed)))
+        assert len(found) >= 20 if dataset.suffix == ".txt" else sorted(found) == sorted(TEXTS)
+
+
 # ---- bad input ----
+
+
+def test_a_null_within_a_record_of_several_lines_is_no_line_that_is_null(tmp_path):
+    records = [{"text": text, "tags": [None, None]} for text in TEXTS]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(records, indent=1))
+    assert len(documents_of(path, tmp_path / "scratch")["train"]) > 200
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -131,3 +191,20 @@ def test_column_that_is_no_text_is_refused_and_the_named_one_read(load: Callable
     with pytest.raises(UserError, match="number"):
         load(data, text_column="number")
     assert len(load(data, text_column="body").train) > 100
+
+
+def test_a_folder_that_changes_while_it_is_looked_through_is_no_error(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text("text")
+    is_file = os.path.isfile
+
+    def vanishing(path):
+        found = is_file(path)
+        for name in ("a", "b", "c"):
+            if Path(path).parent.name != name:
+                shutil.rmtree(tmp_path / name, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(os.path, "isfile", vanishing)
+    assert len(locate(str(tmp_path)).files) == 1

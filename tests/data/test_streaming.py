@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 
 from tests.support.small_hub import COMMIT, small_hub, write_hub_cache
@@ -154,6 +155,20 @@ def test_a_stream_without_end_is_trained_on_and_read_two_windows_ahead_at_most(
     most = (tokens + 2 * 8 * 32) / 3 + 256  # three tokens a document at least, and one group of documents
     assert len(read) < most
     assert read == list(range(len(read)))
+
+
+def test_a_stream_goes_on_with_its_next_epoch_if_one_is_left_early_also_from_a_cursor(
+    load: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    rows = load(write_jsonl(tmp_path / "texts.jsonl")).train
+    batches, gone_on = TrainingBatches(rows, 4, seed=0), TrainingBatches(rows, 4, seed=0)
+    for _ in range(3):
+        next(batches)
+    batches.skip_epoch()
+    assert batches.epoch == 1
+    gone_on.load_state_dict(batches.state_dict())
+    for _ in range(20):  # more than a window
+        assert torch.equal(next(batches)["input_ids"], next(gone_on)["input_ids"])
 
 
 def test_rows_are_mixed_within_a_window_and_parts_between_epochs(load: Callable[..., Corpus], tmp_path: Path) -> None:

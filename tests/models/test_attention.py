@@ -20,6 +20,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from models.attention import portable as portable_kernel
 from models.attention.interface import Attention
+from models.randomness import drawing
 
 B, H, K, S, D = 4, 4, 2, 70, 16
 SINGLE, LOOPED = 512, 16  # blocks for 70 positions: one, or five of which the last is not full
@@ -41,7 +42,7 @@ def make_segments() -> torch.Tensor:
     return segments
 
 
-def eager(*tensors, segment_ids=None, sliding_window=None, softcap=None, with_sinks=False):
+def eager(*tensors, segment_ids=None, sliding_window=None, softcap=None, with_sinks=False, dropout=0.0):
     """Transformers' eager attention with a mask, and with zeros in the rows of padding, where its own are arbitrary."""
     query, key, value, sinks = tensors
     distance = torch.arange(S)[:, None] - torch.arange(S)
@@ -50,10 +51,11 @@ def eager(*tensors, segment_ids=None, sliding_window=None, softcap=None, with_si
         seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
     mask = torch.where(seen, 0.0, -1e30)[:, None].to(query.dtype)
     if with_sinks:
-        module = SimpleNamespace(num_key_value_groups=H // K, training=False, sinks=sinks)
-        out, _ = gpt_oss_eager(module, query, key, value, mask, scaling=D**-0.5)
+        module = SimpleNamespace(num_key_value_groups=H // K, training=dropout > 0, sinks=sinks)
+        out, _ = gpt_oss_eager(module, query, key, value, mask, scaling=D**-0.5, dropout=dropout)
     else:
-        out, _ = gemma2_eager(MODULE, query, key, value, mask, scaling=D**-0.5, softcap=softcap)
+        module = SimpleNamespace(num_key_value_groups=H // K, training=dropout > 0)
+        out, _ = gemma2_eager(module, query, key, value, mask, scaling=D**-0.5, softcap=softcap, dropout=dropout)
     return out if segment_ids is None else out * (segment_ids != 0)[:, :, None, None]
 
 
@@ -70,7 +72,8 @@ def output_and_gradients(function, inputs, device="cpu", **options) -> list[torc
         for tensor in tensors[:3]:
             xs.mark_sharding(tensor, mesh, HEADS_SPLIT)
         options = {k: v.to("xla") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    out = function(*tensors, **options)
+    with drawing(torch.tensor([1, 2], dtype=torch.int32, device=device)):
+        out = function(*tensors, **options)
     used = tensors if options.get("with_sinks") else tensors[:3]
     results = [out, *torch.autograd.grad(out, used, grad_out)]
     torch_xla.sync()
@@ -86,6 +89,9 @@ CASES: dict[str, dict[str, Any]] = {
     "packed and padded": {"segment_ids": make_segments()},
     "window and soft cap": {"segment_ids": make_segments(), "sliding_window": 7, "softcap": 2.0},
     "sinks and window": {"segment_ids": make_segments(), "sliding_window": 20, "with_sinks": True},
+    "dropout": {"dropout": 0.3},
+    "dropout, packed, soft cap": {"segment_ids": make_segments(), "softcap": 2.0, "dropout": 0.3},
+    "dropout and sinks": {"sliding_window": 20, "with_sinks": True, "dropout": 0.3},
 }
 
 
@@ -152,10 +158,11 @@ def test_nothing_saved_for_the_backward_grows_with_the_square_of_the_sequence():
     assert max(saved) <= inputs[0].numel()
 
 
-def lowered(length: int) -> tuple[int, int]:
+def lowered(length: int, dropout: float) -> tuple[int, int]:
     """The HLO of forward and backward at ``length`` positions: elements of its largest buffer, and its instructions."""
     query, key, value = (torch.zeros(1, heads, length, D, device="xla", requires_grad=True) for heads in (H, K, K))
-    out, _ = Attention()(MODULE, query, key, value, None)
+    with drawing(torch.tensor([1, 2], dtype=torch.int32, device="xla")):
+        out, _ = Attention()(MODULE, query, key, value, None, dropout=dropout)
     grads = torch.autograd.grad(out.sum(), (query, key, value))
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([out, *grads])
@@ -164,9 +171,10 @@ def lowered(length: int) -> tuple[int, int]:
     return max(int(np.prod([int(n) for n in s.split(",")])) for s in shapes), hlo.count(" = ")
 
 
-def test_twice_the_sequence_takes_twice_the_memory_and_the_same_graph(monkeypatch):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_twice_the_sequence_takes_twice_the_memory_and_the_same_graph(monkeypatch, dropout):
     monkeypatch.setattr(portable_kernel, "BLOCK", 64)
-    (buffer, instructions), (buffer_twice, instructions_twice) = lowered(512), lowered(1024)
+    (buffer, instructions), (buffer_twice, instructions_twice) = lowered(512, dropout), lowered(1024, dropout)
     assert buffer == H * 64 * 512
     assert buffer_twice == 2 * buffer
     assert instructions_twice == instructions
@@ -268,7 +276,7 @@ def test_transformers_knows_the_attention_and_builds_no_mask_for_it():
 
 REFUSED: dict[str, dict[str, Any]] = {
     "an attention mask": {"attention_mask": torch.zeros(B, 1, S, S)},
-    "dropout 0.1": {"dropout": 0.1},
+    "attention dropout: nothing is random": {"dropout": 0.1},  # outside of `drawing`
     "not causal": {"is_causal": False},
     "70 queries against 69 keys": {"key": torch.zeros(B, K, S - 1, D)},
     "4 query heads over 3 key heads": {"key": torch.zeros(B, 3, S, D)},

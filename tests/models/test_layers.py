@@ -91,9 +91,9 @@ def test_layers_that_cannot_be_stacked_are_refused_with_the_cause_and_the_way_ou
     recipe = Recipe(
         mesh=Mesh(fsdp=-1),
         batch=("fsdp",),
-        parameters={".".join("*" * depth): {} for depth in range(1, 9)},
-        compute=Compute(scan=True),
+        parameters={},
+        optional={".".join("*" * depth): {} for depth in range(1, 9)},
+        compute=Compute(scan=True, experts="dense" if hasattr(config, "n_routed_experts") else None),
     )
-    recipe = Recipe(mesh=recipe.mesh, batch=recipe.batch, parameters={}, optional=recipe.parameters)
     with pytest.raises(UserError, match=rf"(?s)({cause}).*Compute\(scan=False"):
         job_of(recipe, config)

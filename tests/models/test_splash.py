@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from models.attention.interface import NAME, Attention, bind
 from models.attention.splash import KernelLayout
 from models.jax_call import lowering_for
+from models.randomness import drawing
 
 MODULE = SimpleNamespace()
 # the sequence takes three blocks, of which the last is padded
@@ -147,6 +149,13 @@ def test_for_a_tpu_it_is_three_kernels_and_nothing_grows_with_the_square_of_the_
     # the forward's sums of exponents, [batch, heads, sequence, 128 lanes], are the largest, with query and output
     assert max(elements) == 8 * 4 * length * 128
     assert len(text) < 200_000
+
+
+def test_with_dropout_a_graph_for_a_tpu_has_the_portable_loops_in_place_of_the_kernel():
+    with drawing(torch.tensor([1, 2], dtype=torch.int32, device="xla")):
+        text = lowered_for_tpu(functools.partial(Attention(), dropout=0.1), 4, 4096)
+    assert "tpu_custom_call" not in text
+    assert text.count(" while(") == 2
 
 
 def kernel_shapes(hlo: str) -> list[str]:

@@ -146,21 +146,3 @@ def test_transformers_own_attention_compiles_once_too(attention):
         if step == 1:
             assert case.step.read_metrics().loss == pytest.approx(expected, rel=1e-5)
     assert (case.step.guard.compiles, case.evaluation.guard.compiles) == (1, 1)
-
-
-@pytest.mark.slow
-def test_dropout_compiles_once_and_draws_its_masks_from_the_seed_and_the_step_alone():
-    recipe = load_recipe("llama_fsdp")
-    config = small_config(recipe, num_hidden_layers=1, attention_dropout=0.3)
-
-    def losses(*steps: int) -> list[float]:
-        case = make_case(recipe, config, scan=False, remat="none", attention="eager")
-        found = []
-        for step in steps:
-            case.step(make_batch(config), step=step, learning_rate=0.0)  # another compile would be refused here
-            found.append(case.step.read_metrics().loss)
-        return found
-
-    one, two, three = losses(1, 2, 3)
-    assert one != two != three
-    assert losses(3) == [three]

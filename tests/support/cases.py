@@ -38,10 +38,11 @@ class Case:
     evaluation: EvalStep
     mesh: Any
 
-    def gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-        """Our loss and gradients, under the model's own names, on the CPU."""
+    def gradients(self, batch: dict[str, torch.Tensor], step: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
+        """Our loss and gradients, under the model's own names, on the CPU; what is random is that of ``step``."""
         split = {k: t.reshape(-1, self.step.options.accumulation, *t.shape[1:]) for k, t in batch.items()}
-        loss, found, _ = self.step.loss_and_gradients(place_batch(split, self.mesh, self.recipe.batch))
+        inputs = place_batch(split, self.mesh, self.recipe.batch)
+        loss, found, _ = self.step.loss_and_gradients(inputs, self.step.random_keys(step))
         torch_xla.sync()
         return loss.item(), dict(unstacked(self.plan, found))
 

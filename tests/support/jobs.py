@@ -17,4 +17,5 @@ def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices
     """The job of ``recipe`` on ``config`` (default: its own model), with ``options`` of TrainingArguments."""
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     config = config or load_config(None, recipe)
-    return Job(recipe, TrainingArguments(recipe=recipe.name, **options), devices, config, meta_model(config))
+    args = TrainingArguments(recipe=recipe.name or "unnamed", **options)
+    return Job(recipe, args, devices, config, meta_model(config))

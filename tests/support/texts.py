@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -94,8 +95,21 @@ def load_small(
 
 def write_mixed(path: Path) -> Path:
     write_jsonl(path / "a.jsonl")
-    (path / "readme.md").write_text("text")
+    (path / "notes.md").write_text("text")
     return path
+
+
+def one_bad_record(path: Path, part: bytes = b"\x93 is a number") -> Path:
+    """Texts of which the eighth has a byte that is no UTF-8, as JSON-lines, Parquet or text."""
+    content = write_jsonl(path).read_bytes() if path.suffix == ".jsonl" else "\n".join(TEXTS).encode()
+    if path.suffix == ".parquet":
+        texts = [text.encode() + (b"\x93" if i == 7 else b"") for i, text in enumerate(TEXTS)]
+        column = pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+        pq.write_table(pa.table({"text": column}), path)
+        return path
+    lines = content.split(b"\n")
+    lines[7] = lines[7].replace(b" is a number", part, 1)
+    return written(path, b"\n".join(lines))
 
 
 # what is wrong: (writes such a dataset into a folder and returns its name, what the error says was found)
@@ -107,10 +121,21 @@ BAD = {
     "blank": (lambda d: written(d / "x.txt", b"\n \n"), "0 documents with text"),
     "one document": (lambda d: write_jsonl(d / "x.jsonl", ["alone"]), "1 document with text"),
     "not UTF-8": (lambda d: written(d / "x.txt", b"caf\xe9\n" * 99), r"UnicodeDecodeError.*0xe9"),
+    "one record not UTF-8": (lambda d: one_bad_record(d / "x.jsonl"), r"x\.jsonl, line 8: .*(UTF-?8|utf-8)"),
+    "one record of Parquet not UTF-8": (lambda d: one_bad_record(d / "x.parquet"), r"a record: .*(UTF-?8|utf-8)"),
+    "one line not UTF-8": (lambda d: one_bad_record(d / "x.txt"), r"x\.txt, line 8: .*utf-8"),
+    "packed": (
+        lambda d: written(d / "x.jsonl.gz", gzip.compress(b'{"text": "a"}\n')),
+        r"line 1: .*\n(.*\n)*.*unpack it",
+    ),
+    "a path of paths": (lambda d: write_jsonl(d / "a::b.jsonl"), r"'::' in the path"),
     "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "JSON parse error"),
     "malformed Parquet": (lambda d: written(d / "x.parquet", b"PAR1junk"), "[Pp]arquet"),
+    "null": (lambda d: written(d / "x.jsonl", b'{"text": "a"}\n null\n'), r"a record of x\.jsonl that is null"),
+    "null alone": (lambda d: written(d / "x.json", b"null"), r"a record of x\.json that is null"),
+    "null first": (lambda d: written(d / "x.json", b'[null, {"text": "a"}]'), r"a record of x\.json that is null"),
     "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
-    "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(readme\.md\)"),
+    "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(notes\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
     "tokenised": (lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'), r"input_ids.*\n.*tokenised already"),
     "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.support.fuzz import checkpoints
 from tests.support.hub_models import FAMILIES, config_of, place, same, save_theirs, tensors_in
 from trainer.errors import UserError
 from trainer.layout.stacking import is_stacked
@@ -228,3 +229,16 @@ def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_
         assert exit_code(script.main) == 2
         assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_the_script_refuses_a_checkpoint_whose_tensors_are_not_its_config_s(tmp_path, capsys, monkeypatch):
+    from scripts import export as script
+    from trainer.errors import exit_code
+
+    (tmp_path / "saved").mkdir()
+    checkpoints.write_checkpoint(tmp_path / "saved")
+    arguments = ["--checkpoint", str(tmp_path / "saved"), "--output", str(tmp_path / "new")]
+    monkeypatch.setattr("sys.argv", ["export.py", *arguments])
+    assert exit_code(script.main) == 2
+    assert "model.embed_tokens.weight is not in it" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 
 import pytest
@@ -223,3 +224,78 @@ def test_quantized_weights_are_refused(tmp_path):
     config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(UserError, match="quantization_config"):
         opened(tmp_path, config)
+
+
+# ---- files that are not what they seem ----
+
+
+def rewrite_header(file, change) -> None:
+    """Writes the file again with another text as its header."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = change(data[8 : 8 + size])
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+
+
+HEADERS = {
+    "twice": (lambda h: h.replace(b'"lm_head.weight"', b'"model.norm.weight"', 1), "'model.norm.weight' stands twice"),
+    "an unknown dtype": (lambda h: h.replace(b"F32", b"F31"), "unknown variant `F31`"),
+    "another dtype's length": (lambda h: h.replace(b"F32", b"F16", 1), "invalid"),
+    "whole numbers": (
+        lambda h: h.replace(b"F32", b"I32"),
+        r"30 tensors of no floating-point numbers: lm_head\.weight in",
+    ),
+    "a length too large": (lambda h: h.replace(b"[64]", b"[4611686018427387904,64]", 1), "overflow"),
+    "a negative length": (lambda h: h.replace(b"[64]", b"[-64]", 1), "invalid value"),
+    "no end": (lambda h: b"[" * 100_000, "RecursionError"),
+    "two that overlap": (
+        lambda h: json.dumps(
+            {name: {**entry, "data_offsets": [0, entry["data_offsets"][1]]} for name, entry in json.loads(h).items()}
+        ).encode(),
+        "invalid",
+    ),
+    "beyond the file": (
+        lambda h: json.dumps(
+            {
+                name: {**entry, "data_offsets": [offset + 10**9 for offset in entry["data_offsets"]]}
+                for name, entry in json.loads(h).items()
+            }
+        ).encode(),
+        "invalid",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_header_that_does_not_agree_with_itself_or_the_file_is_refused(tmp_path, kind):
+    config = config_of("llama")
+    save_theirs(tmp_path, config)
+    file, (change, message) = tmp_path / "model.safetensors", HEADERS[kind]
+    tensors = load_file(file)
+    file.unlink()
+    save_file(tensors, file)  # without the metadata that names who wrote it
+    rewrite_header(file, change)
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "pipe", "folder", "a\0.safetensors", 3, None, ["x"], {}, "x" * 5000]
+)
+def test_an_index_that_names_anything_but_a_file_beside_it_is_refused(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    save_theirs(tmp_path / "model", config_of("llama"))
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    os.mkfifo(tmp_path / "model" / "pipe.safetensors")
+    (tmp_path / "model" / "folder.safetensors").mkdir()
+    named = f"{name}.safetensors" if name in ("pipe", "folder") else name
+    (tmp_path / "model" / hub_read.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": named}}))
+    with pytest.raises(UserError, match=hub_read.INDEX):
+        opened(tmp_path / "model", config_of("llama"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", hub_read.INDEX])
+def test_a_pipe_in_the_place_of_weights_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        opened(tmp_path, config_of("llama"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,6 +13,7 @@ from trainer.layout.load import load_recipe
 from trainer.model import meta_model
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
+from trainer.weights.place import place_parameters
 from trainer.weights.sources import seeded_init
 
 
@@ -31,6 +34,21 @@ def test_what_is_placed_comes_back_from_the_devices_under_the_models_own_names(r
     for name, parameter in case.reference.named_parameters():
         assert (live(name).shape, live(name).dtype) == (tuple(parameter.shape), parameter.dtype)
         assert torch.equal(whole(live(name)), parameter), name
+
+
+def test_other_weights_take_the_place_of_those_before_and_never_lie_beside_them():
+    case = make_case("mixtral_ep")
+    model, parameters, weights = case.step.loss.model, case.step.parameters, case.reference.state_dict()
+    before = [weakref.ref(parameter) for parameter in parameters.values()]
+    parameters.clear()
+    left: list[int] = []
+
+    def source(name):
+        left.append(sum(reference() is not None for reference in before))
+        return weights[name]
+
+    parameters.update(place_parameters(model, case.plan, case.mesh, source))
+    assert set(left) == {0}, "the chip would hold all weights twice"
 
 
 def test_the_exported_model_loads_on_plain_cpu_and_has_the_same_held_out_loss(tmp_path):

@@ -1,15 +1,20 @@
 """The devices of a process and the grid over them. Each environment needs a process of its own."""
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
 
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
 from trainer.xla.chips import FLAGS
-from trainer.xla.mesh import check_slices
+from trainer.xla.mesh import build_mesh, check_mesh
 from trainer.xla.runtime import init_runtime
 
 
@@ -27,12 +32,92 @@ def run(code: str, **environment: str | None) -> subprocess.CompletedProcess[str
     )
 
 
-def test_dcn_factors_must_be_the_devices_slices():
-    check_slices(Mesh(data=1, fsdp=-1, dcn={"data": 2}), 2)
-    with pytest.raises(UserError, match=r"dcn=\{'data': 2\}"):
-        check_slices(Mesh(data=1, fsdp=-1), 2)
-    with pytest.raises(UserError, match="no dcn="):
-        check_slices(Mesh(data=1, fsdp=-1, dcn={"data": 2}), 1)
+Attributes = list[dict[str, Any]]
+
+
+def chips(*sides: int, first: int = 0, corner: tuple[int, int, int] = (0, 0, 0), **more: int) -> Attributes:
+    """What torch_xla reports of a box of chips, x fastest; ``more`` is reported of each."""
+    at = [tuple(c + k for c, k in zip(corner, xyz[::-1], strict=True)) for xyz in itertools.product(*map(range, sides))]
+    return [{"name": f"TPU:{first + i}", "coords": [*c], "core_on_chip": 0, **more} for i, c in enumerate(at)]
+
+
+@pytest.fixture
+def tpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the runtime report TPUs with these attributes, in place of this process's 8 virtual devices."""
+
+    def report(attributes: Attributes, kind: str = "TPU v5 lite") -> None:
+        monkeypatch.setattr(xr, "device_type", lambda: "TPU")
+        monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: attributes)
+        monkeypatch.setattr(xm, "xla_device_kind", lambda: kind)
+
+    return report
+
+
+RING = [0, 1, 3, 2]  # around a square of chips that are numbered row by row
+
+
+@pytest.mark.parametrize("index", [{}, {"slice_index": 0}, {"slice_index": 3}])
+def test_chips_of_one_slice_are_laid_out_alike_whether_or_not_they_report_its_index(tpus, index):
+    tpus(chips(1, 4, 2, **index))
+    mesh = build_mesh(Mesh(fsdp=-1))
+    assert dict(mesh.shape()) == {"fsdp": 8}
+    # there along one side and back along the other: neighbours in the mesh are joined by a link
+    assert mesh.device_ids.tolist() == [0, 1, 2, 3, 7, 6, 5, 4]
+
+
+def test_slices_are_the_outer_part_of_the_mesh_and_each_is_laid_out_by_its_own_links(tpus):
+    both = [*chips(1, 2, 2, first=4, slice_index=1), *chips(1, 2, 2, slice_index=0)]  # in no order
+    tpus(both)
+    mesh = build_mesh(Mesh(data=1, fsdp=-1, dcn={"data": 2}))
+    assert mesh.device_ids.reshape(2, 4).tolist() == [RING, [4 + i for i in RING]]
+    mesh = build_mesh(Mesh(data=2, fsdp=-1, dcn={"fsdp": 2}))
+    assert [sorted(row) for row in mesh.device_ids.reshape(2, 2, 2)[:, 0].tolist()] == [[0, 1], [2, 3]]
+
+
+def test_a_part_of_a_slice_that_begins_elsewhere_than_at_its_corner_is_laid_out_too(tpus):
+    tpus(chips(1, 4, 2, corner=(2, 4, 0)))
+    assert build_mesh(Mesh(fsdp=4, expert=2)).device_ids.tolist() == [0, 1, 2, 3, 7, 6, 5, 4]
+
+
+DATA2 = Mesh(data=1, fsdp=-1, dcn={"data": 2})
+HOLE = chips(1, 3, 3)
+CANT_BE = {
+    "slices that the recipe does not name": (
+        [*chips(1, 2, 2, slice_index=0), *chips(1, 2, 2, first=4, slice_index=1)],
+        Mesh(data=1, fsdp=-1),
+        r"form 2 slices[\s\S]*dcn=\{'data': 2\}",
+    ),
+    "slices that are not there": (chips(1, 4, 2), DATA2, "form 1 slices[\\s\\S]*no dcn="),
+    "one slice with an index for two": (chips(1, 4, 2, slice_index=0), DATA2, "form 1 slices[\\s\\S]*no dcn="),
+    "slices of two sizes": (
+        [*chips(1, 1, 2, slice_index=0), *chips(1, 3, 2, first=2, slice_index=1)],
+        DATA2,
+        "slices of 2 devices, 6 devices",
+    ),
+    "an index for some": ([*chips(1, 1, 2), *chips(1, 3, 2, first=2, slice_index=1)], DATA2, "2 devices, 6 devices"),
+    "chips that fill no box": (HOLE[:4] + HOLE[5:], Mesh(fsdp=-1), r"chips at 0,0,0; 1,0,0; 2,0,0; 0,1,0; 2,1,0"),
+    "no coordinates": ([{"name": f"TPU:{i}"} for i in range(8)], Mesh(fsdp=-1), "coords|must fill a box"),
+    "two devices a chip": (
+        [{**chip, "core_on_chip": core, "name": f"TPU:{2 * i + core}"} for i, chip in enumerate(chips(1, 2, 2))
+         for core in (0, 1)],
+        Mesh(fsdp=-1),
+        "0,0,0; 0,0,0, core 1",
+    ),
+    "an axis that no side can be divided by": (chips(1, 1, 20), Mesh(data=10, fsdp=2), r"Mesh\(data=10, fsdp=2\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CANT_BE)
+def test_devices_that_the_mesh_cant_be_laid_out_on_are_one_message_before_anything_is_read(tpus, case):
+    attributes, mesh, pattern = CANT_BE[case]
+    tpus(attributes, kind="TPU v4")
+    with pytest.raises(UserError, match=pattern) as error:
+        check_mesh(mesh)
+    assert len(str(error.value)) < 1200
+
+
+def test_virtual_devices_take_any_mesh_of_their_number_and_are_not_asked():
+    check_mesh(DATA2)
 
 
 GRID = """

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_NUMPY_WORDS = 624  # of the Mersenne Twister's state
+
 
 def random_state() -> dict[str, Any]:
     """Returns the states of Python's, numpy's and torch's generators, JSON-able."""
@@ -24,12 +26,37 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets the generators to the states that :func:`random_state` returned."""
+    """Sets the generators to the states that :func:`random_state` returned.
+
+    Raises:
+        ValueError: it returned no such states. Other errors, of many types: states of another shape.
+    """
+    python, legacy, of_torch = _decoded(state)
+    random.setstate(python)
+    np.random.set_state(legacy)
+    torch.set_rng_state(of_torch)
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Raises what :func:`set_random_state` would raise, and sets nothing."""
+    python, legacy, of_torch = _decoded(state)
+    random.Random().setstate(python)
+    np.random.RandomState().set_state(legacy)
+    torch.Generator().set_state(of_torch)
+
+
+def _decoded(state: Mapping[str, Any]) -> tuple[Any, Any, torch.Tensor]:
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(_as_array(words, np.uint32).tolist()), gauss))
     legacy = state["numpy"]
-    np.random.set_state({**legacy, "state": {**legacy["state"], "key": _as_array(legacy["state"]["key"], np.uint32)}})
-    torch.set_rng_state(torch.from_numpy(_as_array(state["torch"], np.uint8)))
+    key, at = _as_array(legacy["state"]["key"], np.uint32), legacy["state"]["pos"]
+    # numpy itself does not look: it would read beyond the key
+    if len(key) != _NUMPY_WORDS or type(at) is not int or not 0 <= at <= _NUMPY_WORDS:
+        raise ValueError("no state of numpy's generator")
+    if gauss is not None and type(gauss) is not float:
+        raise ValueError("no state of Python's generator")
+    python = (version, tuple(_as_array(words, np.uint32).tolist()), gauss)
+    of_numpy = {**legacy, "state": {**legacy["state"], "key": key}}
+    return python, of_numpy, torch.from_numpy(_as_array(state["torch"], np.uint8))
 
 
 def _as_text(array: np.ndarray) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from trainer.errors import UserError
-from trainer.storage import TEMPORARY, Folder
+from trainer.storage import TEMPORARY, Folder, StorageError
 
 FORMAT = 1  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"
@@ -23,12 +23,39 @@ METADATA = ".metadata"  # DCP's list of the tensors and where they lie
 TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
+LARGEST = 1 << 32  # bytes of a file that is read whole; `.metadata` has some 150 for each shard of each tensor
+LARGEST_MANIFEST = 64 << 20
 Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 checksum in hexadecimal}
 
 
 def write_manifest(folder: Folder, files: Mapping[str, Checksum]) -> None:
     """Declares ``files`` (path in ``folder`` -> size and checksum) to be a whole checkpoint."""
     folder.write(MANIFEST, _as_bytes(files))
+
+
+def mark(folder: Folder) -> str:
+    """Returns what tells a whole checkpoint from every other: its manifest's checksum, hence that of all its files."""
+    return xxhash.xxh3_64_hexdigest(folder.read(MANIFEST))
+
+
+def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
+    """Asks the disk or the store whether what was just written is there; reads the manifest alone.
+
+    Raises:
+        StorageError: names the file that is gone, or is not what this process wrote.
+    """
+    wrong = [
+        name for name, written in files.items() if not folder.exists(name) or folder.size(name) != written["bytes"]
+    ]
+    if not wrong and (not folder.exists(MANIFEST) or folder.read(MANIFEST) != _as_bytes(files)):
+        wrong = [MANIFEST]
+    if wrong:
+        raise StorageError(
+            asked=f"to write {folder}",
+            found=f"{wrong[0]} is gone, or is not what this run wrote",
+            why="something else writes or removes files there",
+            instead="an --output_dir of its own for each run, and no other program that writes there",
+        )
 
 
 def checksum(data: bytes) -> Checksum:
@@ -64,19 +91,27 @@ def check(
 
 
 def _check_file(folder: Folder, name: str, written: Checksum, progress: Callable[[int], None]) -> None:
-    owner, base = _resolve(folder, name)
-    if not owner.exists(base):
-        raise damaged(folder, f"{name} is missing")
-    size = owner.size(base)
+    _check_is_file(folder, name)
+    size = folder.size(name)
     if size != written["bytes"]:
         raise damaged(folder, f"{name} has {size:,} bytes, and had {written['bytes']:,} when it was written")
+    if not is_tensors(name) and size > LARGEST:
+        raise damaged(folder, f"{name} has {size:,} bytes; what is read whole has {LARGEST:,} at most")
     state = xxhash.xxh3_64()
-    with owner.open(base, "rb") as file:
+    with folder.open(name, "rb") as file:
         while block := file.read(BLOCK):
             state.update(block)
             progress(len(block))
     if state.hexdigest() != written["xxh3"]:
         raise damaged(folder, f"{name} has changed since it was written: its checksum is another")
+
+
+def _check_is_file(folder: Folder, name: str) -> None:
+    """Raises UserError unless ``name`` is a file of the folder's own."""
+    if not folder.exists(name):
+        raise damaged(folder, f"{name} is missing")
+    if not folder.is_file(name):
+        raise damaged(folder, f"{name} is no file of its own, but a link, a folder, a pipe or a device")
 
 
 def read_manifest(folder: Folder) -> dict[str, Checksum]:
@@ -92,22 +127,45 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
             why=f"{MANIFEST} is written last: without it a save never ended, or the folder is another program's",
             instead="--resume_from_checkpoint latest, or the path of a checkpoint-N folder",
         )
+    _check_is_file(folder, MANIFEST)
+    if (size := folder.size(MANIFEST)) > LARGEST_MANIFEST:
+        raise damaged(folder, f"{MANIFEST} has {size:,} bytes, and lists a few files")
     data = folder.read(MANIFEST)
     try:
         text = json.loads(data)
         files, version = text["files"], text["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(folder, f"{MANIFEST} can't be read ({error})") from None
-    if data != _as_bytes(files, version):
+        same = data == _as_bytes(files, version)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(folder, f"{MANIFEST} can't be read ({type(error).__name__}: {error})") from None
+    if not same:
         raise damaged(folder, f"{MANIFEST} has changed since it was written: its checksum is another")
-    if version != FORMAT:
+    if type(version) is not int or version != FORMAT:
         raise UserError(
             asked=f"the checkpoint {folder}",
-            found=f"format {version}",
+            found=f"format {str(version)[:80]}",
             why=f"this version of Shardwright reads format {FORMAT}",
             instead="the version that wrote it (host.json in it says which)",
         )
+    if not isinstance(files, dict):
+        raise damaged(folder, f"{MANIFEST} lists no files")
+    for name, entry in files.items():
+        if not (_is_name(name) and _is_checksum(entry)):
+            found = f"{MANIFEST} lists {name[:200]!r}: no name of a checkpoint's file, or not its size and checksum"
+            raise damaged(folder, found)
     return files
+
+
+def _is_name(name: str) -> bool:
+    """Whether a checkpoint may hold a file of that name: one of its own folder, or of the tokenizer's in it."""
+    base = name.removeprefix(f"{TOKENIZER}/")
+    return base.isprintable() and base not in ("", ".", "..") and not set(base) & set("/\\") and base != MANIFEST
+
+
+def _is_checksum(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"bytes", "xxh3"}:
+        return False
+    size, digest = entry["bytes"], entry["xxh3"]
+    return type(size) is int and 0 <= size < 1 << 62 and isinstance(digest, str) and len(digest) == 16
 
 
 def remove(folder: Folder) -> None:
@@ -130,11 +188,6 @@ def _as_bytes(files: Any, version: Any = FORMAT) -> bytes:
     """Returns the manifest's text, which holds a checksum of itself."""
     own = xxhash.xxh3_64_hexdigest(json.dumps([version, files]).encode())
     return json.dumps({"format": version, "files": files, "checksum": own}, indent=1).encode()
-
-
-def _resolve(folder: Folder, name: str) -> tuple[Folder, str]:
-    parent, _, base = name.rpartition("/")
-    return (folder / parent if parent else folder), base
 
 
 def ours(names: Sequence[str]) -> bool:

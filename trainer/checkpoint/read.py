@@ -1,31 +1,35 @@
 """Finds a run's checkpoint, refuses it early if the run can't go on from it, checks it, and reads it.
 
-The checkpoints of a run are the folders `checkpoint-N` of its output directory, N being the step. One is opened in two
-parts: its small files (names, shapes and all that is not tensors) are checked and read at once, and its tensor files,
-nearly all of its bytes, are checked only after the caller has accepted what the small files say.
+One is opened in two parts: its small files (names, shapes and all that is not tensors) are checked and read at once,
+and its tensor files, nearly all of its bytes, are checked only after the caller has accepted what the small files say.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, TrainerState
+from torch import nn
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from trainer.arrays import Array
-from trainer.checkpoint import manifest, tensors
+from trainer.checkpoint import manifest, tensors, texts
+from trainer.checkpoint.configs import differences
+from trainer.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from trainer.errors import UserError
-from trainer.layout.plan import ShardingPlan
+from trainer.model import config_of
 from trainer.report.bars import byte_bar
+from trainer.report.lines import say
 from trainer.storage import Folder
 
-NAME = re.compile(r"checkpoint-(\d+)")
-METRICS = "metrics"  # the only tensor of the state that belongs to no parameter
+METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
+BUFFER = " buffer"  # what follows a buffer's name, as its moments' names follow a parameter's
 
 
 class RunCheckpoint:
@@ -41,19 +45,27 @@ class RunCheckpoint:
         self.folder = folder
         self._files = manifest.read_manifest(folder)
         manifest.check(folder, [name for name in self._files if not manifest.is_tensors(name)])
-        self.host: dict[str, Any] = self._json("host.json")
-        self.arguments: dict[str, Any] = self._json("training_args.json")
+        self.host: dict[str, Any] = self._json("host.json", texts.check_host)
+        self.arguments: dict[str, Any] = self._json("training_args.json", texts.check_arguments)
         self.recipe: dict[str, Any] = self._json("recipe.json")
+        self._trainer_state = self._json("trainer_state.json", texts.check_trainer_state)
         self.step: int = self.host["step"]
-        self._tensors = tensors.StoredTensors(folder)
+        lineage = self.host.get("lineage")  # an older version wrote none
+        self.ancestors: Lineage | None = lineage and {int(step): mark for step, mark in lineage.items()}
+        self._check_listed(manifest.METADATA)
+        sizes = {name: int(entry["bytes"]) for name, entry in self._files.items() if manifest.is_tensors(name)}
+        self._tensors = tensors.StoredTensors(folder, sizes)
 
     def __call__(self, name: str) -> Array:
-        """Returns a parameter or one of its moments as an array; KeyError if there is none of that name.
+        """Returns a parameter, one of its moments or a buffer as an array; KeyError if there is none of that name.
 
         Args:
             name: the model's own name, stacked or not; for a moment, followed by ``first moment`` or ``second moment``.
         """
-        return self._tensors(name)
+        try:
+            return self._tensors(name)
+        except KeyError:
+            return self._tensors(name + BUFFER)
 
     def check_tensors(self, console: Console) -> None:
         """Reads every tensor file and compares its size and checksum with those that it was written with.
@@ -68,26 +80,37 @@ class RunCheckpoint:
 
     @property
     def trainer_state(self) -> TrainerState:
-        return TrainerState(**self._json("trainer_state.json"))
+        return TrainerState(**copy.deepcopy(self._trainer_state))
 
     @property
     def config(self) -> PretrainedConfig:
-        return AutoConfig.for_model(**self._json("config.json"))
+        values = self._json("config.json")
+        try:
+            return config_of(values)
+        except Exception as error:  # of many types: each of transformers' classes checks its values in its own way
+            raise self._unusable("config.json", error) from error
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        within = f"{manifest.TOKENIZER}/"
         with tempfile.TemporaryDirectory() as local:
-            stored = self.folder / manifest.TOKENIZER
-            for name in stored.names():
-                Path(local, name).write_bytes(stored.read(name))
-            return AutoTokenizer.from_pretrained(local)
+            for name in self._files:
+                if name.startswith(within):
+                    Path(local, name.removeprefix(within)).write_bytes(self.folder.read(name))
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
+                tokenizer("text")  # some of its settings are looked at no earlier
+                return tokenizer
+            except Exception as error:  # of many types, as for the config
+                raise self._unusable(manifest.TOKENIZER, error) from error
 
-    def check_model(self, plan: ShardingPlan) -> None:
-        """Raises UserError unless the weights have the names and shapes of ``plan``'s model."""
-        wanted = {p.name: tuple(p.shape) for p in plan.parameters}
-        names = [name for name in self._tensors.names() if " " not in name and name != METRICS]
-        found = {name: tuple(self._tensors(name).shape) for name in names}
-        wrong = [f"{name} is not in it" for name in wanted if name not in found]
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raises UserError unless the weights are those of ``model``, which is on meta and not stacked."""
+        wanted = {name: tuple(t.shape) for name, t in [*model.named_parameters(), *saved_buffers(model).items()]}
+        names = (name for name in self._tensors.names() if " " not in name or name.endswith(BUFFER))
+        found = {name: tuple(self._tensors(name).shape) for name in names if name != METRICS}
+        wrong = self._other_settings(model.config)
+        wrong += [f"{name} is not in it" for name in wanted if name not in found]
         wrong += [f"{name}, which the model has not" for name in found if name not in wanted]
         wrong += [
             f"{name} of shape {list(found[name])}, the model's is {list(shape)}"
@@ -97,11 +120,30 @@ class RunCheckpoint:
         if wrong:
             more = f"; and {len(wrong) - 4} more" if wrong[4:] else ""
             raise UserError(
-                asked=f"to resume from {self.folder}",
+                asked=f"the weights in {self.folder}",
                 found="; ".join(wrong[:4]) + more,
-                why="its weights are another model's",
+                why="its weights are another model's: under this one's config they compute other numbers, if any",
                 instead=f"the model that it was saved with (--model; its config is {self.folder}/config.json)",
             )
+
+    def _other_settings(self, config: PretrainedConfig) -> list[str]:
+        try:
+            return differences(self._json("config.json"), config)
+        except UserError:
+            raise
+        except Exception as error:  # transformers' config classes raise many types
+            raise manifest.damaged(self.folder, f"config.json is no config of a model ({error})") from None
+
+    def best_for(self, output: Folder) -> str | None:
+        """Returns what a run in ``output`` that goes on from here notes as its best checkpoint, if there is one."""
+        best, home = self.trainer_state.best_model_checkpoint, self.folder.parent
+        if best is None:
+            return None
+        found, beside = noted_folder(best, home), home / Folder(best).name
+        # older versions noted the path also of one beside it, and the folder may have been moved since
+        if self.ancestors is None and manifest.is_whole(beside):
+            found = beside
+        return noted(found, output)
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
         """Returns a line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
@@ -112,11 +154,32 @@ class RunCheckpoint:
             if name not in unimportant and name in self.arguments and self.arguments[name] != value
         ]
 
-    def _json(self, name: str) -> Any:
+    def _json(self, name: str, check: Callable[[dict[str, Any]], None] = lambda value: None) -> dict[str, Any]:
+        """Returns the content of a file that the manifest names; ``check`` raises what is wrong with it."""
+        self._check_listed(name)
         try:
-            return json.loads(self.folder.read(name))
-        except ValueError as error:
-            raise manifest.damaged(self.folder, f"{name} can't be read ({error})") from None
+            value = json.loads(self.folder.read(name))
+            if not isinstance(value, dict):
+                raise ValueError(f"a {type(value).__name__} in the place of a dict")
+            check(value)
+            return value
+        except UserError:
+            raise
+        except Exception as error:  # of many types: values of other types fail in whatever is asked of them
+            raise self._unusable(name, error) from None
+
+    def _check_listed(self, name: str) -> None:
+        if name not in self._files:
+            raise manifest.damaged(self.folder, f"{name} is not in its {manifest.MANIFEST}")
+
+    def _unusable(self, name: str, error: Exception) -> UserError:
+        return manifest.damaged(self.folder, f"{name} can't be read ({type(error).__name__}: {str(error)[:300]})")
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers that belong to ``model``'s state dict, under the names that they have in a checkpoint."""
+    saved = model.state_dict().keys()
+    return {name + BUFFER: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def open_checked(folder: Folder, console: Console) -> RunCheckpoint:
@@ -135,7 +198,8 @@ def find_checkpoint(
 ) -> RunCheckpoint | None:
     """Returns what ``--resume_from_checkpoint`` asks for: a path's checkpoint, or the newest whole one of ``output``.
 
-    ``latest`` passes over damaged ones, and says so. None if nothing was asked for, or nothing was saved yet.
+    ``latest`` passes over damaged ones, and says so; those that were set aside it does not see. None if nothing was
+    asked for, or nothing was saved yet.
 
     Args:
         accept: raises UserError if the run can't go on from a checkpoint. It is called before the tensor files are
@@ -152,7 +216,7 @@ def find_checkpoint(
         found.check_tensors(console)
         return found
     problems = []
-    for step in reversed(whole_steps(output)):
+    for step in reversed(live_steps(output)):
         try:
             found = RunCheckpoint(folder_of(output, step))
         except UserError as error:
@@ -172,22 +236,11 @@ def find_checkpoint(
             why="starting anew would throw away what they stand for, unasked",
             instead="another --output_dir to start anew",
         )
-    console.print(f"no checkpoint in {output} yet: training starts anew", highlight=False, soft_wrap=True)
+    say(console, f"no checkpoint in {output} yet: training starts anew")
     return None
 
 
 def _passed_over(step: int, error: UserError, console: Console) -> str:
     """Says on the console that a checkpoint is damaged; returns what was found."""
-    console.print(f"checkpoint-{step} is passed over: {error.found}", highlight=False, soft_wrap=True)
+    say(console, f"checkpoint-{step} is passed over: {error.found}")
     return error.found
-
-
-def folder_of(output: Folder, step: int) -> Folder:
-    """The folder of the checkpoint of ``step``."""
-    return output / f"checkpoint-{step}"
-
-
-def whole_steps(output: Folder) -> list[int]:
-    """Returns the steps of the checkpoints in ``output`` whose save ended, oldest first."""
-    steps = sorted(int(match[1]) for name in output.names() if (match := NAME.fullmatch(name)))
-    return [step for step in steps if manifest.is_whole(folder_of(output, step))]

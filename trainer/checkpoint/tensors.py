@@ -7,7 +7,6 @@ written one at a time. Tensors are read by slices, under any layout and whether 
 
 from __future__ import annotations
 
-import enum
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +17,6 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    FileSystemBase,
-    FileSystemReader,
     _StorageInfo,  # semi-private: torch/distributed/checkpoint/filesystem.py, torch 2.9
 )
 from torch.distributed.checkpoint.metadata import (
@@ -29,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from trainer.arrays import Array, Slices, Stack
+from trainer.checkpoint.listing import Chunk, Entry, read_listing
 from trainer.checkpoint.manifest import METADATA, Checksum, damaged
+from trainer.checkpoint.records import read_record
 from trainer.layout.stacking import is_stacked, layer_name, layer_names, possible_stacks
 from trainer.storage import Folder, StorageError
 
@@ -54,10 +52,10 @@ def write_tensors(
     Raises:
         StorageError: the disk or the store did not take it.
     """
-    files, name = _FolderFiles(folder), f"__{process}_0.distcp"
+    name, written = f"__{process}_0.distcp", dict[str, Checksum]()
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    with files.create_stream(name, "wb") as stream:
+    with _hashed(folder, name, written) as stream:
         for tensor, shards in snapshot.items():
             for offsets, values in layer_shards(tensor, shards):
                 begun = stream.tell()
@@ -67,9 +65,9 @@ def write_tensors(
                 properties, size = TensorProperties(dtype=values.dtype), torch.Size(shapes[tensor])
                 entry = entries.setdefault(tensor, TensorStorageMetadata(properties, size, []))
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.shape))
-    with files.create_stream(METADATA, "wb") as stream:
+    with _hashed(folder, METADATA, written) as stream:
         stream.write(pickle.dumps(Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)))
-    return files.written
+    return written
 
 
 def layer_shards(name: str, shards: Shards) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -83,48 +81,16 @@ def layer_shards(name: str, shards: Shards) -> Iterator[tuple[tuple[int, ...], t
             yield start, values
 
 
-class _FolderFiles(FileSystemBase):
-    """A :class:`Folder` as a file system of DCP's; remembers the size and checksum of each file that it writes."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
-        self.written: dict[str, Checksum] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        name = str(path)
-        with self.folder.open(name, mode) as file:
-            if mode == "rb":
-                yield file
-                return
-            hashed = _Hashed(file)
-            try:
-                yield hashed
-            except RuntimeError as error:  # torch.save raises it in place of the stream's own error
-                raise hashed.error or error from None
-        self.written[name] = hashed.checksum
-
-    def concat_path(self, path: Any, suffix: str) -> str:
-        return suffix
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        raise NotImplementedError("a checkpoint's files are written under their own names")
-
-    def init_path(self, path: Any) -> Any:
-        return path
-
-    def mkdir(self, path: Any) -> None:
-        pass  # Folder makes itself when something is written into it
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def exists(self, path: Any) -> bool:
-        return False  # an old checkpoint is removed before its folder is written into again
-
-    def rm_file(self, path: Any) -> None:
-        self.folder.remove_file(str(path))
+@contextmanager
+def _hashed(folder: Folder, name: str, written: dict[str, Checksum]) -> Iterator[Any]:
+    """Opens a file of ``folder`` for writing; once the ``with`` has ended, ``written`` holds its size and checksum."""
+    with folder.open(name, "wb") as file:
+        hashed = _Hashed(file)
+        try:
+            yield hashed
+        except RuntimeError as error:  # torch.save raises it in place of the stream's own error
+            raise hashed.error or error from None
+    written[name] = hashed.checksum
 
 
 class _Hashed(io.RawIOBase):
@@ -163,13 +129,20 @@ class StoredTensors:
 
     A name is found whether layers were stacked or not when it was written: ``model.layers.3.x`` is read from
     ``model.layers.*.x``, and the other way round.
+
+    Args:
+        files: name -> bytes of the files of tensors.
+
+    Raises:
+        UserError: their list says what can't be, or does not agree with the files' sizes.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self.reader = _Reader(folder)
-        self.metadata = self.reader.read_metadata()
-        self.reader.set_up_storage_reader(self.metadata, True)
-        self.entries: dict[str, Any] = self.metadata.state_dict_metadata
+    def __init__(self, folder: Folder, files: Mapping[str, int]) -> None:
+        self.folder = folder
+        try:
+            self.entries = read_listing(folder.read(METADATA), files)
+        except ValueError as error:
+            raise damaged(folder, f"{METADATA} is no list of tensors ({error})") from None
 
     def names(self) -> list[str]:
         """Returns every tensor's name; of a stack, the names of its layers."""
@@ -195,35 +168,47 @@ class StoredTensors:
         raise KeyError(name)
 
     def _stored(self, name: str) -> Array:
-        return _Stored(self.reader, name, self.entries[name])
+        return _Stored(self.folder, name, self.entries[name])
 
 
 class _Stored:
-    """A stored tensor as an array, put together from the chunks that DCP's metadata lists."""
+    """A stored tensor as an array, put together from its chunks."""
 
-    def __init__(self, reader: _Reader, name: str, entry: Any) -> None:
-        self.reader, self.name, self.chunks = reader, name, entry.chunks
-        self.shape, self.dtype = tuple(entry.size), entry.properties.dtype
+    def __init__(self, folder: Folder, name: str, entry: Entry) -> None:
+        self.folder, self.name, self.chunks = folder, name, entry.chunks
+        self.shape, self.dtype = entry.size, entry.dtype
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
         starts = [part.start or 0 for part in where]
         stops = [size if part.stop is None else part.stop for part, size in zip(where, self.shape, strict=True)]
         out = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=self.dtype)
-        items = []
+        wanted: dict[str, list[tuple[Chunk, Slices, Slices]]] = {}
         for chunk in self.chunks:
             ends = [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
             low = [max(a, b) for a, b in zip(starts, chunk.offsets, strict=True)]
             high = [min(a, b) for a, b in zip(stops, ends, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
-                index = MetadataIndex(self.name, chunk.offsets)
-                in_out = torch.Size(a - b for a, b in zip(low, starts, strict=True))
-                in_chunk = torch.Size(a - b for a, b in zip(low, chunk.offsets, strict=True))
-                lengths = torch.Size(b - a for a, b in zip(low, high, strict=True))
-                items.append(ReadItem(LoadItemType.TENSOR, index, in_out, index, in_chunk, lengths))
-        if sum(item.lengths.numel() for item in items) != out.numel():
-            raise damaged(self.reader.folder, f"{self.name} is not all there")
-        self.reader.read_data(LoadPlan(items), _Into(out))
+                in_out = _slices(low, high, starts)
+                in_chunk = _slices(low, high, chunk.offsets)
+                wanted.setdefault(chunk.file, []).append((chunk, in_out, in_chunk))
+        for file, parts in wanted.items():
+            self._read(file, parts, out)
         return out
+
+    def _read(self, name: str, parts: Sequence[tuple[Chunk, Slices, Slices]], out: torch.Tensor) -> None:
+        """Copies slices of the chunks in a file to their slices of ``out``."""
+        try:
+            with self.folder.open(name, "rb") as file:
+                for chunk, in_out, in_chunk in parts:
+                    values = read_record(file, chunk.begin, chunk.length, chunk.sizes, self.dtype)
+                    out[in_out] = values[in_chunk]
+        except Exception as error:  # of many types: a damaged archive, or what Folder makes of it
+            found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+            raise damaged(self.folder, f"{self.name} in {name} can't be read ({found})") from error
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> Slices:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
 class _Layer:
@@ -235,75 +220,3 @@ class _Layer:
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
         return self.stack[(slice(self.layer, self.layer + 1), *where)][0]
-
-
-class _Into:
-    """A load planner of DCP's that copies every item to its place in one tensor."""
-
-    def __init__(self, out: torch.Tensor) -> None:
-        self.out = out
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        return self.out[tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))]
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader, over a :class:`Folder`; what it can't read is said to be damaged."""
-
-    def __init__(self, folder: Folder) -> None:
-        super().__init__(str(folder))
-        # semi-private: the attribute fs, torch/distributed/checkpoint/filesystem.py, torch 2.9
-        self.folder, self.fs = folder, _FolderFiles(folder)  # type: ignore[assignment]
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        try:
-            return super().read_data(plan, planner)
-        except (StorageError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise damaged(self.folder, f"{plan.items[0].storage_index.fqn} can't be read ({error})") from error
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            return _Unpickler(io.BytesIO(self.folder.read(METADATA))).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise damaged(self.folder, f"{METADATA} is no list of tensors ({error})") from None
-
-
-# what DCP's metadata is made of; semi-private: torch/distributed/checkpoint/{metadata,filesystem}.py and
-# torch/serialization.py, torch 2.9
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *(("torch", name) for name in ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")),
-}
-
-
-def _enum_member(kind: Any, name: str) -> Any:
-    """Stands in for `getattr`, by which Python 3.11.0 to 3.11.3 pickle an enum's member; returns nothing else."""
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"getattr of {kind!r} in {METADATA}")
-    return kind[name]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads DCP's metadata and refuses any other object: a checkpoint is data, and must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} in {METADATA}")
-        return super().find_class(module, name)

@@ -9,26 +9,28 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from trainer.checkpoint import manifest, tensors
-from trainer.checkpoint.read import NAME, folder_of, whole_steps
+from trainer.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
+from trainer.checkpoint.read import RunCheckpoint
 from trainer.errors import UserError
 from trainer.storage import Folder, StorageError
 from trainer.xla import sharding
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """Returns which of the whole checkpoints at ``steps`` (oldest first) to remove, so that ``limit`` are kept.
+    """Returns which of a run's whole checkpoints, in the order of writing, to remove, so that ``limit`` are kept.
 
-    The newest and the one of step ``best`` are never removed.
+    The one written last and the one of step ``best`` are never removed.
     """
     if limit is None:
         return []
@@ -49,22 +51,54 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
+    Where it is used in a ``with``, the write under way has ended when that ends, whatever ended it.
+
     Args:
         texts: name -> content of the files that are the same in every checkpoint.
-        limit: how many checkpoints to keep; None: all.
+        limit: how many of the run's own checkpoints to keep; None: all.
+        check_held: raises StorageError once ``output`` is another run's.
     """
 
-    def __init__(self, output: Folder, texts: Mapping[str, bytes], limit: int | None = None) -> None:
-        self.output, self.texts, self.limit = output, texts, limit
+    def __init__(
+        self,
+        output: Folder,
+        texts: Mapping[str, bytes],
+        limit: int | None = None,
+        check_held: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.output, self.texts, self.limit, self.check_held = output, texts, limit, check_held
+        self.lineage: Lineage = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
-    def remove_half_written(self) -> None:
-        """Removes what killed saves left in the output folder; no other run writes there."""
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writing is not None:
+            wait([self._writing])
+
+    def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
+        """Removes what killed saves left, and makes the line that ends in ``resume`` the folder's live one.
+
+        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own.
+
+        Returns:
+            the steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this
+            run comes to its step.
+        """
+        self.check_held()
         for name in self.output.names():
             folder = self.output / name
             if NAME.fullmatch(name) and not manifest.is_whole(folder) and manifest.ours(folder.names()):
                 manifest.remove(folder)
+        self.lineage = {}
+        if resume is not None and resume.folder == folder_of(self.output, resume.step):
+            self.lineage = line_to(self.output, resume.step, resume.ancestors)
+        write_lineage(self.output, self.lineage)
+        return [step for step in whole_steps(self.output) if step not in self.lineage]
 
     def save(
         self, state: Mapping[str, torch.Tensor], host: Mapping[str, Any], trainer_state: TrainerState
@@ -82,8 +116,11 @@ class CheckpointWriter:
         snapshot = {name: sharding.shards(tensor) for name, tensor in state.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         pause = time.perf_counter() - started
+        host = {**host, "lineage": {str(step): mark for step, mark in self.lineage.items()}}
         texts = {**self.texts, "host.json": as_json(host), "trainer_state.json": as_json(asdict(trainer_state))}
-        best = trainer_state.best_global_step
+        # one of another folder, which is a path, is not this run's to remove
+        match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
+        best = int(match[1]) if match else None
         self._writing = self._thread.submit(self._write, host["step"], snapshot, shapes, texts, best)
         return pause, before
 
@@ -105,7 +142,7 @@ class CheckpointWriter:
         try:
             return None if writing is None else writing.result()
         except UserError as error:
-            steps = whole_steps(self.output)
+            steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
             kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
             raise StorageError(
                 asked=f"a checkpoint in {self.output}",
@@ -124,20 +161,27 @@ class CheckpointWriter:
     ) -> Saved:
         started = time.perf_counter()
         folder = folder_of(self.output, step)
+        self.check_held()
         if manifest.ours(folder.names()):
-            manifest.remove(folder)  # this run went on from an older checkpoint and comes to the step again
+            manifest.remove(folder)  # one that was set aside: this run comes to its step
         try:
             files = tensors.write_tensors(folder, snapshot, shapes)
             for name, data in texts.items():
                 parent, _, base = name.rpartition("/")
                 (folder / parent if parent else folder).write(base, data)
                 files[name] = manifest.checksum(data)
+            # first, or a kill in between would leave a whole checkpoint that counts as set aside
+            write_lineage(self.output, [*(other for other in self.lineage if other != step), step])
             manifest.write_manifest(folder, files)
         except BaseException:
             _remove_quietly(folder)
             raise
-        for old in expired(whole_steps(self.output), self.limit, best):
+        manifest.check_written(folder, files)  # if that fails nothing is removed: it may be another run's by now
+        self.lineage.pop(step, None)
+        self.lineage[step] = manifest.mark(folder)
+        for old in expired(list(self.lineage), self.limit, best):
             manifest.remove(folder_of(self.output, old))
+            del self.lineage[old]
         size = sum(int(entry["bytes"]) for entry in files.values())
         return Saved(step, size, time.perf_counter() - started)
 

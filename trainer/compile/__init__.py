@@ -1,7 +1,7 @@
-"""The training step compiled by the TPU's own compiler, on a machine that has no TPU.
+"""A run's graphs compiled by the TPU's own compiler, on a machine that has no TPU.
 
-The step is lowered with placeholders for its weights and given to libtpu in a process of its own. The report says
-whether it fits, what fills the HBM, what crosses which mesh axis, and what bounds the step.
+They are lowered with placeholders for weights and given to libtpu in a process of its own. The report says whether the
+run fits, and of its train step what fills the HBM, what crosses which mesh axis, and what bounds it.
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.arguments import option
+from trainer.arguments import check_values, option
 
 
 @dataclass
@@ -26,3 +26,6 @@ class CompileArguments:
         "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
     )
     compile_timeout: int = option(3600, "Seconds after which a compile is given up.")
+
+    def __post_init__(self) -> None:
+        check_values(self)

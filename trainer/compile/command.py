@@ -16,6 +16,7 @@ from trainer.arguments import TrainingArguments
 from trainer.cli import parse
 from trainer.compile.arguments import CompileArguments
 from trainer.errors import UserError
+from trainer.report.lines import say, waiting
 
 if TYPE_CHECKING:
     from trainer.compile.report import CompileReport
@@ -39,7 +40,7 @@ def main(words: list[str], description: str | None) -> int:
 
 
 def run(args: TrainingArguments, options: CompileArguments, console: Console | None = None) -> int:
-    """Compile the step, print and write the report. Returns 0 if it fits, :data:`DOES_NOT_FIT` if it does not.
+    """Compile the run's graphs, print and write the report. Returns 0 if all fit, else :data:`DOES_NOT_FIT`.
 
     Raises:
         UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
@@ -59,7 +60,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     for path in filter(None, (options.report, options.json)):
         _check_writable(path)
     job = CompileJob.of(args, options)
-    with console.status(f"compiling for {options.topology} …"):
+    with waiting(console, f"compiling for {options.topology} …"):
         report = job.compile()
     print_report(report, console)
     _write(report, options, job.title, console)
@@ -82,18 +83,18 @@ def _write(
 
     if options.report:
         write_page(report, Path(options.report), title=title, tried=[t.cells for t in tried])
-        console.print(f"page:    {options.report}", highlight=False)
+        say(console, f"page:    {options.report}")
     if options.json:
         plain = report.as_json()
         if most is not None:
             plain |= {"tried": [dataclasses.asdict(t) for t in tried], "largest_batch": most}
         Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        console.print(f"json:    {options.json}", highlight=False)
+        say(console, f"json:    {options.json}")
 
 
 def _check_writable(path: str) -> None:
     """Refuse a path that can't be written, before minutes of compiling."""
-    parent = Path(path).expanduser().absolute().parent
+    parent = Path(os.path.expanduser(path)).absolute().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
         raise UserError(
             asked=f"the report in {path}",

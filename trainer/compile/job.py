@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.arguments import TrainingArguments
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowering import lower
+from trainer.compile.lowering import graphs_of, lower
 from trainer.compile.report import CompileReport, Expected
 from trainer.errors import UserError
 from trainer.job import Job
@@ -44,7 +44,7 @@ class CompileJob:
         )
 
     def compile(self) -> CompileReport:
-        """Lower and compile the step, or take the cached result.
+        """Lower and compile the train step and, if it fits, the run's other graphs; or take the cached results.
 
         Raises:
             UserError: no libtpu, or a compiler that failed.
@@ -63,7 +63,12 @@ class CompileJob:
             model_flops=training_flops(job.model, job.config, job.rows, job.args.sequence_length),
             exchange=crossed[0] if crossed else None,
         )
-        return compile_for(lower(job), target, expected)
+        report = compile_for(lower(job), target, expected)
+        if not report.fits:  # then the others can't change the verdict
+            return report
+        for graph in graphs_of(job)[1:]:
+            report = report.beside(graph, compile_for(lower(job, graph), target))
+        return report
 
 
 def _topology(options: CompileArguments) -> Topology:

@@ -1,4 +1,4 @@
-"""Compiles a lowered step with the TPU's own compiler (libtpu), on a machine that need have no TPU.
+"""Compiles a lowered graph with the TPU's own compiler (libtpu), on a machine that need have no TPU.
 
 libtpu is loaded by another process alone, since it can abort and then takes its process along. That process leaves a
 folder of files: memory sizes, the optimised HLO, the buffers alive at the peak, or the error. The folder is kept in the
@@ -64,7 +64,7 @@ class Target:
 def compile_for(
     lowered: Lowered, target: Target, expected: Expected | None = None, cache_dir: Path | None = None
 ) -> CompileReport:
-    """Compiles a step for a slice of TPUs, or takes what was compiled before, and reports what it would take there.
+    """Compiles a graph for a slice of TPUs, or takes what was compiled before, and reports what it would take there.
 
     Args:
         expected: what the report sets the compiler's numbers beside.
@@ -172,10 +172,11 @@ def _compile(lowered: Lowered, request: dict[str, Any], target: Target, folder: 
         began = time.monotonic()
         ended = _run(work, target.timeout)
         if not (work / "result.json").exists():
-            raise _no_result(ended, (work / "log").read_text(errors="replace"), target)
+            raise _no_result(ended, (work / "log").read_text(errors="replace"), target, lowered.graph)
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
-            raise _failure(target, ["the TPU compiler refused it", *_said(result["error"])[:_LINES_SHOWN]])
+            lines = ["the TPU compiler refused it", *_said(result["error"])[:_LINES_SHOWN]]
+            raise _failure(target, lowered.graph, lines)
         result["wall_seconds"] = time.monotonic() - began
         (work / "result.json").write_text(json.dumps(result))
         made = work / folder.name
@@ -219,14 +220,14 @@ def _run(work: Path, timeout: float) -> int | None:
                 child.wait()
 
 
-def _no_result(ended: int | None, log: str, target: Target) -> UserError:
+def _no_result(ended: int | None, log: str, target: Target, graph: str) -> UserError:
     """Says how the compiling process ended, with the last lines of its log."""
     last = _said(log)[-_LINES_SHOWN:]
     if ended is None:
         how = f"no result after {target.timeout:g} s; the compiler was killed"
-        return _failure(target, [how, *last], instead="a longer timeout, or a smaller model first")
+        return _failure(target, graph, [how, *last], instead="a longer timeout, or a smaller model first")
     how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
-    return _failure(target, [how, *last])
+    return _failure(target, graph, [how, *last])
 
 
 def _said(text: str) -> list[str]:
@@ -235,11 +236,11 @@ def _said(text: str) -> list[str]:
     return [x for x in lines if x.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", x)]
 
 
-def _failure(target: Target, lines: list[str], instead: str = "") -> UserError:
+def _failure(target: Target, graph: str, lines: list[str], instead: str = "") -> UserError:
     unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
     return UserError(
-        asked=f"compiling the step for {target.name}" + (f" with {target.flags}" if target.flags else ""),
+        asked=f"compiling the {graph} for {target.name}" + (f" with {target.flags}" if target.flags else ""),
         found="\n           ".join(line[:300] for line in lines),
-        why="without its result there is no telling what the step takes on this TPU",
+        why="without its result there is no telling what the run takes on this TPU",
         instead=instead or f"see the last lines above{unknown}",
     )

@@ -27,7 +27,9 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import topologies
+
+from trainer.xla.physical import in_mesh_order
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
@@ -78,18 +80,12 @@ def annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:
-    """The topology's devices in mesh order, laid out as torch_xla's HybridMesh lays a mesh on a real slice."""
+    """The topology's devices in mesh order, as a run lays out those of a real slice."""
     name, options = request["topology"]
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     described = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)
-    if options["num_slices"] == 1:
-        mesh = mesh_utils.create_device_mesh(request["mesh"], described.devices, allow_split_physical_axes=True)
-    else:
-        inside = [size // factor for size, factor in zip(request["mesh"], request["dcn"], strict=True)]
-        mesh = mesh_utils.create_hybrid_device_mesh(
-            inside, request["dcn"], described.devices, allow_split_physical_axes=True
-        )
-    return list(mesh.ravel())
+    inside = [size // factor for size, factor in zip(request["mesh"], request["dcn"], strict=True)]
+    return in_mesh_order(described.devices, inside, request["dcn"])
 
 
 def _compile(module: bytes, devices: list[Any], flags: list[tuple[str, str]]) -> Any:

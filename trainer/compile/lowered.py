@@ -1,8 +1,10 @@
-"""Lowered: a training step as HLO, before the compiler partitions it, and what each of its arguments is."""
+"""Lowered: a graph of a run as HLO, before the compiler partitions it, and what each of its arguments is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+TRAIN_STEP = "train step"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A training step as HLO, before it is partitioned.
+    """A graph of a run as HLO, before it is partitioned.
 
     Args:
         hlo: a serialised HloModuleProto.
@@ -35,6 +37,7 @@ class Lowered:
         outputs: each output's sharding, in HLO's text.
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
         layers: how often the loop over the layer stack runs.
+        graph: which of the run's graphs it is.
     """
 
     hlo: bytes
@@ -42,3 +45,4 @@ class Lowered:
     outputs: tuple[str, ...]
     mesh: dict[str, int]
     layers: int
+    graph: str = TRAIN_STEP

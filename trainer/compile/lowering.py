@@ -1,7 +1,7 @@
-"""The training step without weights: placeholders → HLO with the plan's shardings.
+"""A run's graphs without weights: placeholders → HLO with the plan's shardings.
 
-The step is the one that `Trainer` runs (:func:`trainer.step.build.build`), on an abstract mesh. Its tensors have shapes
-and layouts but no data, so a model of any size is lowered in seconds, in the memory of its graph.
+They are those that `Trainer` runs (:func:`trainer.step.build.build`, :mod:`trainer.weights`), on an abstract mesh. Its
+tensors have shapes and layouts but no data, so a model of any size is lowered in seconds, in the memory of its graph.
 """
 
 from __future__ import annotations
@@ -15,20 +15,37 @@ import torch_xla
 
 from models import jax_call
 from models.layers import DecoderLayers
-from trainer.compile.lowered import Argument, Lowered
+from models.partial_gradients import Tensors
+from trainer.compile.lowered import TRAIN_STEP, Argument, Lowered
 from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of
-from trainer.step.build import Built, build
+from trainer.layout.plan import ParameterPlan
+from trainer.layout.stacking import is_stacked
+from trainer.step.build import build
 from trainer.step.train_step import MOMENTS
+from trainer.weights.place import layer_batches, read_layer, write_layer
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.mesh import AbstractMesh
 from trainer.xla.runtime import init_runtime
 
+EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
+BATCH = ("input_ids", "labels", "segment_ids", "position_ids")  # the last two where documents are isolated
 
-def lower(job: Job, *, platform: str = "tpu") -> Lowered:
-    """The job's train step as HLO.
+
+def graphs_of(job: Job) -> tuple[str, ...]:
+    """The names of all graphs that a run of the job executes; the rest are transfers, and zeros on the devices.
+
+    Layers are loaded and read back for an export a batch of parameters at a time, a layer of it in one graph. The batch
+    with the largest parameter stands for the others, none of which is larger.
+    """
+    return (TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ()))
+
+
+def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu") -> Lowered:
+    """One of the job's graphs as HLO.
 
     Args:
+        graph: one of :func:`graphs_of`.
         platform: what kernels are chosen and lowered for: ``tpu`` or ``cpu``.
     """
     init_runtime()
@@ -36,7 +53,7 @@ def lower(job: Job, *, platform: str = "tpu") -> Lowered:
     torch.ones(1, device=torch_xla.device()).cpu()
     mesh = AbstractMesh(job.plan.mesh)
     try:
-        return _lower(job, mesh, platform)
+        return _lower(job, graph, mesh, platform)
     finally:
         # Tensors without data must not outlive this: a sync of all lazy tensors would try to compute them. The mesh
         # keeps some, and reference cycles keep the model.
@@ -44,20 +61,15 @@ def lower(job: Job, *, platform: str = "tpu") -> Lowered:
         gc.collect()
 
 
-def _lower(job: Job, mesh: AbstractMesh, platform: str) -> Lowered:
-    names = ["input_ids", "labels", *(("segment_ids", "position_ids") if job.args.isolate_documents else ())]
-    shape = (job.rows, job.args.sequence_length)
-    batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
+def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
     with jax_call.lowering_for(platform):
-        built = build(job, mesh, state_dict_weights(job.model.state_dict()))
-        built.step.trace(batch, step=1, learning_rate=1.0)
-        state = built.step.state
+        results = _TRACED[graph](job, mesh)
         # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-        context = torch_xla._XLAC.lowering.LoweringContext("train_step")
-        context.build(list(state.values()))
-    outputs = {name: number for number, name in enumerate(state)}
+        context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
+        context.build(list(results.values()))
+    outputs = {name: number for number, name in enumerate(results)}
     known = {context.tensor_parameter_id(placeholder.tensor): placeholder.name for placeholder in mesh.placed}
-    specs = {placeholder.name: placeholder.spec for placeholder in mesh.placed}
+    specs = _layer_specs(job) | {placeholder.name: placeholder.spec for placeholder in mesh.placed}
     hlo = context.hlo()
     arguments = []
     for number, parameter in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
@@ -66,7 +78,7 @@ def _lower(job: Job, mesh: AbstractMesh, platform: str) -> Lowered:
         arguments.append(
             Argument(
                 name=name,
-                kind=_kind(name, built.placed.parameters.keys(), batch.keys()),
+                kind=_kind(name, job.stored.specs.keys()),
                 shape=dimensions,
                 dtype=str(parameter.numpy_dtype()),
                 sharding=sharding_text(job.plan.mesh, spec),
@@ -76,14 +88,77 @@ def _lower(job: Job, mesh: AbstractMesh, platform: str) -> Lowered:
     return Lowered(
         hlo=hlo,
         arguments=tuple(arguments),
-        outputs=tuple(sharding_text(job.plan.mesh, specs[name]) for name in state),
+        outputs=tuple(sharding_text(job.plan.mesh, specs[name]) for name in results),
         mesh=dict(job.plan.mesh),
-        layers=_layers(built),
+        layers=_layers(job),
+        graph=graph,
     )
 
 
-def _layers(built: Built) -> int:
-    stacks = [module for module in built.model.modules() if isinstance(module, DecoderLayers)]
+def _trace_train_step(job: Job, mesh: AbstractMesh) -> Tensors:
+    step = build(job, mesh, state_dict_weights(job.model.state_dict())).step
+    step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
+    return step.state
+
+
+def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Tensors:
+    evaluation = build(job, mesh, state_dict_weights(job.model.state_dict())).evaluation
+    sums = evaluation.begin()
+    evaluation.trace(_batch(job, job.evaluation_rows), sums)
+    return {"sums": sums}
+
+
+def _trace_loading(job: Job, mesh: AbstractMesh) -> Tensors:
+    stacks, where = _place_stacks(job, mesh)
+    specs = _layer_specs(job)
+    rows = {
+        name: mesh.place(_a_layer_of(name), stack.shape[1:], stack.dtype, specs[_a_layer_of(name)])
+        for name, stack in stacks.items()
+    }
+    write_layer(stacks, rows, where, job.stored, mesh)
+    return stacks
+
+
+def _trace_reading(job: Job, mesh: AbstractMesh) -> Tensors:
+    stacks, where = _place_stacks(job, mesh)
+    return {_a_layer_of(name): row for name, row in read_layer(stacks, where, job.stored, mesh).items()}
+
+
+_TRACED = {
+    TRAIN_STEP: _trace_train_step,
+    EVALUATION: _trace_evaluation,
+    LOADING: _trace_loading,
+    READING: _trace_reading,
+}
+
+
+def _largest_batch(job: Job) -> list[ParameterPlan]:
+    """The stacks whose layers are loaded together, those with the largest; empty if layers are not stacked."""
+    return next(iter(layer_batches([entry for entry in job.stored.parameters if is_stacked(entry.name)])), [])
+
+
+def _place_stacks(job: Job, mesh: AbstractMesh) -> tuple[Tensors, torch.Tensor]:
+    """The stacks of :func:`_largest_batch`, and the number of a layer."""
+    specs = job.stored.specs
+    stacks = {e.name: mesh.place(e.name, e.shape, e.dtype, specs[e.name]) for e in _largest_batch(job)}
+    return stacks, mesh.place("layer", (1,), torch.int64, (None,))
+
+
+def _a_layer_of(name: str) -> str:
+    return f"a layer of {name}"
+
+
+def _layer_specs(job: Job) -> dict[str, PartitionSpec]:
+    return {_a_layer_of(entry.name): job.stored.specs[entry.name][1:] for entry in _largest_batch(job)}
+
+
+def _batch(job: Job, rows: int) -> Tensors:
+    names = BATCH if job.args.isolate_documents else BATCH[:2]
+    return {name: torch.empty((rows, job.args.sequence_length), dtype=torch.int64, device="meta") for name in names}
+
+
+def _layers(job: Job) -> int:
+    stacks = [module for module in job.assembled.modules() if isinstance(module, DecoderLayers)]
     return next((stack.count for stack in stacks if stack.count), 1)
 
 
@@ -107,9 +182,9 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     return f"{{devices=[{','.join(map(str, tiles))}]<={order}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
 
 
-def _kind(name: str, parameters: Collection[str], batch: Collection[str]) -> str:
+def _kind(name: str, parameters: Collection[str]) -> str:
     if name in parameters:
         return "weights"
     if name.endswith(MOMENTS):
         return "optimizer"
-    return "batch" if name in batch else "other"
+    return "batch" if name in BATCH else "other"

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from trainer.compile.report import CompileReport
+from trainer.compile.report import CompileReport, GraphMemory
 from trainer.compile.summary import (
     ESTIMATE,
+    GRAPH_HEADER,
     MODULE_HEADER,
     ROOFS,
     ROWS,
@@ -16,6 +17,7 @@ from trainer.compile.summary import (
     by_axis,
     fact_rows,
     flag,
+    graph_rows,
     memory_parts,
     module_rows,
     verdict,
@@ -40,12 +42,14 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         tried: rows of :data:`TRIED_HEADER`, one for each neighbour that a search compiled.
     """
     title = title or "Compile report"
-    roof = report.roofline
+    roof, largest = report.roofline, report.largest_graph
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="verdict {"good" if report.fits else "bad"}">{escape(verdict(report))}</p>',
         f"<p>{escape(where_it_runs(report))}. {escape(ESTIMATE)}</p>",
-        "<h2>HBM of a chip</h2>",
+        "<h2>The graphs of a run</h2>",
+        html_table(GRAPH_HEADER, graph_rows(report)),
+        "<h2>HBM of a chip: the train step</h2>",
         html_memory_bar(memory_parts(report), report.chip_hbm_bytes),
         html_table(("", ""), fact_rows(report)),
         *(["<h2>What else was tried</h2>", html_table(TRIED_HEADER, tried)] if tried else []),
@@ -59,12 +63,12 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         "<h2>Collectives</h2>",
         *(f'<p class="flag">unplanned: {escape(flag(line))}</p>' for line in report.unplanned),
         _collectives(report),
-        "<h2>Largest buffers</h2>",
-        _largest_buffers(report),
+        f"<h2>Largest buffers: the {escape(largest.graph)}</h2>",
+        _largest_buffers(largest, report.chip_hbm_bytes),
     ]
-    if report.error:
+    if largest.error:
         # the buffers that the rest of the message lists are in the table above
-        said = report.error.split("  Largest program")[0].strip()
+        said = largest.error.split("  Largest program")[0].strip()
         body += ["<h2>What the compiler said</h2>", f"<pre>{escape(said)}</pre>"]
     return html_page(title, body)
 
@@ -83,9 +87,9 @@ def _collectives(report: CompileReport) -> str:
     return html_table(("a step", "bytes", "sent", "exposed", "kind", "axis", "for", "shape"), rows, numbers=4) + more
 
 
-def _largest_buffers(report: CompileReport) -> str:
+def _largest_buffers(graph: GraphMemory, hbm: int) -> str:
     rows = [
-        (size(buffer.bytes), f"{buffer.bytes / report.chip_hbm_bytes:.1%}", buffer.shape, buffer.module, buffer.name)
-        for buffer in report.largest_buffers
+        (size(buffer.bytes), f"{buffer.bytes / hbm:.1%}", buffer.shape, buffer.module, buffer.name)
+        for buffer in graph.largest_buffers
     ]
     return html_table(("bytes", "of HBM", "shape", "whose", "compiler's name"), rows, numbers=2)

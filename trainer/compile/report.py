@@ -75,10 +75,40 @@ class Roofline:
 
 
 @dataclass(frozen=True)
-class CompileReport(Sizes):
-    """All numbers of a compiled step, per chip and step.
+class GraphMemory:
+    """What one of a run's graphs takes of a chip's HBM.
 
     Args:
+        graph: ``train step``, ``evaluation``, …
+        fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
+        required_bytes: as in :class:`trainer.compile.memory.Sizes`.
+        held_bytes: the part of the run's state that lies there meanwhile and is no argument of this graph: optimizer
+            state beside an evaluation.
+        error: why the compiler refused it; empty if it did not.
+    """
+
+    graph: str
+    fits: bool
+    required_bytes: int
+    held_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+    wall_seconds: float
+    largest_buffers: tuple[Buffer, ...]
+    error: str
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free of the run for it: what it requires, beside what is held."""
+        return self.required_bytes + self.held_bytes
+
+
+@dataclass(frozen=True)
+class CompileReport(Sizes):
+    """All numbers of a compiled train step, per chip and step, and the memory of the run's other graphs.
+
+    Args:
+        fits: every graph that was asked does.
         topology: the slice's name, ``v5p:4x4x4``.
         devices: chips of all slices.
         mesh: axis → size.
@@ -93,6 +123,7 @@ class CompileReport(Sizes):
         kernels: custom kernels that tell no FLOPs, and so are not in ``flops``: whose → how often they run in a step.
         loops: loops whose length depends on data: whose → how often they were taken to run.
         error: why the compiler refused a step that does not fit; empty if it fits.
+        graphs: the train step first, then those that were asked beside it (:meth:`beside`).
     """
 
     fits: bool
@@ -116,6 +147,20 @@ class CompileReport(Sizes):
     largest_buffers: tuple[Buffer, ...]
     roofline: Roofline
     error: str
+    graphs: tuple[GraphMemory, ...]
+
+    def beside(self, graph: str, other: CompileReport) -> CompileReport:
+        """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
+        held = max(self.alias_bytes - other.weights_bytes, 0)
+        (memory,) = other.graphs
+        fits = other.fits and other.required_bytes + held <= self.chip_hbm_bytes
+        memory = dataclasses.replace(memory, graph=graph, held_bytes=held, fits=fits)
+        return dataclasses.replace(self, graphs=(*self.graphs, memory), fits=self.fits and fits)
+
+    @property
+    def largest_graph(self) -> GraphMemory:
+        """The graph that decides whether the run fits."""
+        return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``, under the names above."""
@@ -157,9 +202,12 @@ def make_report(
     memory = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
+    largest = _largest(lowered, memory, module, buffers)
+    fits, seconds = "error" not in result, (result["cpu_seconds"], result["wall_seconds"])
+    required, temp, error = memory.sizes.required_bytes, memory.sizes.temp_bytes, result.get("error", "")
     return CompileReport(
         **vars(memory.sizes),
-        fits="error" not in result,
+        fits=fits,
         topology=where.name,
         slices=where.slices,
         devices=where.devices,
@@ -170,16 +218,17 @@ def make_report(
         hbm_bytes=cost.hbm_bytes,
         host_traffic_bytes=cost.host_bytes,
         estimated_cycles=cost.cycles,
-        compile_seconds=result["cpu_seconds"],
-        wall_seconds=result["wall_seconds"],
+        compile_seconds=seconds[0],
+        wall_seconds=seconds[1],
         kernel_flops=cost.kernel_flops,
         modules=_modules(cost),
         kernels=cost.kernels,
         loops=cost.loops,
         collectives=tuple(collectives),
-        largest_buffers=_largest(lowered, memory, module, buffers),
+        largest_buffers=largest,
         roofline=_roofline(cost, collectives, where.chip, model_flops),
-        error=result.get("error", ""),
+        error=error,
+        graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
     )
 
 

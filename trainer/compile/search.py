@@ -15,6 +15,7 @@ from trainer.compile.job import CompileJob
 from trainer.compile.report import CompileReport
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
+from trainer.report.lines import say, waiting
 from trainer.report.units import size
 
 # makes a neighbour, or raises the UserError that says why there is none
@@ -26,7 +27,12 @@ _REMAT = ("none", "save_matmuls", "full", "offload")
 
 @dataclass(frozen=True)
 class Tried:
-    """A neighbour of a job, and what its compile found; ``refused`` says why it could not be compiled."""
+    """A neighbour of a job, and what its compile found; ``refused`` says why it could not be compiled.
+
+    Args:
+        required_bytes: what its largest graph needs.
+        wall_seconds: of all its graphs.
+    """
 
     what: str
     fits: bool = False
@@ -56,27 +62,29 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
     Returns:
         what was tried, and the largest batch that was seen to fit.
     """
-    console.print("\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
+    say(console, "\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
     tried: list[Tried] = []
 
     def attempt(what: str, neighbour: Neighbour) -> Tried:
-        with console.status(f"compiling {what} …"):
+        with waiting(console, f"compiling {what} …"):
             result = _try(what, neighbour)
         tried.append(result)
         name, fits, *rest = result.cells
-        console.print(f"{name}: {'fits' if fits == 'yes' else fits}: " + ", ".join(filter(None, rest)), highlight=False)
+        say(console, f"{name}: {'fits' if fits == 'yes' else fits}: " + ", ".join(filter(None, rest)))
         return result
 
     if not report.fits:
-        for what, neighbour in (*_other_remats(job), *_other_meshes(job)):
+        remats = () if report.graphs[0].fits else _other_remats(job)  # which change the train step alone
+        for what, neighbour in (*remats, *_other_meshes(job)):
             attempt(what, neighbour)
     limit = report.chip_hbm_bytes
 
     def needed(result: CompileReport | Tried) -> float | None:
         """Bytes that it requires. The compiler rounds them in its messages, so its verdict decides near the limit."""
-        if result.required_bytes is None:
+        needed = result.required_bytes if isinstance(result, Tried) else result.largest_graph.needed_bytes
+        if needed is None:
             return None
-        return min(result.required_bytes, limit) if result.fits else max(result.required_bytes, limit + 1)
+        return min(needed, limit) if result.fits else max(needed, limit + 1)
 
     most = largest_batch(
         report.argument_bytes,
@@ -84,9 +92,9 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
         limit,
         lambda rows: needed(attempt(f"{rows} rows a device", lambda: _with_batch(job, rows))),
     )
-    console.print(
+    say(
+        console,
         f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
-        highlight=False,
     )
     return tried, most
 
@@ -98,7 +106,8 @@ def _try(what: str, neighbour: Neighbour) -> Tried:
     except UserError as error:
         return Tried(what, refused=str(error.found))
     cycles = found.estimated_cycles / (other.job.tokens / other.job.plan.batch_shards) if found.fits else None
-    return Tried(what, found.fits, found.required_bytes, cycles, found.wall_seconds)
+    seconds = sum(graph.wall_seconds for graph in found.graphs)
+    return Tried(what, found.fits, found.largest_graph.needed_bytes, cycles, seconds)
 
 
 def largest_batch(

@@ -15,16 +15,33 @@ ROOFS = {  # what each of `Roofline.times` divides by what
     "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak, and what is sent with nothing beside it",
 }
 MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
+GRAPH_HEADER = ("graph of the run", "fits", "HBM a chip", "of it state beside", "compile, CPU")
 TRIED_HEADER = ("tried", "fits", "HBM a chip", "cycles a token", "compile")
 ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
 def verdict(report: CompileReport) -> str:
-    """Whether the step fits, and how much of a chip's HBM it takes."""
-    word = "Fits" if report.fits else "Does not fit"
-    share = report.required_bytes / report.chip_hbm_bytes
-    used = f"{size(report.required_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
-    return f"{word}: {used}"
+    """Whether the run fits, and how much of a chip's HBM its largest graph takes."""
+    word, largest = "Fits" if report.fits else "Does not fit", report.largest_graph
+    share = largest.needed_bytes / report.chip_hbm_bytes
+    used = f"{size(largest.needed_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
+    return f"{word}: {used}" + ("" if largest is report.graphs[0] else f", for the {largest.graph}")
+
+
+def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Cells under :data:`GRAPH_HEADER`, a row for each graph of the run."""
+    rows: list[tuple[str, ...]] = [
+        (
+            graph.graph,
+            "yes" if graph.fits else "no",
+            size(graph.needed_bytes),
+            size(graph.held_bytes) if graph.held_bytes else "",
+            f"{graph.compile_seconds:,.0f} s",
+        )
+        for graph in report.graphs
+    ]
+    asked = len(rows) > 1 or report.fits
+    return rows if asked else [*rows, ("the others", "not asked", "", "", "")]
 
 
 def where_it_runs(report: CompileReport) -> str:

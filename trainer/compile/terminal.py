@@ -10,11 +10,13 @@ from rich.text import Text
 
 from trainer.compile.report import CompileReport
 from trainer.compile.summary import (
+    GRAPH_HEADER,
     MODULE_HEADER,
     ROOFS,
     ROWS,
     fact_rows,
     flag,
+    graph_rows,
     memory_parts,
     module_rows,
     verdict,
@@ -25,9 +27,14 @@ from trainer.report.units import size
 
 
 def print_report(report: CompileReport, console: Console) -> None:
-    """Prints the verdict, what fills the HBM, the roofline, collectives, modules and the largest buffers."""
+    """Prints the verdict, every graph's memory, and of the train step what fills the HBM, the roofline and so on.
+
+    The largest buffers are those of the largest graph.
+    """
+    largest = report.largest_graph
     console.print(Text(verdict(report), style="bold green" if report.fits else "bold red"))
     console.print(Text(where_it_runs(report)))
+    _print_table(console, GRAPH_HEADER, graph_rows(report))
     facts = Table(show_header=False, box=None, pad_edge=False)
     for name, text in [*((name, size(part)) for name, part in memory_parts(report) if part), *fact_rows(report)]:
         facts.add_row(Text(name), Text(text))
@@ -50,8 +57,8 @@ def print_report(report: CompileReport, console: Console) -> None:
         console.print(Text(f"unplanned: {flag(line)}", style="yellow"))
     _print_table(
         console,
-        ("largest buffers", "of HBM", "shape", "whose"),
-        [(size(b.bytes), f"{b.bytes / report.chip_hbm_bytes:.1%}", b.shape, b.module) for b in report.largest_buffers],
+        (f"largest buffers ({largest.graph})", "of HBM", "shape", "whose"),
+        [(size(b.bytes), f"{b.bytes / report.chip_hbm_bytes:.1%}", b.shape, b.module) for b in largest.largest_buffers],
     )
 
 

@@ -85,6 +85,11 @@ class TrainingBatches:
         """Epochs done: a fraction, but of a stream, whose length is not known, whole epochs."""
         return self._order.epoch
 
+    def skip_epoch(self) -> None:
+        """Go to the beginning of the next epoch; the rows that are left of this one are never seen."""
+        self._cursor = {"epoch": int(self.epoch) + 1, "row": 0}
+        self._order = self._rows.order(self._seed, self._batch_size, self._cursor)
+
     def state_dict(self) -> dict[str, Any]:
         """The cursor of the batch that comes next: JSON-able, and the same in every process."""
         return {"seed": self._seed, "data": self._data, **copy.deepcopy(self._cursor)}

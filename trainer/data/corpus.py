@@ -30,7 +30,7 @@ from trainer.data.row_stream import StreamedRows
 from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
 from trainer.data.tokenizer import check_tokenizer, tokenizer_fingerprint, trained_tokenizer
 
-CACHE_FORMAT = 1  # part of every cache key: raise it when what is cached changes meaning
+CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
 
 
 @dataclass(frozen=True)

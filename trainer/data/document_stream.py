@@ -12,8 +12,20 @@ from datasets import Features, IterableDataset
 
 from trainer.cache import digest
 from trainer.data.documents import text_documents
-from trainer.data.sources import Files, HubDataset, cause, check_text_column, locate, pick_splits, unreadable
+from trainer.data.sources import (
+    Files,
+    HubDataset,
+    cause,
+    check_records,
+    check_text_column,
+    locate,
+    not_utf8,
+    pick_splits,
+    unreadable,
+)
 from trainer.errors import UserError
+
+LOOKED_AT = 64 << 20  # bytes of each file of a stream that are looked at before it begins
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ def find_stream(dataset: str | None, text_column: str) -> DocumentStream:
             len(names),
             lambda part, document: itertools.islice(text_documents(where, names[part]), document, None),
         )
+    if isinstance(where, Files):
+        check_records(where, LOOKED_AT)
     try:
         splits, identity = _open(where)
     except Exception as error:  # of many types: offline, not found, malformed, …
@@ -96,6 +110,8 @@ def _records(where: Files | HubDataset, split: IterableDataset, text_column: str
         try:
             for record in records:
                 yield record[text_column] or "", record[text_column]
+        except UnicodeDecodeError as error:
+            raise not_utf8(where, error) from error
         except Exception as error:  # of many types: whatever a network or a file can do
             raise UserError(
                 asked=f"{where.asked}: documents of its part {part + 1} of {split.num_shards}",

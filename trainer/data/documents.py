@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets import Dataset, Features, Value
 
 from trainer.cache import digest
-from trainer.data.sources import Files, HubDataset, check_text_column, locate, pick_splits, unreadable
+from trainer.data.sources import (
+    Files,
+    HubDataset,
+    check_records,
+    check_text_column,
+    locate,
+    not_utf8,
+    pick_splits,
+    unreadable,
+)
 from trainer.errors import UserError
 
 # one text file alone is cut at line ends into about a hundred documents, so that some can be held out
 DOCUMENTS_OF_ONE_FILE = 100
+RECORDS_AT_ONCE = 4096  # that are checked together
 DOCUMENT_BYTES = (4 << 10, 1 << 20)  # least and most bytes of such a document, not counting its last line
 
 
@@ -83,13 +94,16 @@ def text_documents(where: Files, name: str) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}:{i}", text) for i, text in enumerate(_line_groups(path)))
         else:
             yield name, path.read_text(encoding="utf-8-sig")
-    except (UnicodeDecodeError, OSError) as error:
+    except UnicodeDecodeError as error:
+        if not where.skip_undecodable:
+            raise not_utf8(replace(where, files={name: path}), error) from error
+    except OSError as error:
         if not where.skip_undecodable:
             raise UserError(
                 asked=f"{where.asked}: the text of {path}",
                 found=f"{type(error).__name__}: {error}",
-                why="a text file must be readable UTF-8",
-                instead="convert it (iconv -t utf-8), or move it out of the folder",
+                why="a text file must be readable",
+                instead="make it readable, or move it out of the folder",
             ) from error
 
 
@@ -122,11 +136,12 @@ def _line_groups(path: Path) -> Iterator[str]:
 
 def _record_documents(where: Files, text_column: str) -> Documents:
     def read(scratch: Path) -> Mapping[str, Dataset]:
+        check_records(where)
         try:
             splits = datasets.load_dataset(where.kind, data_files=where.by_split(), cache_dir=str(scratch))
         except Exception as error:  # of many types: each file format is malformed in its own ways
             raise unreadable(where, error) from error
-        return _texts(splits, text_column, where.asked)
+        return _checked(_texts(splits, text_column, where.asked), where)
 
     return Documents(where.asked, digest([_stamps(where.files), text_column]), read)
 
@@ -139,7 +154,7 @@ def _hub_documents(where: HubDataset, text_column: str) -> Documents:
     splits = _texts(loaded, text_column, where.asked)
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
-    return Documents(where.asked, fingerprint, lambda scratch: splits)
+    return Documents(where.asked, fingerprint, lambda scratch: _checked(splits, where))
 
 
 def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[str, Dataset]:
@@ -149,3 +164,14 @@ def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}
     texts = {name: split.select_columns(text_column) for name, split in picked.items()}
     return {name: split.rename_columns({text_column: "text"}) for name, split in texts.items()}
+
+
+def _checked(splits: dict[str, Dataset], where: Files | HubDataset) -> dict[str, Dataset]:
+    """``splits``, whose texts are UTF-8: Arrow files and Parquet hold whatever bytes were written as text."""
+    for split in splits.values():
+        for table in split.with_format("arrow").iter(RECORDS_AT_ONCE):
+            try:
+                table.validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise not_utf8(where, error) from error
+    return splits

@@ -12,6 +12,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.documents import has_text
+from trainer.data.tokenizer import plain_tokens
 
 Columns = dict[str, np.ndarray]
 
@@ -37,8 +38,7 @@ class Packer:
 
     def rows(self, texts: Sequence[str]) -> Columns:
         """The rows that ``texts`` complete, each column [B, S]."""
-        # verbose=False: no warning that a document is longer than the model's context; rows never are
-        tokens = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        tokens = plain_tokens(self.tokenizer, texts)
         end = [self.tokenizer.eos_token_id]
         flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
         count = len(flat) // self.length

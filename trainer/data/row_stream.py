@@ -19,7 +19,7 @@ from trainer.data.ahead import Ahead, stop_if_the_program_ends
 from trainer.data.document_stream import DocumentStream
 from trainer.data.documents import has_text, key_hash
 from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, Columns, Packer
-from trainer.data.rows import ROWS_AT_ONCE, too_few_rows
+from trainer.data.rows import ROWS_AT_ONCE, count_in, too_few_rows
 from trainer.errors import UserError
 
 
@@ -171,14 +171,29 @@ def _documents(
         document = 0
 
 
+def _place(values: Mapping[str, Any]) -> Place:
+    """The place that a cursor holds.
+
+    Raises:
+        ValueError, TypeError: there is none.
+    """
+    place = Place(**values)
+    for name in ("part", "document", "skip"):
+        count_in(vars(place), name)
+    if not isinstance(place.rest, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in place.rest):
+        raise ValueError("tokens of earlier documents that are none")
+    return place
+
+
 class StreamedOrder:
     """The rows of a stream, window by window. While one window is used, the next is made on a thread."""
 
     def __init__(self, rows: StreamedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
         self._asked, self._size = rows.documents.asked, rows.shuffle_rows
-        self._epoch, self._number = int(cursor["epoch"]), int(cursor.get("window", 0))
-        self._start, self._taken = Place(**cursor.get("start", {})), int(cursor["row"]) - self._number * self._size
-        if self._epoch < 0 or not 0 <= self._taken <= self._size:
+        self._epoch, self._number = count_in(cursor, "epoch"), count_in({"window": 0, **cursor}, "window")
+        self._start = _place(cursor.get("start", {}))
+        self._taken = count_in(cursor, "row") - self._number * self._size
+        if not 0 <= self._taken <= self._size or self._start.part > rows.documents.parts:
             raise ValueError(f"row {cursor['row']} in window {self._number} of {self._size} rows, epoch {self._epoch}")
         self._windows = rows.windows(seed, self._epoch, self._number, self._start, batch_size)
         self._window: Window | None = None

@@ -81,6 +81,18 @@ def too_few_rows(batch_size: int, found: str) -> UserError:
     )
 
 
+def count_in(cursor: Mapping[str, Any], name: str) -> int:
+    """Returns a number of a cursor, which may have been read from a file.
+
+    Raises:
+        ValueError: it is no count. KeyError: there is none.
+    """
+    value = cursor[name]
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError(f"{name} {str(value)[:80]}")
+    return value
+
+
 class StoredRows:
     """Rows that lie in a dataset. An epoch takes all of them, in an order drawn by seed and epoch.
 
@@ -109,6 +121,12 @@ class StoredRows:
         """How many tokens all rows have."""
         return len(self) * len(self.dataset[0]["input_ids"])
 
+    def spread(self, most: int) -> StoredRows:
+        """At most ``most`` of the rows, in their order and spread evenly over all; 0: every row."""
+        if not 0 < most < len(self):
+            return self
+        return StoredRows(self.dataset.select(np.arange(most) * len(self) // most))
+
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StoredOrder:
         """The rows as training takes them, from ``cursor`` on."""
         return StoredOrder(self, seed, batch_size, cursor)
@@ -129,8 +147,8 @@ class StoredOrder:
         if len(rows) < batch_size:
             raise too_few_rows(batch_size, f"{len(rows)} rows to train on")
         self._rows, self._seed = rows, seed
-        self._epoch, self._row = int(cursor["epoch"]), int(cursor["row"])
-        if self._epoch < 0 or not 0 <= self._row < len(rows):
+        self._epoch, self._row = count_in(cursor, "epoch"), count_in(cursor, "row")
+        if self._row >= len(rows):
             raise ValueError(f"row {self._row} of {len(rows)} in epoch {self._epoch}")
         self._permutation = self._draw()
 

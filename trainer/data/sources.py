@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import mmap
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -20,6 +23,15 @@ SUFFIXES = {
 }
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
+# what lies beside the data of a dataset in a repository: text that is no data where the data are records, …
+ABOUT = re.compile(
+    r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|code_of_conduct|security|requirements"
+    r"|checksums?|(sha|md5)\d*(sums?)?)([^a-z].*)?"
+)
+# … and records of the dataset, not in it
+ABOUT_RECORDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
+# where a null may be what a file of records begins with, alone or in a list; and where one has a line of its own
+NULL_FIRST, NULL_LINE = re.compile(rb"[\s\[]*null"), re.compile(rb"\n[ \t\r]*null[ \t\r]*(?=\n|\Z)")
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -42,10 +54,13 @@ class Files:
     skip_undecodable: bool = False
 
     def by_split(self) -> dict[str, list[str]]:
-        """The paths of each split's files. In a folder, file names say the split, as they do on the hub."""
+        """The paths of each split's files, as `datasets` takes them: patterns, in which nothing is a wildcard.
+
+        In a folder, file names say the split, as they do on the hub.
+        """
         paths: dict[str, list[str]] = {}
         for name, path in self.files.items():
-            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(str(path))
+            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(glob.escape(str(path)))
         return paths
 
 
@@ -66,10 +81,10 @@ def locate(dataset: str | None) -> Files | HubDataset:
         UserError: there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
     if dataset is None:
-        files = _files(Path(os.__file__).parent, "*.py", STDLIB_LEFT_OUT)
+        files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
-    asked, path = f"--dataset {dataset}", Path(dataset).expanduser()
-    if path.exists():
+    asked, path = f"--dataset {dataset}", Path(os.path.expanduser(dataset))
+    if os.path.exists(path):  # a Path would raise at a name that is too long
         return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
         raise UserError(
@@ -83,16 +98,19 @@ def locate(dataset: str | None) -> Files | HubDataset:
     return HubDataset(asked, name, revision or None, configuration or None)
 
 
-def _files(root: Path, pattern: str, left_out: set[str]) -> dict[str, Path]:
-    """Files under ``root`` by their path relative to it, sorted by it.
+def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
+    """Files under ``root`` whose names end in ``suffix``, by their path relative to it, sorted by it.
 
-    Left out are hidden files, and files or folders named in ``left_out``.
+    Left out are hidden files and folders, those named in ``left_out``, and what vanishes meanwhile.
     """
     files = {}
-    for path in root.rglob(pattern):
-        parts = path.relative_to(root).parts
-        if not left_out.intersection(parts) and not any(part.startswith(".") for part in parts) and path.is_file():
-            files["/".join(parts)] = path
+    for folder, inner, names in os.walk(root):
+        inner[:] = (name for name in inner if not name.startswith(".") and name not in left_out)
+        for name in names:
+            path = Path(folder, name)
+            hidden = name.startswith(".") or name in left_out
+            if name.endswith(suffix) and not hidden and os.path.isfile(path):
+                files[path.relative_to(root).as_posix()] = path
     return dict(sorted(files.items()))
 
 
@@ -104,7 +122,8 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
     if path.is_file():
         files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
     else:
-        files = {name: file for name, file in _files(path, "*", set()).items() if file.suffix.lower() in KIND_OF}
+        files = {name: file for name, file in _files(path, "", set()).items() if file.suffix.lower() in KIND_OF}
+        files = _without_companions(files)
         kinds = {KIND_OF[file.suffix.lower()]: name for name, file in files.items()}
     if len(kinds) > 1:
         raise UserError(
@@ -113,20 +132,94 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             why="which of them hold the text to train on can't be told",
             instead="a folder with files of one kind, or the path of one file",
         )
-    if not any(file.stat().st_size for file in files.values()):
+    if not any(map(_holds_something, files.values())):
         raise UserError(
             asked=asked,
             found="an empty file" if path.is_file() else f"nothing in any file that ends in {', '.join(KIND_OF)}",
             why="there is no text to train on",
             instead="a text, JSON-lines or Parquet file, or a folder of such files",
         )
-    return files, next(iter(kinds))
+    kind = next(iter(kinds))
+    if kind != "text" and "::" in str(path.absolute()):
+        raise UserError(
+            asked=asked,
+            found=f"'::' in the path {path.absolute()}",
+            why="the library that reads such files takes it for a file within another",
+            instead="a path without it",
+        )
+    return files, kind
+
+
+def _holds_something(file: Path) -> bool:
+    try:
+        return file.stat().st_size > 0
+    except OSError:  # it vanished
+        return False
+
+
+def _without_companions(files: dict[str, Path]) -> dict[str, Path]:
+    """``files`` without those that are about the dataset, if records remain."""
+    data = {
+        name: file
+        for name, file in files.items()
+        if file.name.lower() not in ABOUT_RECORDS
+        and (KIND_OF[file.suffix.lower()] != "text" or not ABOUT.fullmatch(file.stem.lower()))
+    }
+    return data if any(KIND_OF[file.suffix.lower()] != "text" for file in data.values()) else files
 
 
 def _split_of(name: str) -> str:
     """The split of a file in a folder: ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` are of ``test``."""
     match = re.match(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])", name.lower())
     return match[1] if match else "train"
+
+
+def not_utf8(where: Files | HubDataset, error: Exception) -> UserError:
+    """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
+    files = where.files.values() if isinstance(where, Files) and where.kind != "parquet" else ()
+    lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
+    return UserError(
+        asked=f"{where.asked}: its text",
+        found=f"{next(lines, 'a record')}: {cause(error)}",
+        why="text is read as UTF-8",
+        instead="convert the file (iconv -t utf-8), unpack it if it is packed, or leave it out",
+    )
+
+
+def _undecodable_line(path: Path) -> int | None:
+    """The number, from 1, of the first line of ``path`` that is not UTF-8; None if all are, or it can't be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return None
+
+
+def check_records(where: Files, most: int | None = None) -> None:
+    """Refuse JSON files with a record that is `null` where pyarrow 26 ends the whole process: the first, or a line.
+
+    Args:
+        most: look at so many bytes of each file alone.
+
+    Raises:
+        UserError: names the file.
+    """
+    for name, path in where.files.items() if where.kind == "json" else ():
+        if not path.stat().st_size:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = len(data) if most is None else most
+            # in a record that stands in several lines a null may have a line of its own
+            lines = data.readline().rstrip().endswith(b"}")
+            if NULL_FIRST.match(data) or (lines and NULL_LINE.search(data, 0, end)):
+                raise UserError(
+                    asked=where.asked,
+                    found=f"a record of {name} that is null",
+                    why="it holds no text, and the reader of JSON does not survive it",
+                    instead="the file without such records (of JSON-lines: grep -v '^null$')",
+                )
 
 
 def unreadable(where: Files | HubDataset, error: Exception) -> UserError:

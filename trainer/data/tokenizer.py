@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from datasets.fingerprint import Hasher  # semi-private: datasets/fingerprint.py, datasets 5.2
@@ -26,7 +27,9 @@ def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
         UserError: there is none of that name.
     """
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer("text")  # some of its settings are looked at no earlier
+        return tokenizer
     except Exception as error:  # of many types; each means that this name gave no tokenizer
         raise UserError(
             asked=f"the tokenizer of {name}",
@@ -52,14 +55,17 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) 
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer with more tokens than the ``vocab_size`` rows of the model's embedding.
+    """Refuse a tokenizer whose highest token lies beyond the ``vocab_size`` rows of the model's embedding.
+
+    On XLA a row beyond the last would silently be the last. A tokenizer's numbers may have holes.
 
     Raises:
         UserError: names both numbers.
     """
-    if len(tokenizer) > vocab_size:
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if count > vocab_size:
         raise UserError(
-            asked=f"a tokenizer of {len(tokenizer)} tokens",
+            asked=f"a tokenizer of {count} tokens",
             found=f"the model's embedding has {vocab_size} rows",
             why="a token beyond them has no embedding",
             instead="the model's own tokenizer (--tokenizer), or a model with a larger vocab_size",
@@ -116,6 +122,52 @@ def _load_trained(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
+
+
+def plain_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text, in which nothing is special: a ``<|endoftext|>`` that is written in it stays text.
+
+    A text without such words has the tokens that the tokenizer gives it anyway.
+
+    Raises:
+        UserError: the tokenizer has no other token for such a word.
+    """
+    special = _special_ids(tokenizer)
+    found = _tokenise(tokenizer, texts)
+    for i, text in enumerate(texts):
+        if not special.isdisjoint(found[i]):
+            found[i] = _spelt_out(tokenizer, text, special)
+    return found
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> list[list[int]]:
+    # verbose=False: no warning that a document is longer than the model's context; rows never are
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False, **options)["input_ids"] if texts else []
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids that no text may have: the special tokens', but not that of unknown words, which many texts hold."""
+    ids = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    return (ids - {tokenizer.unk_token_id}) | {tokenizer.eos_token_id}
+
+
+def _spelt_out(tokenizer: PreTrainedTokenizerBase, text: str, special: set[int]) -> list[int]:
+    """The tokens of a text with special tokens' words in it, in other tokens than those."""
+    (tokens,) = _tokenise(tokenizer, [text], split_special_tokens=True)
+    if not special.isdisjoint(tokens):
+        # The flag keeps words whole that lie in the model's own vocabulary, as in every Unigram. They are cut in two.
+        words = sorted(tokenizer.convert_ids_to_tokens(sorted(special)), key=len, reverse=True)
+        inside = "|".join(f"(?<={re.escape(word[0])})(?={re.escape(word[1:])})" for word in words if len(word) > 1)
+        parts = _tokenise(tokenizer, re.split(inside, text), split_special_tokens=True)
+        tokens = [token for part in parts for token in part]
+    if spelt := sorted(special.intersection(tokens)):
+        raise UserError(
+            asked=f"the tokens of a text that begins {text[:40]!r}",
+            found=f"it holds the word {tokenizer.convert_ids_to_tokens(spelt)[0]!r}, a special token",
+            why="the tokenizer has no other tokens for it, and in a text it would not mean what it says",
+            instead="another --tokenizer, or a dataset without that word",
+        )
+    return tokens
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.resources
+import os
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ def load_recipe(name_or_path: str) -> Recipe:
     """
     if name_or_path.endswith(".py"):
         path = Path(name_or_path)
-        if not path.is_file():
+        if not os.path.isfile(path):  # a Path would raise at a name that is too long
             raise UserError(
                 asked=f"recipe file {name_or_path}",
                 found=f"no file {path.resolve()}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -65,15 +64,16 @@ class Compute:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if not isinstance(value, str | None) or value not in choices:
                 raise UserError(
-                    asked=f"Compute({name}={value!r})",
-                    found=f"{value!r} is not a {name} of this trainer",
+                    asked=f"Compute({name}={value!r:.80})",
+                    found=f"{value!r:.80} is not a {name} of this trainer",
                     why="a compute policy is one of a fixed list",
-                    instead=did_you_mean(str(value), filter(None, choices)) + f"one of {', '.join(map(repr, choices))}",
+                    instead=did_you_mean(f"{value!s:.80}", filter(None, choices))
+                    + f"one of {', '.join(map(repr, choices))}",
                 )
         number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
-        if not number or not 0 < self.capacity_factor < math.inf:
+        if not number or not 0 < self.capacity_factor < 2**31:
             raise UserError(
                 asked=f"Compute(capacity_factor={self.capacity_factor!r})",
                 found="not a positive number",
@@ -157,7 +157,8 @@ class Recipe:
             UserError: ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
         """
         pairs = [part.split("=") for part in text.split(",")]
-        whole = all(len(pair) == 2 and pair[1].strip().removeprefix("-").isdecimal() for pair in pairs)
+        # nine digits are more devices than there are, and Python refuses to read thousands
+        whole = all(len(p) == 2 and p[1].strip().removeprefix("-")[:10].isdecimal() and len(p[1]) < 10 for p in pairs)
         sizes = {pair[0].strip(): int(pair[1]) for pair in pairs} if whole else {}
         if sizes.keys() != self.mesh.axes.keys() or len(pairs) > len(sizes):
             wrong = next((axis for axis in sizes if axis not in self.mesh.axes), None)
@@ -188,8 +189,9 @@ class Recipe:
                 )
             try:
                 changes[name] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                changes[name] = value  # no Python literal but a word, as in remat=full
+            # no Python literal but a word, as in remat=full; or one that Python can't hold
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                changes[name] = value
         return replace(self, compute=replace(self.compute, **changes))
 
     def as_dict(self) -> dict[str, Any]:
@@ -234,10 +236,13 @@ def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> No
     assert isinstance(layout, Mapping)  # checked just above; this tells mypy
     for axis, placement in layout.items():
         check_axis(axis, mesh.axes, where)
-        if not isinstance(placement, Shard | Replicate) or (isinstance(placement, Shard) and placement.dim < 0):
+        counted = not isinstance(placement, Shard) or (type(placement.dim) is int and placement.dim >= 0)
+        if not isinstance(placement, Shard | Replicate) or not counted:
             raise UserError(
                 asked=f"{where}: {axis!r}: {placement!r}",
-                found="a negative dimension" if isinstance(placement, Shard) else f"a {type(placement).__name__}",
+                found=("a negative dimension" if type(placement.dim) is int else f"dimension {placement.dim!r}")
+                if isinstance(placement, Shard)
+                else f"a {type(placement).__name__}",
                 why="a placement is Shard(dim), counted from 0 at the front, or Replicate()",
                 instead=f'"{axis}": Shard(0)',
             )

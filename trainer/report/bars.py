@@ -27,7 +27,7 @@ def step_bar(console: Console) -> Progress:
         TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[numbers]}"),
+        TextColumn("{task.fields[numbers]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -47,7 +47,7 @@ def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iter
 def byte_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how many of ``total`` bytes are done, and bytes/s. Yields a function to call with each further count."""
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),

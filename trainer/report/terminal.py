@@ -8,9 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback
 
 from trainer.report.bars import step_bar
+from trainer.report.lines import say
 
 # log key → how a person reads it
 _FORMATS = {
@@ -53,7 +55,8 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         text = "  ".join(form.format(logs[key]) for key, form in _FORMATS.items() if logs.get(key) is not None)
-        self.console.print(f"step {state.global_step:>6}  {text}", highlight=False, soft_wrap=True)
+        if text:
+            say(self.console, f"step {state.global_step:>6}  {text}")
         if self.progress is not None and "loss" in logs:
             numbers = f"loss {logs['loss']:.3f}  {logs['tokens_per_second']:,.0f} tokens/s"
             self.progress.update(self.task, numbers=numbers)
@@ -64,7 +67,7 @@ class ProgressCallback(TrainerCallback):
 
 
 def closing_table(
-    losses: tuple[float, float | None, float], log_history: Sequence[dict[str, Any]], compiles: int, folder: str
+    losses: tuple[float | None, float | None, float], log_history: Sequence[dict[str, Any]], compiles: int, folder: str
 ) -> Table:
     """What a finished run has come to, in two columns.
 
@@ -76,10 +79,10 @@ def closing_table(
     rates = sorted([entry["tokens_per_second"] for entry in log_history if "tokens_per_second" in entry][1:])
     speed = f"{rates[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps"
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("held-out loss before", f"{before:.4f} nats/token")
+    table.add_row("held-out loss before", "not measured" if before is None else f"{before:.4f} nats/token")
     table.add_row("held-out loss after", "not measured: interrupted" if after is None else f"{after:.4f} nats/token")
     table.add_row("unigram model's loss", f"{unigram:.4f} nats/token (the same held-out tokens)")
     table.add_row("tokens/s", speed)
     table.add_row("compiles", str(compiles))
-    table.add_row("written to", folder)
+    table.add_row("written to", Text(folder))
     return table

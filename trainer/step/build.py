@@ -20,7 +20,7 @@ from models.attention.splash import KernelLayout
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
-from models.layers import DecoderLayers
+from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
@@ -60,6 +60,8 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     model = copy.deepcopy(job.assembled)
     _bind_kernels(job, model, mesh)
     scopes.annotate(model)
+    if not any(isinstance(module, DecoderLayers) for module in model.modules()):
+        number_layers(model)
     for pattern, layout in job.recipe.activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):

@@ -25,17 +25,25 @@ class EvalStep:
 
     def __call__(self, batches: Iterable[Tensors]) -> float:
         """The mean over all scored targets of ``batches`` (host tensors of [rows, S]); NaN if there is none."""
-        mesh = self.placed.mesh
-        sums = sharding.place("sums", torch.zeros(2), mesh, (None,))
+        sums = self.begin()
         for batch in batches:
             self.guard.before(batch)
-            inputs = place_batch(batch, mesh, self.placed.batch_axes)
-            with torch.no_grad():
-                one = torch.ones((), device=sums.device)
-                loss, _ = self.loss(self.placed.parameters, inputs, one, training=False)
-                added = torch.stack([loss.to(torch.float32), scored_tokens(inputs["labels"])])
-                sums.copy_(sharding.constrain(sums + added, mesh, (None,)))
+            self.trace(batch, sums)
             run_now([sums])
             self.guard.after()
         total, tokens = sums.cpu().tolist()
         return total / tokens if tokens else math.nan
+
+    def begin(self) -> torch.Tensor:
+        """The sums before the first batch, placed: of the losses, and of the scored targets."""
+        return sharding.place("sums", torch.zeros(2), self.placed.mesh, (None,))
+
+    def trace(self, batch: Tensors, sums: torch.Tensor) -> None:
+        """Build the graph that adds ``batch`` to ``sums``, and run nothing."""
+        mesh = self.placed.mesh
+        inputs = place_batch(batch, mesh, self.placed.batch_axes)
+        with torch.no_grad():
+            one = torch.ones((), device=sums.device)
+            loss, _ = self.loss(self.placed.parameters, inputs, one, training=False)
+            added = torch.stack([loss.to(torch.float32), scored_tokens(inputs["labels"])])
+            sums.copy_(sharding.constrain(sums + added, mesh, (None,)))

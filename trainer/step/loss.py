@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from models import partial_gradients, side_outputs
+from models import partial_gradients, randomness, side_outputs
 from models.attention.interface import masks_without_reads
 from models.local_ops import LocalOps
 from models.partial_gradients import Tensors
+from trainer.errors import UserError
 from trainer.step.reduction import PartialGradient
 
 
@@ -24,6 +25,9 @@ class Loss:
         inside: names of the parameters that the layer stack prepares.
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
+
+    Attributes:
+        draws: whether the model has drawn random numbers in training so far.
     """
 
     def __init__(
@@ -36,9 +40,17 @@ class Loss:
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
         self.router_loss = router_loss
+        self.draws = False
+        self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
     def __call__(
-        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, *, training: bool
+        self,
+        parameters: Tensors,
+        batch: Tensors,
+        tokens: torch.Tensor,
+        *,
+        training: bool,
+        random_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
         """The loss, and the mean of each metric that layers record.
 
@@ -47,6 +59,10 @@ class Loss:
             batch: name → tensor [rows, S].
             tokens: what the sum over scored targets is divided by; a 0-d tensor.
             training: whether dropout, capacities and the load-balancing loss apply.
+            random_key: what everything random is drawn from; None: nothing may be random.
+
+        Raises:
+            UserError: the model draws random numbers in a way that can't be made a function of a key.
         """
         self.model.train(training)
         prepared: Tensors = {}
@@ -60,11 +76,39 @@ class Loss:
             self.router_loss and training and packed
         ):  # the load-balancing loss leaves out what this mask marks as padding
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
-        with LocalOps(), masks_without_reads(), side_outputs.joined(*([] if packed else ["router_logits"])):
-            output, recorded = side_outputs.collect_metrics(
-                lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
-            )
+
+        def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+            with (
+                randomness.drawing(random_key) as draws,
+                LocalOps(),
+                masks_without_reads(),
+                side_outputs.joined(*([] if packed else ["router_logits"])),
+            ):
+                found = side_outputs.collect_metrics(
+                    lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
+                )
+            self.draws |= draws.drawn
+            return found
+
+        output, recorded = self._checked(run, training)
         return output.loss, {name: torch.cat(values).mean() for name, values in recorded.items()}
+
+    def _checked(self, run: Callable[[], Any], training: bool) -> Any:
+        """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""
+        watch = None if training in self._known else randomness.OtherDraws()
+        try:
+            result = run()
+            if watch is not None:
+                watch.check()
+        except randomness.UnknownDraw as error:
+            raise UserError(
+                asked=f"to {'train' if training else 'evaluate'} {type(self.model).__name__}",
+                found=str(error),
+                why="it must be the same where the backward computes it again, and in a run that is resumed",
+                instead="a config that switches it off (its rate 0), or a model that draws by dropout or `uniform_`",
+            ) from error
+        self._known.add(training)
+        return result
 
 
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:

@@ -7,18 +7,16 @@ state is kept, although the host hears of it only at the next logging step.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_xla.core.xla_model as xm
 
 # semi-private: torch_xla/experimental/scan.py, torch_xla 2.9: the loop of `scan` without its autograd
 from torch_xla.experimental.scan import _scan_impl_pytree
 
-from models import scopes
+from models import random_bits, scopes
 from models.partial_gradients import Tensors
 from trainer.arrays import Array
 from trainer.step.compile_guard import CompileGuard
@@ -61,7 +59,7 @@ class StepOptions:
         accumulation: micro-batches a step.
         max_grad_norm: global norm that gradients are scaled down to; 0 leaves them.
         moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
-        seed: gives, with the step's number, the seed of what is random on the device (dropout).
+        seed: gives, with the numbers of the step and the micro-batch, the key of what is random (dropout).
     """
 
     accumulation: int = 1
@@ -107,9 +105,6 @@ class TrainStep:
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
         """Run step number ``step`` (from 1) on host tensors of [rows, ...]: all micro-batches' rows together."""
         self.guard.before(batch)
-        # Without it torch_xla derives each step's seed in the graph from the one before: the graph grows, and compiles
-        # anew. Above 1, since 0 and 1 become part of the graph.
-        xm.set_rng_state(2 + zlib.crc32(f"{self.options.seed}/{step}".encode()))
         inputs = self.trace(batch, step=step, learning_rate=learning_rate)
         if self.guard.first:
             planned = {name: batch_spec(t.dim(), self.placed.batch_axes) for name, t in inputs.items()}
@@ -133,8 +128,14 @@ class TrainStep:
         scalars = torch.tensor([learning_rate, float(step), float(self.metrics_read)])
         split = {name: _by_micro_batch(t, self.options.accumulation) for name, t in batch.items()}
         inputs = place_batch(split, self.mesh, self.placed.batch_axes)
-        self._trace(inputs, sharding.place("scalars", scalars, self.mesh, (None,)))
+        self._trace(inputs, sharding.place("scalars", scalars, self.mesh, (None,)), self.random_keys(step))
         return inputs
+
+    def random_keys(self, step: int) -> torch.Tensor:
+        """What is random in step number ``step`` is drawn from these keys, int32 [micro-batches, 2]."""
+        seed, count = self.options.seed, self.options.accumulation
+        words = [random_bits.key_of(f"{seed}/{step}/{micro_batch}") for micro_batch in range(count)]
+        return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
 
     def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
         """Fetch the metrics: a run's one device-to-host transfer, made on logging steps. The means begin anew."""
@@ -149,9 +150,9 @@ class TrainStep:
             bad_step=int(bad_step),
         )
 
-    def _trace(self, batch: Tensors, scalars: torch.Tensor) -> None:
+    def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
-        loss, gradients, recorded = self.loss_and_gradients(batch)
+        loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
         norm = global_norm(gradients.values())
         before = self.metrics.unbind()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -201,14 +202,19 @@ class TrainStep:
         )
         self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
 
-    def loss_and_gradients(self, batch: Tensors) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...]."""
+    def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
+        """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
+
+        Args:
+            random_keys: of :meth:`random_keys`.
+        """
         count = self.options.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
         # and an auxiliary loss, which is a mean already, is averaged.
         tokens = scored_tokens(batch["labels"]) / count
         if count == 1:
-            return self._micro_batch(self.parameters, {k: t.squeeze(1) for k, t in batch.items()}, tokens)
+            micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
+            return self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
 
         partials = self.loss.partials
         found: set[str] = set()
@@ -216,9 +222,10 @@ class TrainStep:
         def zero_partials() -> Tensors:
             return {k: partial.zeros(self.parameters[partial.parameter]) for k, partial in partials.items()}
 
-        def body(carry: Any, micro_batch: Tensors) -> tuple[Any, Any]:
+        def body(carry: Any, micro_batch: Tensors, random_key: torch.Tensor) -> tuple[Any, Any]:
             loss_sum, tokens, sums, parameters = carry
-            loss, gradients, recorded = self._micro_batch(parameters | zero_partials(), micro_batch, tokens)
+            leaves = parameters | zero_partials()
+            loss, gradients, recorded = self._micro_batch(leaves, micro_batch, tokens, random_key)
             found.update(gradients)
             sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
             return (loss_sum + loss / count, tokens, sums, parameters), recorded
@@ -228,7 +235,7 @@ class TrainStep:
         zeros = {k: torch.zeros_like(p) for k, p in current.items()} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
         init = (torch.zeros((), device=tokens.device), tokens, zeros, current)
-        (loss, _, sums, _), recorded = _scan_impl_pytree(body, init, {k: t.transpose(0, 1) for k, t in batch.items()})
+        (loss, _, sums, _), recorded = self._fold_micro_batches(body, init, batch, random_keys)
         gradients = {k: sums[k] for k in current}
         for k, partial in partials.items():
             if k in found:  # here, once a step, gradients cross devices
@@ -236,12 +243,30 @@ class TrainStep:
         gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
         return loss, gradients, {name: values.mean() for name, values in recorded.items()}
 
+    def _fold_micro_batches(
+        self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: torch.Tensor
+    ) -> tuple[Any, Any]:
+        """``body(carry, micro-batch, random key) -> (carry, y)`` over the micro-batches; the ``y`` are stacked.
+
+        The loop is given keys only if the model draws, which its first trace tells.
+        """
+
+        def run(keys: list[torch.Tensor]) -> tuple[Any, Any]:
+            def step(carry: Any, x: tuple[Tensors, list[torch.Tensor]]) -> tuple[Any, Any]:
+                micro_batch, own = x
+                return body(carry, micro_batch, own[0] if own else torch.zeros_like(random_keys[0]))
+
+            return _scan_impl_pytree(step, carry, ({k: t.transpose(0, 1) for k, t in batch.items()}, keys))
+
+        result = run([random_keys] if (known := self.loss.draws) else [])
+        return run([random_keys]) if self.loss.draws and not known else result
+
     def _micro_batch(
-        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor
+        self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, random_key: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
-            loss, recorded = self.loss(leaves, batch, tokens, training=True)
+            loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
             # on this thread, since each thread has scopes of its own
             with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
                 # a parameter has no gradient of its own where all of its gradient is partial

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from rich.console import Console
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -53,6 +53,7 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # how many names a message lists
 
 
@@ -85,11 +86,13 @@ class HubWeights:
         self.groups = self._match()
         self.twins = _twins(model)
         shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, torch.dtype] = {}
         self.group_of: dict[str, Group] = {}
         for first, group in self.groups.items():
             for name, lazy in self._convert(first, group).items():
-                shapes[name], self.group_of[name] = tuple(lazy.shape), group
+                shapes[name], dtypes[name], self.group_of[name] = tuple(lazy.shape), lazy.dtype, group
         self._check(shapes)
+        self._check_dtypes(dtypes)
         self._check_tied()
 
     @property
@@ -178,6 +181,23 @@ class HubWeights:
                 instead="the config.json that the weights were saved with, and all of the files",
             )
 
+    def _check_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raises UserError where the files hold no floating-point numbers for a parameter that has such."""
+        state = self.model.state_dict()
+        floating = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+        wrong = [
+            f"{name} in {dtype}"
+            for name, dtype in dtypes.items()
+            if name in state and state[name].is_floating_point() and dtype not in floating
+        ]
+        if wrong:
+            raise UserError(
+                asked=f"--model {self.asked}",
+                found=f"{len(wrong)} tensors of no floating-point numbers: {listed(wrong)}",
+                why="they are quantized, or of another kind: taken as they stand they would be other weights",
+                instead="the checkpoint in bfloat16 or float32",
+            )
+
     def _check_tied(self) -> None:
         """Raises UserError where the files hold a tied parameter under two names, with different values."""
         for name, twins in self.twins.items():
@@ -235,7 +255,7 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
             why="quantized weights are not trained, and are dequantized by each method's own library",
             instead="the checkpoint in bfloat16 or float32",
         )
-    folder = Path(name) if Path(name).is_dir() else _fetched(name)
+    folder = Path(name) if os.path.isdir(name) else _fetched(name)
     return HubWeights(name, _files(name, folder), model)
 
 
@@ -290,10 +310,10 @@ def _files(name: str, folder: Path) -> list[Path]:
             f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(FOLDER)",
         )
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = _indexed(folder / INDEX)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _unreadable(name, folder / INDEX, error) from error
-    absent = [file for file in names if not (folder / file).is_file()]
+    absent = [file for file in names if not os.path.isfile(folder / file)]
     if absent:
         raise UserError(
             asked=f"--model {name}",
@@ -304,20 +324,62 @@ def _files(name: str, folder: Path) -> list[Path]:
     return [folder / file for file in names]
 
 
+def _indexed(index: Path) -> list[str]:
+    """Returns the names of the files that an index lists.
+
+    Raises:
+        ValueError: one is no name of a safetensors file in its own folder. Other errors, of many types: it is no index.
+    """
+    names = sorted(set(json.loads(_content(index, 0, LARGEST))["weight_map"].values()))
+    for name in names:
+        if not name.endswith(".safetensors") or not name.isprintable() or set(name) & set("/\\"):
+            raise ValueError(f"it names {name[:200]!r}, which is no safetensors file beside it")
+    return names
+
+
+def _content(file: Path, start: int, size: int) -> bytes:
+    """Returns at most ``size`` bytes of a file from ``start`` on.
+
+    Raises:
+        OSError: it is no regular file (nobody may ever write to a pipe), or there is none.
+    """
+    if not file.is_file():
+        raise OSError("no regular file")
+    with file.open("rb") as opened:
+        opened.seek(start)
+        return opened.read(size)
+
+
+def _check_header(file: Path) -> None:
+    """Raises ValueError if a safetensors file's header names a tensor twice; its own reader takes the last one."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise ValueError(f"{twice[:200]!r} stands twice in its header")
+        return found
+
+    size = int.from_bytes(_content(file, 0, 8), "little")
+    json.loads(_content(file, 8, min(size, LARGEST)), object_pairs_hook=unique)
+
+
 def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, FileTensor]:
     """Returns name -> tensor of a file, which stays mapped as long as they live."""
     try:
+        _check_header(file)
         with safe_open(file, framework="pt") as opened:
             # these are views of the mapping, and read nothing yet
             return {name: FileTensor(opened.get_tensor(name), count) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # safetensors' own, and torch's of shapes that it can't hold
         raise _unreadable(asked, file, error) from error
 
 
 def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
     return UserError(
         asked=f"--model {asked}",
-        found=f"{file} ({os.path.getsize(file) if file.exists() else 0:,} bytes): {type(error).__name__}: {error}",
+        found=f"{file} ({os.path.getsize(file) if file.exists() else 0:,} bytes): {type(error).__name__}: "
+        + str(error).partition("\n")[0][:400],
         why="the file is truncated or corrupt, or a git-lfs pointer in the place of one",
         instead=f"download {file.name} again",
     )

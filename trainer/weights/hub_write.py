@@ -225,6 +225,8 @@ def _write_description(
     """Writes the small files, by way of a folder on disk: transformers writes nowhere else."""
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
+    for config in (model.config, model.config.get_text_config()):
+        vars(config).pop("quantization_config", None)  # of the model whose config it is: these weights are plain
     with tempfile.TemporaryDirectory() as scratch:
         model.config.save_pretrained(scratch)
         if model.can_generate():

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.arrays import Array, Slices
 from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.layout.stacking import is_stacked
-from trainer.weights.place import layer_batches
+from trainer.weights.place import layer_batches, read_layer
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh
 from trainer.xla.runtime import run_now
@@ -62,14 +62,9 @@ class LiveWeights:
 
         The index is data, so a batch is compiled once, for all layers.
         """
-        specs, where = self.plan.specs, sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
-        with torch.no_grad():
-            rows = {
-                entry.name: sharding.constrain(
-                    self.parameters[entry.name].index_select(0, where).squeeze(0), self.mesh, specs[entry.name][1:]
-                )
-                for entry in batch
-            }
+        where = sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
+        stacks = {entry.name: self.parameters[entry.name] for entry in batch}
+        rows = read_layer(stacks, where, self.plan, self.mesh)
         run_now(list(rows.values()))
         return rows
 

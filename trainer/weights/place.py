@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,9 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     """
     specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
     tensors: dict[str, torch.Tensor] = {}
+    owners = {**{entry.name: entry.name for entry in plan.parameters}, **plan.aliases}
+    for alias in owners:  # the weights of before are freed, if the model has some: a chip need not have room for both
+        _assign(model, alias, nn.Parameter(torch.empty((), device="meta")))
     if isinstance(mesh, AbstractMesh):  # it has no devices, so there is nothing to read
         for entry in plan.parameters:
             nothing = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -44,7 +47,7 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
                     _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
         tensors |= stacks
     placed: dict[str, torch.Tensor] = {entry.name: nn.Parameter(tensors[entry.name]) for entry in plan.parameters}
-    for alias, name in [*zip(placed, placed, strict=True), *plan.aliases.items()]:
+    for alias, name in owners.items():
         _assign(model, alias, placed[name])
     _place_buffers(model, mesh, source)
     left = [name for name, t in itertools.chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
@@ -94,13 +97,35 @@ def _write_stacks(
             for entry in batch:
                 name = plan.members(entry.name)[index]
                 rows[entry.name] = sharding.place(name, source(name), mesh, specs[entry.name][1:], entry.dtype)
-            with torch.no_grad():
-                for name, row in rows.items():
-                    updated = stacks[name].index_copy(0, where, row.unsqueeze(0))
-                    stacks[name].copy_(sharding.constrain(updated, mesh, specs[name]))
+            write_layer({name: stacks[name] for name in rows}, rows, where, plan, mesh)
             run_now([stacks[name] for name in rows])
-            del rows, row
+            del rows
             wait_for_devices()  # or torch_xla's copies of layers that are under way pile up on the host
+
+
+def write_layer(
+    stacks: Mapping[str, torch.Tensor],
+    rows: Mapping[str, torch.Tensor],
+    where: torch.Tensor,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+) -> None:
+    """Builds the graph that writes layer ``where`` [1] of each stack from ``rows``, in place, and runs nothing."""
+    with torch.no_grad():
+        for name, row in rows.items():
+            updated = stacks[name].index_copy(0, where, row.unsqueeze(0))
+            stacks[name].copy_(sharding.constrain(updated, mesh, plan.specs[name]))
+
+
+def read_layer(
+    stacks: Mapping[str, torch.Tensor], where: torch.Tensor, plan: ShardingPlan, mesh: DeviceMesh
+) -> dict[str, torch.Tensor]:
+    """Builds the graph of layer ``where`` [1] of each stack, laid out as the stack is, and runs nothing."""
+    with torch.no_grad():
+        return {
+            name: sharding.constrain(stack.index_select(0, where).squeeze(0), mesh, plan.specs[name][1:])
+            for name, stack in stacks.items()
+        }
 
 
 def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]:

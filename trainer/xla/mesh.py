@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla.core.xla_builder import create_placeholder_tensor
@@ -17,17 +19,19 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
 from trainer.layout.partition import PartitionSpec
-from trainer.xla.runtime import init_runtime
+from trainer.xla.physical import as_reported, in_mesh_order
+from trainer.xla.runtime import device_kind, init_runtime
 
 # torch_xla's mesh, under a name that other packages use without importing torch_xla
 DeviceMesh: TypeAlias = xs.Mesh
+_SHOWN, _SAID = 8, 200  # devices, and characters of jax's words, in a refusal
 
 
 def build_mesh(mesh: Mesh) -> DeviceMesh:
     """The device grid over every device of the runtime, its axes in the recipe's order.
 
-    On a TPU the order of devices follows the physical topology, slices outside (torch_xla's ``HybridMesh``);
-    on virtual CPU devices, which have none, it is that of their ids.
+    On a TPU the order of devices follows the links between chips, slices outside (:mod:`trainer.xla.physical`); on
+    virtual CPU devices, which have none, it is that of their ids.
 
     Raises:
         UserError: the mesh does not fit the devices, or its DCN factors the slices.
@@ -35,21 +39,43 @@ def build_mesh(mesh: Mesh) -> DeviceMesh:
     init_runtime()
     devices = xr.global_runtime_device_count()
     sizes = mesh.sizes(devices)
-    if xr.device_type() != "TPU":
-        return xs.Mesh(list(range(devices)), tuple(sizes.values()), tuple(sizes))
-    # devices of a single slice need not have the attribute
-    slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
-    check_slices(mesh, len(slices))
-    return xs.HybridMesh(
-        ici_mesh_shape=tuple(mesh.ici_sizes(devices).values()),
-        dcn_mesh_shape=tuple(mesh.dcn_sizes().values()),
-        axis_names=tuple(sizes),
-    )
+    ids = _tpu_order(mesh) if device_kind() == "TPU" else list(range(devices))
+    return xs.Mesh(ids, tuple(sizes.values()), tuple(sizes))
 
 
-def check_slices(mesh: Mesh, slices: int) -> None:
-    """Raise UserError unless the mesh's DCN factors multiply to ``slices``, the number that the devices form."""
-    asked = math.prod(mesh.dcn_sizes().values())
+def check_mesh(mesh: Mesh) -> None:
+    """Raise UserError unless the TPUs of this runtime can be laid out as ``mesh``. Other devices are not opened."""
+    if device_kind() == "TPU":
+        _tpu_order(mesh)
+
+
+def _tpu_order(mesh: Mesh) -> list[int]:
+    """The ids of the runtime's TPUs in mesh order."""
+    devices = as_reported(xr.global_runtime_device_attributes(), xm.xla_device_kind())
+    ici, dcn = mesh.ici_sizes(len(devices)), mesh.dcn_sizes()
+    check_slices(mesh, [device.slice_index for device in devices])
+    try:
+        return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(dcn.values()))]
+    # jax asserts, and its search for a layout ends in numpy's errors where an axis can't be divided
+    except Exception as error:
+        shown = "; ".join(map(str, devices[:_SHOWN])) + (" …" if len(devices) > _SHOWN else "")
+        raise UserError(
+            asked=f"{mesh} on {len(devices)} × {devices[0].device_kind}",
+            found=f"the runtime reports chips at {shown} ({type(error).__name__}: {str(error)[:_SAID]})",
+            why="the order of devices follows the links between chips: they must fill a box, one device a chip, whose "
+            "sides the axes divide",
+            instead="every chip of a slice (no TPU_VISIBLE_CHIPS), and axes that are powers of two",
+        ) from error
+
+
+def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
+    """Raise UserError unless the mesh's DCN factors multiply to the number of slices, and these are equally large.
+
+    Args:
+        indices: each device's slice.
+    """
+    asked, sizes = math.prod(mesh.dcn_sizes().values()), Counter(indices)
+    slices = len(sizes)
     if asked != slices:
         outer = next(iter(mesh.axes))
         raise UserError(
@@ -59,6 +85,13 @@ def check_slices(mesh: Mesh, slices: int) -> None:
             instead=f"dcn={{{outer!r}: {slices}}} on the axis that communicates least"
             if slices > 1
             else "no dcn=, and these factors in the axes' own sizes",
+        )
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            asked=f"{mesh} over {slices} slices",
+            found="slices of " + ", ".join(f"{count} devices" for count in sizes.values()),
+            why="a mesh is a grid: each slice takes the same part of it",
+            instead="slices of one size",
         )
 
 

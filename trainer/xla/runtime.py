@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Mapping
 
 import torch
 import torch_xla
@@ -26,12 +29,21 @@ def init_runtime() -> str:
     chip's flags (:data:`trainer.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
 
     Raises:
-        UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or the devices cannot be opened.
+        UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of the devices if they are open already;
+            the devices cannot be opened; or the job has several processes.
     """
     kind = _prepare()
     count = _open(kind)
     if kind != "CPU":
         return f"{count} {kind} devices"
+    if count != int(os.environ["CPU_NUM_DEVICES"]):
+        raise UserError(
+            asked=f"CPU_NUM_DEVICES={os.environ['CPU_NUM_DEVICES']} virtual devices",
+            found=f"{count}, opened before Shardwright was asked for any",
+            why="a process opens its devices once, and their number stays",
+            instead="trainer.xla.init_runtime() before anything else opens them (torch_xla.device(), "
+            "transformers.TrainingArguments(...).device), or CPU_NUM_DEVICES and PJRT_DEVICE=CPU in the environment",
+        )
     if tpu.num_available_chips() == 0:
         reason = "no accelerator found"
     else:
@@ -76,11 +88,11 @@ def compile_count() -> int:
 
 
 def watch_for_preemption() -> bool:
-    """On a TPU, let torch_xla take SIGTERM, so that all hosts of a pod stop at the same step; False elsewhere.
+    """On a pod of TPU hosts, let torch_xla take SIGTERM, so that all stop at the same step; False elsewhere.
 
-    This path has never run: there was no TPU to run it on.
+    This path has never run: there was no TPU to run it on, and :func:`init_runtime` refuses several hosts.
     """
-    if device_kind() != "TPU":
+    if device_kind() != "TPU" or xr.process_count() == 1:
         return False
     # semi-private, as torch_xla's own CheckpointManager does: torch_xla/experimental/distributed_checkpoint/manager.py,
     # torch_xla 2.9
@@ -94,10 +106,34 @@ def stops_after(step: int) -> bool:
     return torch_xla._XLAC._sync_point_reached(step)  # semi-private: see watch_for_preemption
 
 
+def processes_told(environment: Mapping[str, str]) -> int:
+    """How many processes the variables of a TPU job say that it has; 1 where they say nothing.
+
+    A TPU VM has none of them set for it: there the number shows once the devices are open.
+    """
+    # a shape such as 2,2,1; a job that is told to take one host of several has it too
+    bounds = re.findall(r"\d+", environment.get("TPU_PROCESS_BOUNDS", ""))
+    hosts = math.prod(map(int, bounds)) if bounds else len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    slices = environment.get("MEGASCALE_NUM_SLICES", "")
+    return hosts * (int(slices) if slices.isdecimal() else 1)
+
+
+def _refuse_several(processes: int) -> None:
+    if processes > 1:
+        raise UserError(
+            asked="a run on the devices of this job",
+            found=f"they belong to {processes} processes, as those of several TPU hosts do",
+            why="each process would write the part of the model that it holds as if it were the whole",
+            instead="a TPU slice of one host; scripts/compile.py says what a step takes on any slice",
+        )
+
+
 def _prepare() -> str:
     """Set flags and threads for the devices that will be opened; the kind of those devices."""
     _set_compiler_flags()
     kind = device_kind()
+    if kind == "TPU":  # before they are opened: that waits for the other hosts
+        _refuse_several(processes_told(os.environ))
     if kind == "CPU":
         _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
         _give_devices_threads(int(os.environ["CPU_NUM_DEVICES"]))
@@ -109,7 +145,7 @@ def _prepare() -> str:
 def _open(kind: str) -> int:
     """Open the devices; how many there are."""
     try:
-        return xr.global_runtime_device_count()
+        count = xr.global_runtime_device_count()
     except (OSError, RuntimeError) as error:
         raise UserError(
             asked=f"PJRT_DEVICE={kind}",
@@ -117,6 +153,8 @@ def _open(kind: str) -> int:
             why="the runtime cannot open these devices",
             instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
         ) from error
+    _refuse_several(xr.process_count())
+    return count
 
 
 def _set_compiler_flags() -> None:

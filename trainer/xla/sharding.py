@@ -102,8 +102,11 @@ def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, 
 
 
 def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
-    """The shards on this process's devices: (where each lies in the whole, its values on the host). No replica is
-    listed twice, and nothing is compiled.
+    """The shards of the whole tensor: (where each lies in it, its values on the host). No replica is listed twice, and
+    nothing is compiled.
+
+    Raises:
+        UserError: other processes hold some of them.
     """
     wait_for_devices()  # a step that is still being launched has no shards yet
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
@@ -113,15 +116,24 @@ def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
         strict=True,
     )
     whole = tuple(slice(0, size) for size in tensor.shape)
-    return [
+    found = [
         (whole if where is Ellipsis else tuple(where), shard)
         for (shard, _), (replica, where) in zip(values, places, strict=True)
         if replica == 0
     ]
+    held = sum(shard.numel() for _, shard in found)
+    if held != tensor.numel():
+        raise UserError(
+            asked=f"the values of a tensor of shape {list(tensor.shape)}",
+            found=f"this process holds {held:,} of its {tensor.numel():,} elements",
+            why="the others lie on other hosts, and are not gathered yet",
+            instead="a run on one host",
+        )
+    return found
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A placed tensor, whole, on the host: its shards put together."""
+    """A placed tensor, whole, on the host: its :func:`shards` put together."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for where, shard in shards(tensor):
         whole[where] = shard

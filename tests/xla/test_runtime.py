@@ -1,0 +1,74 @@
+"""A Trainer made from Python, in a process that nobody prepared: it has its devices, or says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.texts import write_jsonl
+
+# each case in a fork of its own: nothing has opened a device before it
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch_xla
+from trainer import Job, Trainer, TrainingArguments, UserError
+from trainer.data import DataOptions, load_corpus
+
+folder = Path(sys.argv[1])
+
+def case(opened, devices):
+    if opened:
+        torch_xla._XLAC._xla_get_runtime_devices()
+    args = TrainingArguments(recipe="llama_fsdp", model=str(folder / "config.json"), sequence_length=32)
+    job = Job.resolve(args, lambda: devices)
+    corpus = load_corpus(DataOptions(str(folder / "texts.jsonl"), 32), None, 300, folder / "cache")
+    try:
+        return f"trains on {Trainer(job, corpus).mesh.size()}"
+    except UserError as error:
+        return f"{error.asked}: {error.found}"
+
+for opened, devices in ((False, 8), (True, 8), (False, 1)):
+    sys.stdout.flush()
+    if os.fork() == 0:
+        print(case(opened, devices), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("fresh")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 304, "num_key_value_heads": 2, **sizes})
+    )
+    write_jsonl(folder / "texts.jsonl")
+    environment = {k: v for k, v in os.environ.items() if k not in {"PJRT_DEVICE", "CPU_NUM_DEVICES", "NPROC"}}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder)],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def test_a_trainer_brings_its_devices_up_itself(outcomes: list[str]) -> None:
+    assert outcomes[0] == "trains on 8"
+
+
+def test_devices_that_another_library_opened_before_are_refused_if_they_are_fewer(outcomes: list[str]) -> None:
+    assert outcomes[1] == "CPU_NUM_DEVICES=8 virtual devices: 1, opened before Shardwright was asked for any"
+
+
+def test_a_job_for_another_number_of_devices_is_refused(outcomes: list[str]) -> None:
+    assert outcomes[2] == "a job for 1 devices: this process has 8"

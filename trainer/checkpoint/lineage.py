@@ -1,0 +1,90 @@
+"""Which checkpoints an output folder has, and which of them are the live run's: its lineage.
+
+The checkpoints of a run are the folders `checkpoint-N` of its output folder, N being the step. When a run goes on from
+an older one, or starts anew beside old ones, those that it does not go on from stay, but are set aside: `latest` does
+not find them, and they are neither counted nor removed. `lineage.json` says which are not: the steps of the live run,
+oldest first. A step is listed there before its checkpoint is whole, and one that never became whole counts for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+from trainer.checkpoint import manifest
+from trainer.errors import UserError
+from trainer.storage import Folder
+
+NAME = re.compile(r"checkpoint-(\d+)")
+LINEAGE = "lineage.json"
+Lineage = dict[int, str]  # step -> the mark of its checkpoint (`manifest.mark`), oldest first
+
+
+def folder_of(output: Folder, step: int) -> Folder:
+    """The folder of the checkpoint of ``step``."""
+    return output / f"checkpoint-{step}"
+
+
+def noted(checkpoint: Folder, output: Folder) -> str:
+    """Returns what a run in ``output`` notes of a checkpoint: its name where it lies there too, so that both may move.
+
+    Of one that lies elsewhere it notes the path. :func:`noted_folder` goes back.
+    """
+    return checkpoint.name if checkpoint.parent == output else checkpoint.absolute
+
+
+def noted_folder(text: str, output: Folder) -> Folder:
+    """The checkpoint that a run in ``output`` noted as ``text``."""
+    return Folder(text) if "/" in text else output / text
+
+
+def whole_steps(output: Folder) -> list[int]:
+    """Returns the steps of the checkpoints in ``output`` whose save ended, oldest first, set aside or not."""
+    steps = sorted(int(match[1]) for name in output.names() if (match := NAME.fullmatch(name)))
+    return [step for step in steps if manifest.is_whole(folder_of(output, step))]
+
+
+def live_steps(output: Folder) -> list[int]:
+    """Returns the steps of the live run's checkpoints whose save ended, oldest first.
+
+    In a folder without a `lineage.json`, which an older version wrote, no checkpoint is set aside.
+
+    Raises:
+        UserError: `lineage.json` is damaged.
+    """
+    whole = whole_steps(output)
+    if not output.exists(LINEAGE):
+        return whole
+    try:
+        steps = [int(step) for step in json.loads(output.read(LINEAGE))["steps"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(
+            asked=f"the checkpoints of {output}",
+            found=f"{LINEAGE} can't be read ({error})",
+            why="it says which of them are the run's, and which were set aside",
+            instead=f"the path of one of them as --resume_from_checkpoint; or remove {output}/{LINEAGE}, if none of "
+            "them is to be set aside",
+        ) from None
+    return [step for step in steps if step in whole]
+
+
+def write_lineage(output: Folder, steps: Iterable[int]) -> None:
+    """Says that the checkpoints of ``steps`` are the live run's, and sets every other one aside."""
+    output.write(LINEAGE, (json.dumps({"steps": list(steps)}) + "\n").encode())
+
+
+def line_to(output: Folder, step: int, ancestors: Lineage | None) -> Lineage:
+    """Returns the line of ``output``'s checkpoint of ``step``: those before it that are still as it knew them, and it.
+
+    Args:
+        ancestors: what the checkpoint says of those before it. None: it was written before that was noted.
+    """
+    live = live_steps(output)
+    if ancestors is None:
+        found = [other for other in live if other < step] if step in live else []
+    else:
+        whole = set(whole_steps(output))
+        known = {other: mark for other, mark in ancestors.items() if other in whole}
+        found = [other for other, mark in known.items() if manifest.mark(folder_of(output, other)) == mark]
+    return {other: manifest.mark(folder_of(output, other)) for other in [*found, step]}

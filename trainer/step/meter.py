@@ -1,0 +1,55 @@
+"""What the steps since the last log line came to: loss, rate, speed, as log entries."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from trainer.step.train_step import StepMetrics, TrainStep
+from trainer.xla.runtime import compile_count
+
+
+class Meter:
+    """Reads a step's metrics, and keeps the time that steps take.
+
+    Args:
+        step: what is measured.
+        tokens: tokens a step.
+        last: the step after which nothing has been read yet.
+    """
+
+    def __init__(self, step: TrainStep, tokens: int, last: int) -> None:
+        self._step, self._tokens, self._last = step, tokens, last
+        self._clock = self._began = time.perf_counter()
+        self._loss_sum, self._steps = 0.0, 0
+
+    def begin(self) -> None:
+        """The run, and the first step of its next log line, begin now."""
+        self._clock = self._began = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """What took so long was no part of the steps."""
+        self._clock += seconds
+
+    def read(self, step: int, learning_rate: float) -> tuple[StepMetrics, dict[str, Any]] | None:
+        """What the steps up to ``step`` came to, also as a log entry; None if all of them have been read before."""
+        if step == self._last:
+            return None
+        metrics, now = self._step.read_metrics(), time.perf_counter()
+        logs = {
+            "loss": metrics.loss,
+            "learning_rate": learning_rate,
+            "grad_norm": metrics.grad_norm,
+            "tokens_per_second": metrics.steps * self._tokens / (now - self._clock),
+            "compiles": compile_count(),
+        }
+        if metrics.dropped_fraction is not None:
+            logs["dropped_fraction"] = metrics.dropped_fraction
+        self._clock, self._last = now, step
+        self._loss_sum, self._steps = self._loss_sum + metrics.loss * metrics.steps, self._steps + metrics.steps
+        return metrics, logs
+
+    def summary(self) -> dict[str, float]:
+        """The seconds since :meth:`begin`, and the mean loss of the steps that were read, if any was."""
+        loss = {"train_loss": self._loss_sum / self._steps} if self._steps else {}
+        return {"train_runtime": time.perf_counter() - self._began, **loss}
