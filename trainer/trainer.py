@@ -20,7 +20,6 @@ from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
 from trainer.data.batches import Batch, TrainingBatches, heldout_batches
 from trainer.data.corpus import Corpus
-from trainer.data.tokenizer import check_vocabulary
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.job import Job
@@ -80,7 +79,7 @@ class Trainer:
         self.lock = lock or FolderLock(self.folder, self.console)
 
         # ---- batches, and where they go on ----
-        check_vocabulary(corpus.tokenizer, job.config.get_text_config().vocab_size)
+        corpus.check_fits(self.args.sequence_length, job.config.get_text_config().vocab_size)
         self.mesh = build_mesh(job.recipe.mesh)
         _check_devices(job, self.mesh.size())
         self._share = batch_share(self.mesh, job.recipe.batch)
