@@ -95,7 +95,10 @@ class TrainingArguments:
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps."""
 
     recipe: str = field(
-        metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."}
+        metadata={
+            "help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from "
+            "--model's own parallel plan and shapes, on the axes of --mesh."
+        }
     )
     model: str | None = option(
         None,

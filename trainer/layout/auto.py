@@ -20,10 +20,11 @@ from trainer.layout.checks import collapse
 from trainer.layout.mesh import Mesh
 from trainer.layout.patterns import shared_patterns
 from trainer.layout.placement import Placement, Shard
-from trainer.layout.recipe import Compute, Layout, Recipe
+from trainer.layout.recipe import Compute, Recipe
 from trainer.layout.roles import Role, Roles
 
 AUTO = "auto"
+UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # stands for it until there is a model
 AXES = ("data", "fsdp", "inner", "expert", "tensor")  # from the one that communicates least
 _EXPERT_AXIS = 4  # its size where none is asked for, if it divides the experts
 
@@ -80,6 +81,8 @@ def auto_recipe(
 def layers_list(model: PreTrainedModel) -> str | None:
     """The name of the list of the decoder's layers: of all its lists the one with the most parameters."""
     decoder = model.get_decoder()
+    if model.get_input_embeddings() not in decoder.modules():  # some call their output layer the decoder
+        decoder = model
     prefix = next((name for name, module in model.named_modules() if module is decoder), "")
     lists = {
         ".".join(filter(None, (prefix, name))): sum(p.numel() for p in module.parameters())
@@ -102,7 +105,9 @@ def _mesh(text: str | None, experts: int | None) -> Mesh:
     if text is None:
         over = math.gcd(experts or 1, _EXPERT_AXIS)
         return Mesh(fsdp=-1, expert=over) if over > 1 else Mesh(fsdp=-1)
-    asked = Recipe(mesh=Mesh(**dict.fromkeys(_names(text), 1)), batch=(), parameters={}, name=AUTO).with_mesh(text)
+    asked = Recipe(mesh=Mesh(dcn=None, **dict.fromkeys(_names(text), 1)), batch=(), parameters={}, name=AUTO).with_mesh(
+        text
+    )
     if "expert" in asked.mesh.axes and asked.mesh.axes["expert"] != 1 and experts is None:
         raise UserError(
             asked=f"recipe {AUTO}: mesh {text!r}",
@@ -111,7 +116,7 @@ def _mesh(text: str | None, experts: int | None) -> Mesh:
             instead="fsdp in its place",
         )
     sizes = {axis: asked.mesh.axes[axis] for axis in AXES if asked.mesh.axes.get(axis, 1) != 1}
-    return Mesh(**(sizes or {"fsdp": 1}))
+    return Mesh(dcn=None, **(sizes or {"fsdp": 1}))
 
 
 def _names(text: str) -> list[str]:

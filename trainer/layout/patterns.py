@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import TypeVar
@@ -37,14 +36,13 @@ def _best(
     lines: Mapping[str, Line], names: Mapping[str, str], found: Mapping[str, list[str]]
 ) -> tuple[str, list[str]] | None:
     """The pattern that joins the most of ``found``, and what it joins; None: none is left that joins two."""
-    buckets: dict[tuple[object, ...], list[str]] = {}
+    buckets: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for pattern in found:
         words = pattern.split(".")
         for place in range(len(words)):
-            buckets.setdefault((place, *words[:place], None, *words[place + 1 :]), []).append(pattern)
+            buckets.setdefault((place, (*words[:place], "", *words[place + 1 :])), []).append(pattern)
     best: tuple[str, list[str]] | None = None
-    for (place, *_), patterns in buckets.items():
-        assert isinstance(place, int)
+    for (place, _), patterns in buckets.items():
         for one, other in combinations(patterns, 2):
             if lines[found[one][0]] != lines[found[other][0]]:
                 continue
@@ -71,21 +69,20 @@ def _globs(one: str, other: str, alike: Iterable[str]) -> Iterator[str]:
         yield "*"
     if "*" in (one, other):  # a number's place
         return
-    differ = [place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]]
-    if len(one) == len(other) and len(differ) == 1:
-        start, end = one[: differ[0]], one[differ[0] + 1 :]
+    start, end = _start(one, other), _start(one[::-1], other[::-1])[::-1]
+    if len(one) == len(other) == len(start) + len(end) + 1:
         letters = [w[len(start)] for w in alike if len(w) == len(one) and w.startswith(start) and w.endswith(end)]
         if all(letter.isalnum() for letter in letters):
             yield f"{start}[{''.join(letters)}]{end}"
-    start = os.path.commonprefix([one, other])
-    end = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
-    for shared, glob in ((_whole_words(end, last=True), "*{}"), (_whole_words(start, last=False), "{}*")):
+    # whole words of them: input_layernorm and post_attention_layernorm share _layernorm
+    end = end[end.index("_") :] if "_" in end else end
+    start = start[: start.rindex("_") + 1] if "_" in start else start
+    for shared, glob in ((end, f"*{end}"), (start, f"{start}*")):
         if len(shared) >= _SHORTEST and "]" not in shared and "[" not in shared:
-            yield glob.format(shared)
+            yield glob
 
 
-def _whole_words(shared: str, *, last: bool) -> str:
-    """What two words share, without the part of a word where they begin or cease to."""
-    if last:
-        return shared[shared.index("_") :] if "_" in shared else shared
-    return shared[: shared.rindex("_") + 1] if "_" in shared else shared
+def _start(one: str, other: str) -> str:
+    """What both words begin with."""
+    differ = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return one[: next(differ, min(len(one), len(other)))]

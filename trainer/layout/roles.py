@@ -12,11 +12,15 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.layout.checks import collapse
 
-_THIN = 16  # a matrix with a dimension of at most that is too small to cut: a kernel's width, a state, a gate
+# A dimension of at most so many makes a parameter too small to cut: a projection's one gate or few, and, of what is no
+# projection, a convolution's kernel or a state.
+_FEW, _THIN = 8, 16
 # What transformers calls its ways to cut a weight by its outputs and by its inputs; of the weight's last two dimensions
-# the first and the second (distributed/tensor_parallel.py, transformers 5.23).
-_BY_OUTPUTS = {"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise"}
-_BY_INPUTS = {"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise", "embedding_colwise"}
+# the first and the second (distributed/tensor_parallel.py, transformers 5.23). Ways that gather what they have cut are
+# not among them: they say nothing of a pair.
+_BY_OUTPUTS = {"colwise", "packed_colwise", "embedding_rowwise"}
+_BY_INPUTS = {"rowwise", "packed_rowwise", "embedding_colwise"}
+_GATHERED = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"}
 _LINEAR = (nn.Linear, Conv1D)
 
 
@@ -26,7 +30,7 @@ class Role:
 
     Args:
         cut: the one that tensor parallelism cuts, so that what lies between a pair stays on its device; None: none.
-        rest: those that other axes may cut, the best first; none: it is replicated.
+        rest: those that other axes may cut, the best first where tensor parallelism cuts none; none: it is replicated.
         experts: the one that counts experts; None: none does.
         vector: a bias, which is too small to be cut twice.
         note: why, where it does not go without saying.
@@ -39,15 +43,10 @@ class Role:
     note: str = ""
 
     def order(self, cut: bool) -> tuple[int, ...]:
-        """The dimensions for the other axes, the best first; ``cut``: tensor parallelism has taken its own.
-
-        Weights are gathered along them before use. Where there are pairs one of the two dimensions is free; where
-        there are none, both weights of a pair are cut along what lies between them.
-        """
-        if self.cut not in self.rest:
-            return self.rest
+        """The dimensions for the other axes, the best first; ``cut``: tensor parallelism has taken its own."""
         others = tuple(dim for dim in self.rest if dim != self.cut)
-        return (*others, self.cut) if cut or self.experts is not None else (self.cut, *others)
+        taken = tuple(dim for dim in self.rest if dim == self.cut)
+        return others + taken if cut else self.rest
 
 
 _WHOLE = Role()
@@ -71,7 +70,7 @@ class Roles:
         # semi-private: PreTrainedModel.tp_plan and .ep_plan, transformers/distributed/mixin.py, 5.23
         self.tensor_plan, self.expert_plan = dict(model.tp_plan or {}), dict(model.ep_plan or {})
         self.tokens = (model.get_input_embeddings(), model.get_output_embeddings())
-        self.width = model.get_input_embeddings().weight.shape[-1]
+        self.width = next(model.get_input_embeddings().parameters()).shape[-1]
         self.count = next((len(p) for name in experts for p in self.modules[name].parameters()), None)
         self.routers = self._routers()
 
@@ -83,18 +82,22 @@ class Roles:
             return self._of_experts(name, shape)
         if any(f"{name}.".startswith(f"{router}.") for router in self.routers):
             return _ROUTER if len(shape) > 1 else _WHOLE
-        style = self._style(name)
         linear = isinstance(module, _LINEAR)
         if len(shape) < 2:
-            first = linear and leaf == "bias" and self._cut(module_name, style) == _output_dim(module)
-            return Role(cut=0, rest=(0,), vector=True) if first else _WHOLE
-        if min(shape) <= _THIN and style is None:
+            if linear and leaf == "bias":
+                weight = self.of(f"{module_name}.weight", module.get_parameter("weight"))
+                if weight.cut == _output_dim(module):  # the second of a pair adds its bias once, to the sum
+                    return Role(cut=0, rest=(0,), vector=True)
+            return _WHOLE
+        style = self._style(name)
+        if min(shape) <= (_FEW if linear else _THIN) and style is None:
             return _WHOLE
         if module in self.tokens or isinstance(module, nn.Embedding):
             return Role(cut=0, rest=(0, 1))
         if linear:
             cut = self._cut(module_name, style)
-            return Role(cut=cut, rest=_dims_from(cut or 0, 2), note="" if cut is not None else "no pair cuts it")
+            first = _output_dim(module) if cut is None else cut
+            return Role(cut=cut, rest=(first, 1 - first))
         widest_first = sorted(range(len(shape)), key=lambda dim: -shape[dim])
         return Role(cut=_literal(style, len(shape)), rest=tuple(widest_first))
 
@@ -103,6 +106,8 @@ class Roles:
         module_name, _, leaf = name.rpartition(".")
         last = len(shape) - 1
         closes = leaf.startswith("down")  # the second of a pair; names of the interface, integrations/moe.py, 5.23
+        if shape[0] != self.count:
+            return _WHOLE
         if last < 2:
             return Role(cut=last if last and not closes else None, experts=0, vector=True)
         cut = _literal(self._style(name), len(shape))
@@ -128,37 +133,30 @@ class Roles:
     def _style(self, name: str) -> str | None:
         """What the model's plan says of a parameter, or of the module whose weight or bias it is."""
         kind = collapse(name)
-        return self.tensor_plan.get(kind, self.tensor_plan.get(kind.rpartition(".")[0]))
+        style = self.tensor_plan.get(kind, self.tensor_plan.get(kind.rpartition(".")[0]))
+        return None if style in _GATHERED else style
 
     def _cut(self, name: str, style: str | None) -> int | None:
-        """The dimension of a linear module's weight that a pair cuts; None: it is the second of no pair, nor the first.
+        """The dimension of a linear module's weight that a pair cuts; None: it belongs to no pair.
 
         Where the plan is silent, the first of a pair reads the model's width and the second writes it.
         """
-        module = self.modules[name]
+        module, width = self.modules[name], self._width_at(name)
         if style is not None:
             return _literal(style, 2)
-        out, into = _output_dim(module), 1 - _output_dim(module)
-        writes, reads = (module.weight.shape[dim] == self._width_at(name) for dim in (out, into))
+        by_outputs, by_inputs = _output_dim(module), 1 - _output_dim(module)
         beside = [m for m in self.modules[name.rpartition(".")[0]].children() if isinstance(m, _LINEAR)]
-        if reads and writes:  # projections of a square attention: the last one writes
-            last = [m for m in beside if m.weight.shape == module.weight.shape][-1]
-            return into if module is last else out
-        if reads:
-            return None if self._is_low_rank(module, beside) else out
-        if writes:
-            return into
-        return out if module.weight.shape[out] > module.weight.shape[into] else into
-
-    def _is_low_rank(self, module: nn.Module, beside: Sequence[nn.Module]) -> bool:
-        """Whether what ``module`` writes is widened again at once, as latent attention does: it closes no pair."""
-        written = module.weight.shape[_output_dim(module)]
-        for other in beside:
-            wide, narrow = (other.weight.shape[dim] for dim in (_output_dim(other), 1 - _output_dim(other)))
-            # it may write some numbers besides, such as the keys' rotary part
-            if other is not module and narrow < wide and narrow <= written < 2 * narrow:
-                return True
-        return False
+        read, written = _ends(module)
+        if read == written == width:  # of a square attention's projections the last one writes
+            square = [m for m in beside if _ends(m) == (width, width)]
+            return by_inputs if module is square[-1] and (len(square) > 1 or module is beside[-1]) else by_outputs
+        if read == width:
+            # latent attention's first projections begin no pair: another widens at once what they write, or most of
+            # it, where the keys' rotary part is written besides
+            inner = [_ends(m) for m in beside if width not in _ends(m)]
+            low_rank = any(narrow <= written < 2 * narrow and narrow < wide for narrow, wide in inner)
+            return None if low_rank else by_outputs
+        return by_inputs if written == width or written <= read else by_outputs
 
     def _width_at(self, name: str) -> int:
         """The width of the residual stream where the module ``name`` stands: a vision tower has its own."""
@@ -173,6 +171,12 @@ class Roles:
         return self.width
 
 
+def _ends(linear: nn.Module) -> tuple[int, int]:
+    """(numbers that a linear module reads, numbers that it writes) for each token."""
+    shape = linear.get_parameter("weight").shape
+    return shape[1 - _output_dim(linear)], shape[_output_dim(linear)]
+
+
 def _output_dim(module: nn.Module) -> int:
     """The dimension of a linear module's weight that counts its outputs: transformers' `Conv1D` has ``[in, out]``."""
     return 1 if isinstance(module, Conv1D) else 0
@@ -181,8 +185,3 @@ def _output_dim(module: nn.Module) -> int:
 def _literal(style: str | None, rank: int) -> int | None:
     """The dimension of a weight of ``rank`` dimensions that the plan's ``style`` cuts; None: none."""
     return rank - 2 if style in _BY_OUTPUTS else rank - 1 if style in _BY_INPUTS else None
-
-
-def _dims_from(first: int, rank: int) -> tuple[int, ...]:
-    """All dimensions, ``first`` at the front."""
-    return (first, *(dim for dim in range(rank) if dim != first))
