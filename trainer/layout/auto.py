@@ -8,7 +8,7 @@ width and who writes it. Experts are told by transformers' interface to them and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -168,34 +168,26 @@ def _common(members: Sequence[tuple[Role, torch.Size]]) -> tuple[Role, tuple[int
 
 def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line:
     """Where a parameter of ``role`` goes on a mesh of ``sizes``."""
-    split: dict[str, int] = {}  # axis → dimension
+    split: dict[str, Placement] = {}
     left = list(shape)
-    missed = []
+    missed: dict[int, list[str]] = {}  # length of a dimension → the axes that do not divide it
 
-    def fits(axes: Iterable[str], dim: int | None) -> bool:
-        return dim is not None and left[dim] % math.prod(sizes[axis] for axis in axes) == 0
-
-    def place(axes: Iterable[str], dim: int) -> None:
+    def fit(axes: Sequence[str], dim: int) -> bool:
+        """Splits ``dim`` over ``axes``, if they divide it."""
+        if left[dim] % math.prod(sizes[axis] for axis in axes):
+            missed.setdefault(shape[dim], []).append(" × ".join(f"{axis}={sizes[axis]}" for axis in axes))
+            return False
         for axis in axes:
-            split[axis], left[dim] = dim, left[dim] // sizes[axis]
+            split[axis], left[dim] = Shard(dim), left[dim] // sizes[axis]
+        return True
 
     for axis, dim in (("expert", role.experts), ("tensor", role.cut)):
         if axis in sizes and dim is not None:
-            if fits([axis], dim):
-                place([axis], dim)
-            else:
-                missed.append(f"{shape[dim]} is not divisible by {axis}={sizes[axis]}")
+            fit([axis], dim)
     others = [axis for axis in sizes if axis not in split and axis not in ("data", "tensor")]
     order = role.order(cut="tensor" in split)
-    if order and others and not (role.vector and "tensor" in sizes):
-        together = next((dim for dim in order if fits(others, dim)), None)
-        if together is not None:
-            place(others, together)
-        for axis in others if together is None else ():
-            if (dim := next((dim for dim in order if fits([axis], dim)), None)) is not None:
-                place([axis], dim)
-        if together != order[0]:
-            over = " × ".join(f"{axis}={sizes[axis]}" for axis in others)
-            missed.append(f"{left[order[0]]} is not divisible by {over}")
-    layout: dict[str, Placement] = {axis: Shard(dim) for axis, dim in split.items()}
-    return _Line(layout, "; ".join(filter(None, (role.note, *missed))))
+    if others and not (role.vector and "tensor" in sizes) and not any(fit(others, dim) for dim in order):
+        for axis in others if len(others) > 1 else []:
+            any(fit([axis], dim) for dim in order)  # the first that it divides
+    notes = [f"{length} is not divisible by {' or '.join(dict.fromkeys(axes))}" for length, axes in missed.items()]
+    return _Line(split, "; ".join(filter(None, (role.note, *notes))))

@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.layout.checks import collapse
 
-# A dimension of at most so many makes a parameter too small to cut: a projection's one gate or few, and, of what is no
-# projection, a convolution's kernel or a state.
+# What has but one dimension longer than that is too small to cut: a projection to few gates, and, of what is no
+# projection, a convolution's kernels or a state of each channel.
 _FEW, _THIN = 8, 16
 # What transformers calls its ways to cut a weight by its outputs and by its inputs; of the weight's last two dimensions
 # the first and the second (distributed/tensor_parallel.py, transformers 5.23). Ways that gather what they have cut are
@@ -90,7 +90,7 @@ class Roles:
                     return Role(cut=0, rest=(0,), vector=True)
             return _WHOLE
         style = self._style(name)
-        if min(shape) <= (_FEW if linear else _THIN) and style is None:
+        if sorted(shape)[-2] <= (_FEW if linear else _THIN) and style is None:
             return _WHOLE
         if module in self.tokens or isinstance(module, nn.Embedding):
             return Role(cut=0, rest=(0, 1))
