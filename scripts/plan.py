@@ -69,6 +69,11 @@ def main() -> int | None:
 def _check_new(arguments: argparse.Namespace) -> None:
     """Raises UserError unless ``--write`` names a new recipe file, and the recipe is one that is made."""
     path = Path(arguments.write)
+    refusals = {
+        "a file that is there already": os.path.lexists(path),
+        "a name that does not end in .py": path.suffix != ".py",
+        f"no folder {path.parent}": not os.path.isdir(path.parent),
+    }
     if arguments.recipe != AUTO:
         raise UserError(
             asked=f"--write {path} with --recipe {arguments.recipe}",
@@ -76,15 +81,11 @@ def _check_new(arguments: argparse.Namespace) -> None:
             why="what is written is the recipe made from a model",
             instead=f"--recipe {AUTO}; or a copy of that file",
         )
-    if path.suffix != ".py" or not os.path.isdir(path.parent) or os.path.lexists(path):
+    for found in (found for found, holds in refusals.items() if holds):
         raise UserError(
             asked=f"--write {path}",
-            found="a file that is there already"
-            if os.path.lexists(path)
-            else "a name that does not end in .py"
-            if path.suffix != ".py"
-            else f"no folder {path.parent}",
-            why="nothing is ever written over, and a recipe's path ends in .py",
+            found=found,
+            why="a recipe is a new file whose name ends in .py; nothing is ever written over",
             instead="another name, such as my_recipe.py",
         )
 

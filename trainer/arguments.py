@@ -124,7 +124,11 @@ class TrainingArguments:
     isolate_documents: bool = option(
         False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
     )
-    mesh: str | None = option(None, "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`.")
+    mesh: str | None = option(
+        None,
+        "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`; of auto any of the axes data, fsdp, inner, "
+        "expert, tensor.",
+    )
     compute: str | None = option(
         None, "Another compute policy than the recipe's, e.g. `remat=offload,capacity_factor=1.25`."
     )

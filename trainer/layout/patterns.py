@@ -19,7 +19,11 @@ def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
         lines: name → what its line says. A name has ``*`` for each number.
     """
     names = {name: name.replace("*", "0") for name in lines}  # what a pattern must and must not match
-    found = {name: [name] for name in lines}
+    found = {}
+    for name in lines:
+        # numbers and words in one place, as in a Sequential with a norm among its numbers
+        mixed = any(matches(name, example) for other, example in names.items() if other != name)
+        found[name.replace("*", "[0-9]*") if mixed else name] = [name]
     while (shared := _best(lines, names, found)) is not None:
         pattern, parts = shared
         members = [name for part in parts for name in found[part]]
