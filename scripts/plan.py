@@ -61,6 +61,10 @@ def main() -> int | None:
         print(json.dumps(plan.as_json(), indent=2))
     else:
         print_plan(plan)
+        if made is not None and made.undivided:
+            say(Console(), "\ncut elsewhere, or left whole")
+            for pattern, text in made.undivided.items():
+                say(Console(), f"  {pattern}: {text}")
     if made is not None and arguments.write is not None:
         _write(made, plan, type(model).__name__, arguments)
     return None

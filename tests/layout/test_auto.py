@@ -209,17 +209,18 @@ def test_what_an_axis_does_not_divide_is_cut_elsewhere_or_left_whole_and_said():
     found = layouts(made.recipe, model)
     assert found["lm_head.weight"] == {"fsdp": "Shard(1)"}
     assert found["model.layers.*.mlp.down_proj.weight"] == {"fsdp": "Shard(1)"}
-    assert made.notes["lm_head.weight"] == "257 is not divisible by tensor=4 or fsdp=2"
-    assert made.notes["model.layers.*.mlp.down_proj.weight"] == "90 is not divisible by tensor=4"
-    assert made_for(model, "fsdp=-1", None).notes == {}  # before the devices are counted all is taken to fit
+    assert made.undivided["lm_head.weight"] == "257 is not divisible by tensor=4 or fsdp=2"
+    assert made.undivided["model.layers.*.mlp.down_proj.weight"] == "90 is not divisible by tensor=4"
+    assert made_for(model, "fsdp=-1", None).undivided == {}  # before the devices are counted all is taken to fit
 
 
 def test_experts_that_their_axis_does_not_divide_are_not_spread_over_it():
     model = model_of("qwen3_moe", **QWEN, **{**EXPERTS, "num_experts": 6})
     made = made_for(model, "fsdp=2,expert=4")
     assert experts_axes(model, make_plan(made.recipe, model, 8)) == {()}
-    assert "6 is not divisible by expert=4" in made.notes["model.layers.*.mlp.experts.*_proj"]
-    assert made_for(model).recipe.mesh.axes == {"fsdp": -1, "expert": 2}
+    assert "6 is not divisible by expert=4" in made.undivided["model.layers.*.mlp.experts.*_proj"]
+    assert made_for(model).recipe.mesh.axes == made_for(model, devices=6).recipe.mesh.axes == {"fsdp": -1, "expert": 2}
+    assert made_for(model, devices=3).recipe.mesh.axes == {"fsdp": -1}
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,8 @@ def test_a_written_recipe_reads_back_to_the_same_plan_and_is_formatted(tmp_path)
         assert make_plan(read, model, 8) == make_plan(made.recipe, model, 8)
         assert list(read.parameters) == list(made.recipe.parameters)
         assert (read.mesh, read.compute) == (made.recipe.mesh, made.recipe.compute)
-        assert all(note in path.read_text(encoding="utf-8") for note in made.notes.values())
+        said = [*made.notes.values(), *made.undivided.values()]
+        assert all(text in path.read_text(encoding="utf-8") for text in said)
     for check in (["format", "--check"], ["check", "--select", "E,F,I"]):
         command = [sys.executable, "-m", "ruff", *check, "--config", str(ROOT / "pyproject.toml"), str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -301,6 +303,13 @@ def test_a_job_takes_it_with_its_overrides_and_refuses_it_without_a_model(tmp_pa
     assert job.plan["model.layers.0.mlp.experts.down_proj"].axes_of(0) == ("expert",)
     with pytest.raises(UserError, match=r"recipe auto without a model(.|\n)*--model with a hub id"):
         Job.resolve(TrainingArguments(**options), lambda: 8)
+
+
+def test_the_guide_shows_the_file_that_is_written():
+    guide = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    model = meta_model(AutoConfig.from_pretrained(ROOT / "docs/configs/qwen3_30b_a3b.json"))
+    source = recipe_source(made_for(model, "fsdp=2,expert=4"), "")
+    assert f"{source.partition(chr(34) * 6)[2].strip()}\n```" in guide
 
 
 @pytest.fixture

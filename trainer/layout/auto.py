@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from trainer.layout.roles import Role, Roles
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # stands for it until there is a model
 AXES = ("data", "fsdp", "inner", "expert", "tensor")  # from the one that communicates least
-_EXPERT_AXIS = 4  # its size where none is asked for, if it divides the experts
+_EXPERT_AXIS = 4  # its size at most where none is asked for
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,13 @@ class AutoRecipe:
     Args:
         recipe: as if read from a file.
         notes: pattern of a line → why it is as it is; lines that go without saying are left out.
+        undivided: pattern of a line → which axes do not divide what they should split, and so split something else
+            or nothing.
     """
 
     recipe: Recipe
     notes: Mapping[str, str]
+    undivided: Mapping[str, str]
 
 
 def auto_recipe(
@@ -60,7 +63,7 @@ def auto_recipe(
             where there are none.
     """
     roles = Roles(model, experts)
-    grid = _mesh(mesh, roles.count)
+    grid = _mesh(mesh, roles.count, devices)
     sizes = grid.sizes(devices) if devices else {axis: max(size, 1) for axis, size in grid.axes.items()}
     batch = tuple(axis for axis in grid.axes if axis != "tensor")
     lines = shared_patterns(_layouts(model, roles, sizes))
@@ -75,6 +78,7 @@ def auto_recipe(
             name=AUTO,
         ),
         {pattern: line.note for pattern, line in lines.items() if line.note},
+        {pattern: line.undivided for pattern, line in lines.items() if line.undivided},
     )
 
 
@@ -96,14 +100,15 @@ def layers_list(model: PreTrainedModel) -> str | None:
 class _Line:
     """What stands on a line; parameters of equal lines may share one."""
 
-    layout: dict[str, Placement] = field(hash=False)
-    note: str = ""
+    layout: dict[str, Placement]
+    note: str
+    undivided: str
 
 
-def _mesh(text: str | None, experts: int | None) -> Mesh:
-    """The mesh of ``text``, its axes in the order of `AXES`; None: what suits a model of so many experts."""
+def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
+    """The mesh of ``text``, its axes in the order of `AXES`; None: what suits so many experts, and devices if known."""
     if text is None:
-        over = math.gcd(experts or 1, _EXPERT_AXIS)
+        over = math.gcd(experts or 1, devices or _EXPERT_AXIS, _EXPERT_AXIS)
         return Mesh(fsdp=-1, expert=over) if over > 1 else Mesh(fsdp=-1)
     asked = Recipe(mesh=Mesh(dcn=None, **dict.fromkeys(_names(text), 1)), batch=(), parameters={}, name=AUTO).with_mesh(
         text
@@ -189,5 +194,8 @@ def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line
     if others and not (role.vector and "tensor" in sizes) and not any(fit(others, dim) for dim in order):
         for axis in others if len(others) > 1 else []:
             any(fit([axis], dim) for dim in order)  # the first that it divides
-    notes = [f"{length} is not divisible by {' or '.join(dict.fromkeys(axes))}" for length, axes in missed.items()]
-    return _Line(split, "; ".join(filter(None, (role.note, *notes))))
+    undivided = []
+    for length, tried in missed.items():
+        axes = dict.fromkeys([each for each in tried if "×" not in each] or tried)
+        undivided.append(f"{length} is not divisible by {' or '.join(axes)}")
+    return _Line(split, role.note, "; ".join(undivided))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields
 
 from trainer.layout.auto import AutoRecipe
@@ -13,14 +13,20 @@ _WIDTH = 120  # of a line
 
 
 def recipe_source(made: AutoRecipe, docstring: str) -> str:
-    """Python that `trainer.layout.load.load_recipe` reads the recipe from, its notes as comments.
+    """Python that `trainer.layout.load.load_recipe` reads the recipe from, with comments.
 
     Args:
         docstring: what the file begins with.
     """
     recipe = made.recipe
     batch = ", ".join(map(json.dumps, recipe.batch)) + ("," if len(recipe.batch) == 1 else "")
-    table = [line for pattern, layout in recipe.parameters.items() for line in _entry(pattern, layout, made.notes)]
+    table = [
+        line
+        for pattern, layout in recipe.parameters.items()
+        for line in _entry(
+            pattern, layout, [table[pattern] for table in (made.notes, made.undivided) if pattern in table]
+        )
+    ]
     pinned = ", ".join(f"{json.dumps(pattern)}: {_dict(layout)}" for pattern, layout in recipe.activations.items())
     body = [
         "recipe = Recipe(",
@@ -38,9 +44,9 @@ def recipe_source(made: AutoRecipe, docstring: str) -> str:
     return "\n".join([f'"""{quoted}"""', "", f"from trainer import {names}", "", *body, ""])
 
 
-def _entry(pattern: str, layout: Layout, notes: Mapping[str, str]) -> list[str]:
+def _entry(pattern: str, layout: Layout, notes: Sequence[str]) -> list[str]:
     """A line of the table; its note behind it, or above where that is too long, as are its axes below."""
-    room, note = _WIDTH - 8, f"# {notes[pattern]}" if pattern in notes else ""
+    room, note = _WIDTH - 8, "# " + "; ".join(notes) if notes else ""
     line = f"{json.dumps(pattern)}: {_dict(layout)},"
     if len(line) > room:
         axes = [f"    {json.dumps(axis)}: {text}," for axis, text in layout_text(layout).items()]
