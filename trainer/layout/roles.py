@@ -50,7 +50,6 @@ class Role:
 
 
 _WHOLE = Role()
-_ROUTER = Role(note="the router: small, and every token needs all of it")
 
 
 class Roles:
@@ -81,7 +80,7 @@ class Roles:
         if module_name in self.experts or self.expert_plan.get(collapse(name)) == "grouped_gemm":
             return self._of_experts(name, shape)
         if any(f"{name}.".startswith(f"{router}.") for router in self.routers):
-            return _ROUTER if len(shape) > 1 else _WHOLE
+            return _of_router(shape)
         linear = isinstance(module, _LINEAR)
         if len(shape) < 2:
             if linear and leaf == "bias":
@@ -94,12 +93,11 @@ class Roles:
             return _WHOLE
         if module in self.tokens or isinstance(module, nn.Embedding):
             return Role(cut=0, rest=(0, 1))
-        if linear:
-            cut = self._cut(module_name, style)
-            first = _output_dim(module) if cut is None else cut
-            return Role(cut=cut, rest=(first, 1 - first))
-        widest_first = sorted(range(len(shape)), key=lambda dim: -shape[dim])
-        return Role(cut=_literal(style, len(shape)), rest=tuple(widest_first))
+        cut = self._cut(module_name, style) if linear else _literal(style, len(shape))
+        # a pair's weights are gathered along what lies between the two; others along what divides best
+        return Role(
+            cut=cut, rest=tuple(sorted(range(len(shape)), key=lambda dim: (linear and dim != cut, -shape[dim])))
+        )
 
     def _of_experts(self, name: str, shape: tuple[int, ...]) -> Role:
         """The role of a parameter ``[experts, …]``, which is a weight or a bias of all experts."""
@@ -169,6 +167,13 @@ class Roles:
                 pass
             name = name.rpartition(".")[0]
         return self.width
+
+
+def _of_router(shape: tuple[int, ...]) -> Role:
+    """The role of a router's parameter: of few experts it is small, and every token needs all of it."""
+    if len(shape) > 1 and shape[0] > _THIN:
+        return Role(rest=(1,), note="the router")
+    return Role(note="the router: small, and every token needs all of it" if len(shape) > 1 else "")
 
 
 def _ends(linear: nn.Module) -> tuple[int, int]:
