@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,6 +26,7 @@ from transformers import (
 from trainer.errors import UserError
 from trainer.layout.recipe import Recipe
 
+MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
 
 
@@ -110,6 +113,21 @@ def _bounded() -> Iterator[None]:
         handle.remove()
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """While it is active, tensors of more elements than any buffer has are made on meta at once.
+
+    Without it a weight takes memory until it is a parameter: 30 GB for all experts of a layer of 671 B parameters.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full):
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(size) > MOST_BUFFER:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
 
@@ -127,7 +145,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         )
     try:
         # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
-        with init_empty_weights(include_buffers=False), _bounded():
+        with init_empty_weights(include_buffers=False), _bounded(), _LargeOnMeta():
             # a copy: choosing a model's kernels writes into its config
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost

@@ -133,6 +133,8 @@ def _say_what_runs(job: Job, console: Console) -> None:
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
     say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
+    if job.notice:
+        say(console, f"         {job.notice}")
     if job.args.recipe == AUTO:
         made = auto_recipe(job.model, experts_modules(job.model), job.args.mesh, job.devices)
         for pattern, text in made.undivided.items():
