@@ -57,10 +57,10 @@ def over_segments(
     return jnp.moveaxis(out, 0, 1).reshape(out.shape[1], count * length, *out.shape[3:])[:, :tokens]
 
 
-def _gradients(*arrays: Array, function: Callable[..., Array], **options: Any) -> tuple[Array, ...]:
+def _gradients(*arrays: Array, kernel: Callable[..., Array], **options: Any) -> tuple[Array, ...]:
     """The gradients of all arrays but the last, which is the result's gradient."""
     *inputs, gradient = arrays
-    _, pull = jax.vjp(lambda *given: function(*given, **options), *inputs)
+    _, pull = jax.vjp(lambda *given: kernel(*given, **options), *inputs)
     return pull(gradient)
 
 
@@ -79,7 +79,7 @@ def _mix_backward(
     function: str, options: str, tensors: Sequence[torch.Tensor], gradient: torch.Tensor
 ) -> list[torch.Tensor]:
     kernel = pkgutil.resolve_name(function)
-    return list(jax_call(_gradients, *tensors, gradient, function=kernel, **dict(from_text(options))))
+    return list(jax_call(_gradients, *tensors, gradient, kernel=kernel, **dict(from_text(options))))
 
 
 @_mix_backward.register_fake
