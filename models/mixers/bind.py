@@ -30,7 +30,7 @@ _CALLED: dict[str, Callable[..., Any]] = {
 
 
 def bind(model: nn.Module) -> None:
-    """Have every module of ``model`` that mixes tokens by a recurrence run our kernels. A copy of the model does too."""
+    """Have each module of ``model`` that mixes tokens by a recurrence run our kernels. A copy of the model does too."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         called = _CALLED.keys() & set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
@@ -45,7 +45,11 @@ def bind(model: nn.Module) -> None:
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """``function`` with other meanings for some of its global names."""
     copy = FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -13,20 +13,18 @@ from __future__ import annotations
 import functools
 
 from models.jax_call import jax
+from models.mixers import sums
 from models.mixers.segments import Array, over_segments
 
 jnp, lax = jax.numpy, jax.lax
 
 _CHUNK = 64
 _CHUNKS = 8  # of a segment: they are solved side by side, and one state is kept for them
-_LEAF = 8  # tokens; smaller blocks would be worse filled than saved
 # the corrections of a chunk build on each other: a TPU's usual single pass in bfloat16 loses them
 _exactly = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def delta_rule(
-    v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: Array, *, normalise: bool
-) -> Array:
+def delta_rule(v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: Array, *, normalise: bool) -> Array:
     """Every token's output, [B, T, H, V], computed in float32.
 
     Args:
@@ -59,12 +57,11 @@ def _segment(state: Array, arrays: tuple[Array, ...], *, chunk: int, normalise: 
     if normalise:
         q, k = (a * lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + 1e-6) for a in (q, k))
     q, k = (q * q.shape[-1] ** -0.5)[:, :, :, None], k[:, :, :, None]  # NBG1CK
-    total = jnp.cumsum(g, axis=-2)  # NBGRCK, or NBGRC1
     pairs = _pairs_of_channels if g.shape[-1] > 1 else _pairs
-    seen, known = pairs(q, k, total), jnp.tril(pairs(k, k, total), -1)
+    seen, known = pairs(q, k, g), jnp.tril(pairs(k, k, g), -1)
     solution = _inverse(beta * known)
-    last = total[..., -1:, :]
-    xs = (v * beta, beta * k * jnp.exp(total), q * jnp.exp(total), k * jnp.exp(last - total), jnp.exp(last), seen, solution)
+    since, left = jnp.exp(sums.until(g, -2)), jnp.exp(sums.after(g, -2))  # NBGRCK, or NBGRC1
+    xs = (v * beta, beta * k * since, q * since, k * left, since[..., -1:, :], seen, solution)
     state, out = lax.scan(_chunk, state, xs)
     return state, jnp.moveaxis(out, (0, -2), (1, 2)).reshape(B, S, *v.shape[2:4], -1).astype(dtype)
 
@@ -76,30 +73,25 @@ def _chunk(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
     return state * jnp.swapaxes(decay, -1, -2) + jnp.einsum("bgrck,bgrcv->bgrkv", k_left, new), out
 
 
-def _pairs(q: Array, k: Array, total: Array) -> Array:
+def _pairs(q: Array, k: Array, g: Array) -> Array:
     """q · k of each token with itself and each token before it, decayed: [..., R, C, C], 0 above the diagonal."""
-    lower = jnp.tril(jnp.ones((q.shape[-2],) * 2, bool))
-    decay = jnp.exp(jnp.where(lower, total - jnp.swapaxes(total, -1, -2), -jnp.inf))
-    return jnp.einsum("...ck,...dk->...cd", q, k) * decay
+    return jnp.einsum("...ck,...dk->...cd", q, k) * jnp.exp(sums.between(g[..., 0]))
 
 
-def _pairs_of_channels(q: Array, k: Array, total: Array) -> Array:
+def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
     """As :func:`_pairs`, with a decay for each channel.
 
     Queries of the second half meet keys of the first one by way of the token between them, so that no exponent is
     above 0; the halves are done likewise.
     """
     C = q.shape[-2]
-    if C <= _LEAF:
-        lower = jnp.tril(jnp.ones((C, C), bool))[..., None]
-        decay = jnp.exp(jnp.where(lower, total[..., :, None, :] - total[..., None, :, :], -jnp.inf))
-        return jnp.sum(q[..., :, None, :] * k[..., None, :, :] * decay, axis=-1)
-    middle = total[..., C // 2 - 1 : C // 2, :]
-    late, early = q[..., C // 2 :, :], k[..., : C // 2, :]
-    late = late * jnp.exp(total[..., C // 2 :, :] - middle)
-    early = early * jnp.exp(middle - total[..., : C // 2, :])
-    halves = _pairs_of_channels(*(_halves(a, -2) for a in (q, k, total)))
-    return _joined(halves, jnp.einsum("...ck,...dk->...cd", late, early))
+    if C <= sums.LEAF:
+        decay = jnp.exp(sums.between(jnp.swapaxes(g, -1, -2)))  # KCC
+        return jnp.einsum("...ck,...dk,...kcd->...cd", q, k, decay)
+    late = q[..., C // 2 :, :] * jnp.exp(sums.until(g[..., C // 2 :, :], -2))
+    early = k[..., : C // 2, :] * jnp.exp(sums.after(g[..., : C // 2, :], -2))
+    inner = _pairs_of_channels(*(sums.halves(a, -2) for a in (q, k, g)))
+    return sums.joined(inner, jnp.einsum("...ck,...dk->...cd", late, early))
 
 
 def _inverse(a: Array) -> Array:
@@ -109,27 +101,12 @@ def _inverse(a: Array) -> Array:
     whole chunk would cancel: its terms can grow like binomial coefficients.
     """
     C = a.shape[-1]
-    if C <= _LEAF:
+    if C <= sums.LEAF:
         power, result = -a, jnp.eye(C, dtype=a.dtype) - a
         for _ in range(max(C.bit_length() - 2, 0)):
             power = _exactly("...ij,...jk->...ik", power, power)
             result = result + _exactly("...ij,...jk->...ik", result, power)
         return result
-    diagonal = jnp.stack((a[..., : C // 2, : C // 2], a[..., C // 2 :, C // 2 :]), axis=-3)
-    halves = _inverse(diagonal)
-    corner = a[..., C // 2 :, : C // 2]
-    return _joined(halves, -_exactly("...ij,...jk,...kl->...il", halves[..., 1, :, :], corner, halves[..., 0, :, :]))
-
-
-def _halves(array: Array, axis: int) -> Array:
-    """The two halves of ``axis``, along a new axis in front of it."""
-    return jnp.stack(jnp.split(array, 2, axis), axis=axis - 1)
-
-
-def _joined(diagonal: Array, corner: Array) -> Array:
-    """A lower triangular matrix of the two blocks ``diagonal[..., 0 and 1, :, :]`` and the one below the first."""
-    first, second = diagonal[..., 0, :, :], diagonal[..., 1, :, :]
-    above = jnp.zeros_like(first)
-    return jnp.concatenate(
-        (jnp.concatenate((first, above), -1), jnp.concatenate((corner, second), -1)), axis=-2
-    )
+    inner = _inverse(jnp.stack((a[..., : C // 2, : C // 2], a[..., C // 2 :, C // 2 :]), axis=-3))
+    corner = _exactly("...ij,...jk->...ik", inner[..., 1, :, :], a[..., C // 2 :, : C // 2])
+    return sums.joined(inner, -_exactly("...ij,...jk->...ik", corner, inner[..., 0, :, :]))

@@ -17,8 +17,6 @@ from models.mixers.delta import delta_rule
 from models.mixers.diagonal import linear_recurrence, selective_scan, short_convolution, wkv
 from models.mixers.segments import apply
 
-_SEGMENT = 128  # tokens; of a whole row's scores, [S, S] for each head, only those of a segment exist at a time
-
 
 def gated_delta_rule(
     query: torch.Tensor,
@@ -49,7 +47,7 @@ def mamba2_chunk_scan(
     """Mamba-2's state space: [batch, tokens, heads, width], in the dtype of ``hidden_states`` as on a GPU."""
     _refuse_states(others)
     step = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-    out = apply(decayed_attention, hidden_states, C, B, step * A.float(), step, segment=_SEGMENT)
+    out = apply(decayed_attention, hidden_states, C, B, step * A.float(), step)
     return out if D is None else (out + D[:, None] * hidden_states).to(out.dtype)
 
 
@@ -119,7 +117,7 @@ def lightning_attention(
         slope: what a token's weight loses with each later token, as a logarithm: one number for each head.
     """
     decay = -slope.float().reshape(-1).expand(value.shape[:3])
-    return apply(decayed_attention, value, query, key, decay, torch.ones_like(decay), segment=_SEGMENT)
+    return apply(decayed_attention, value, query, key, decay, torch.ones_like(decay))
 
 
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
