@@ -110,7 +110,6 @@ def rg_lru(tokens: int) -> tuple[Function, Function, Tensors]:
         (gated_delta, 5),
         (gated_delta, 600),  # more than one segment, and no multiple of a chunk
         (kimi_delta, 150),
-        (mamba2, 64),
         (mamba2, 150),
         (mamba, 150),
         (convolution, 5),
@@ -218,9 +217,17 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("family", MODELS)
-def test_a_model_with_a_recurrence_equals_the_plain_one(family, remat, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "compute", "changes"),
+    [
+        ("qwen3_next", {"remat": "none"}, {}),
+        ("qwen3_next", {"remat": "full", "scan": True}, {"layer_types": ["linear_attention"] * 2}),
+        ("kimi_linear", {"remat": "full"}, {}),
+        ("granitemoehybrid", {"remat": "full"}, {}),
+        ("jamba", {"remat": "full"}, {}),
+    ],
+)
+def test_a_model_with_a_recurrence_equals_the_plain_one(family, compute, changes, monkeypatch):
     """The plain Qwen3-Next goes token by token: transformers' chunks lose the gradient of decays in one running sum."""
     exact = modeling_qwen3_next.torch_recurrent_gated_delta_rule
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", exact)
@@ -229,10 +236,10 @@ def test_a_model_with_a_recurrence_equals_the_plain_one(family, remat, monkeypat
         batch=("fsdp",),
         parameters={},
         optional={".".join("*" * depth): {} for depth in range(2, 8)},
-        compute=Compute(remat=remat, scan=False, router_loss=False, dtype="float32"),
+        compute=Compute(**{"scan": False, "router_loss": False, "dtype": "float32", **compute}),
         name="any",
     )
-    config = AutoConfig.for_model(family, **{**SMALL, **SPECIAL, **MODELS[family]})
+    config = AutoConfig.for_model(family, **{**SMALL, **SPECIAL, **MODELS[family], **changes})
     case = make_case(recipe, config)
     batch = make_batch(config)
     expected_loss, expected = case.reference_gradients(batch)
