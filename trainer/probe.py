@@ -50,7 +50,7 @@ def our_attention(model: PreTrainedModel, length: int) -> str:
 
 def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Exception | None:
     model = copy.deepcopy(model).eval()
-    model.to(device="meta")
+    torch.nn.Module.to(model, "meta")
     choose(model, attention)
     if experts_modules(model):
         experts.choose(model, "dense")  # the only one whose shapes depend on no value and no device
