@@ -11,10 +11,11 @@ kernel of :mod:`models.attention.splash`, any other the tensor operations of :mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from models.attention import splash
 from models.attention.portable import Scoring, portable
+from models.families import FORWARDS
 from models.jax_call import target
 from models.randomness import active
 
@@ -65,15 +67,24 @@ class Unsupported(ValueError):
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Make ``model`` run the attention ``name``, of ours or of transformers' own.
-
-    Which layers attend in chunks is said by masks and by the config, never by an argument: here it is noted on modules.
-    """
+    """Make ``model`` run the attention ``name``, of ours or of transformers' own."""
     model.set_attn_implementation(name)
+    mark_chunks(model.modules())
     for module in model.modules():
+        if name in (NAME, MASKED) and type(module).__name__ in FORWARDS:
+            module.forward = MethodType(FORWARDS[type(module).__name__], module)
+
+
+def mark_chunks(modules: Iterable[Any]) -> None:
+    """Note on each module of a layer how many positions attend to each other alone, which no argument ever says.
+
+    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``. As an attribute it
+    also tells apart layers that are equal in all else.
+    """
+    for module in modules:
         config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
         types = getattr(config, "layer_types", None)
-        if config is not None and types is not None and layer is not None:
+        if config is not None and types is not None and layer is not None and layer < len(types):
             setattr(module, _CHUNK, config.attention_chunk_size if types[layer] == "chunked_attention" else 0)
 
 

@@ -90,6 +90,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"head_dim": 8, "num_local_experts": 4, "index_block_size": 3, "index_topk_blocks": 2, "index_head_dim": 8}
         | {"index_n_heads": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]},
     ),
+    "an indexer of means of keys": (
+        "qwen4_exp_text",
+        MASKED,
+        {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "hc_lowrank": 4, "hc_count": 2, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 6}
+        | {"indexer_compress_ratio": 3, "layer_types": ["linear_attention", "indexed_attention"]},
+    ),
     "keys beyond the sequence's": ("deepseek_v4", MASKED, COMPRESSED | WINDOW),
     "a mask that the model makes": ("doge", MASKED, {"keep_window_size": 5}),
     "a bias by position": ("inkling_text", NAME, MOE | WINDOW | {"head_dim": 8}),
