@@ -58,7 +58,7 @@ class LayerRunner:
         return {**vars(self), "graphs": {}}
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs, side_outputs.real_tokens()))
         constants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # A scanned function sees nothing but its arguments, so constants are part of the carry.
         carry = [_as_floats(t.detach()) for t in constants]
@@ -94,8 +94,8 @@ class LayerRunner:
             (hidden, zero, carry), (weights, random_keys) = state, x
             values = iter(_from_floats(t.detach(), dtype) for t, dtype in zip(carry, dtypes, strict=True))
             filled = [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(filled, spec)
-            with randomness.drawing(*random_keys):
+            args, kwargs, real_tokens = tree_unflatten(filled, spec)
+            with randomness.drawing(*random_keys), side_outputs.given(real_tokens):
                 output, side = self._run_once(weights, (hidden, *args), kwargs)
             # every output of a scanned function must require a gradient: `zero` does, and changes no value
             side = tree_map(lambda t: t if t.requires_grad else t + zero, side)

@@ -32,6 +32,7 @@ from trainer.step.loss import Loss
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
+from trainer.step.routing import make_routing, router_losses, watch_routing
 from trainer.step.train_step import StepOptions, TrainStep
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source
@@ -73,7 +74,8 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     options = StepOptions(
         args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
     )
-    return Built(model, placed, TrainStep(loss, placed, optimizer, options, restored), EvalStep(loss, placed))
+    step = TrainStep(loss, placed, optimizer, options, restored, make_routing(job, model, placed))
+    return Built(model, placed, step, EvalStep(loss, placed))
 
 
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -81,6 +83,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan, axes, order = job.plan, tuple(job.plan.mesh.items()), device_order(mesh)
     heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order))
+    watch_routing(job, model, mesh)
     names = experts_modules(job.model)
     if job.recipe.compute.experts not in ("capacity", "dropless"):
         return
@@ -119,7 +122,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss)
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job))
 
 
 class _Prepare:
