@@ -40,12 +40,12 @@ ANY_MOE = Recipe(
 
 
 def deepseek() -> PretrainedConfig:
-    """A dense layer, then two whose routers choose 2 of 8 experts in 2 of 4 groups, beside a shared expert."""
+    """A dense layer, then one whose router chooses 2 of 8 experts in 2 of 4 groups, beside a shared expert."""
     return DeepseekV3Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         kv_lora_rank=16,

@@ -82,7 +82,7 @@ def load_picture(loads: Sequence[ExpertLoad], log_history: Sequence[Mapping[str,
     most = max(2.0, *(max(load.over_mean) for load in loads))
     image = left.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=most)
     figure.colorbar(image, ax=left, label="load over the mean")
-    left.set(xlabel="expert", ylabel="layer", title="Load of each expert since the last log line but one")
+    left.set(xlabel="expert", ylabel="layer", title="Load of each expert, in the steps of the last log line")
     ticks = range(0, len(rows), max(1, len(rows) // 16))
     left.set_yticks(ticks, [list(by_label)[i].removeprefix("layer_") for i in ticks])
     for number, label in enumerate(by_label):
