@@ -21,6 +21,7 @@ from trainer.layout.mesh import Mesh
 from trainer.layout.placement import Shard
 from trainer.layout.recipe import Compute, Recipe
 from trainer.step.build import build
+from trainer.step.routing import Routing, _order
 from trainer.weights.sources import state_dict_weights
 from trainer.xla import sharding
 from trainer.xla.batch import place_batch
@@ -221,3 +222,18 @@ def test_each_step_moves_the_biases_by_the_sign_of_what_lacks_and_a_run_that_goe
         each(padded(case.config, seed=4), step=4, learning_rate=1e-3)
     for (name, ours), theirs in zip(resumed.replaced.items(), case.step.replaced.values(), strict=True):
         assert torch.equal(sharding.fetch(ours.detach()), sharding.fetch(theirs.detach())), name
+
+
+def test_layers_that_alternate_between_two_stacks_are_logged_in_the_models_order():
+    experts = {"layers.0.e": 2, "layers.1.e": 3, "layers.2.e": 2, "layers.3.e": 3}
+    stacks = {"layers.0:4:2.e": ["layers.0.e", "layers.2.e"], "layers.1:4:2.e": ["layers.1.e", "layers.3.e"]}
+    routing = Routing(Mesh(fsdp=-1), experts, stacks, order=_order(experts, stacks))
+    loads = {"layers.0:4:2.e": [[1.0, 3.0], [4.0, 0.0]], "layers.1:4:2.e": [[0.0, 0.0, 8.0], [2.0, 4.0, 2.0]]}
+    recorded = {f"{name} load": torch.tensor(load) for name, load in loads.items()}
+    found = routing.loads(routing.shares(recorded).tolist(), capacity=False)
+    assert [(load.name, load.shares) for load in found] == [
+        ("layers.0.e", (0.25, 0.75)),
+        ("layers.1.e", (0.0, 0.0, 1.0)),
+        ("layers.2.e", (1.0, 0.0)),
+        ("layers.3.e", (0.25, 0.5, 0.25)),
+    ]

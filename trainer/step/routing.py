@@ -26,6 +26,7 @@ class Routing:
     Args:
         experts: name of each experts module, in the model's own names and order → how many experts it has.
         stacks: the same modules as they run: name → the own names of those that it stacks, or its own.
+        order: where each number of :meth:`shares` stands when stack follows stack, placed; None: right there.
         biases: name → (what a router adds to its scores for selection, placed; the name of its experts as they run).
         rate: how far a bias moves in a step; 0: it stays.
     """
@@ -33,6 +34,7 @@ class Routing:
     mesh: DeviceMesh
     experts: Mapping[str, int] = field(default_factory=dict)
     stacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    order: torch.Tensor | None = None
     biases: Mapping[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
     rate: float = 0.0
 
@@ -47,15 +49,14 @@ class Routing:
         Args:
             recorded: of :func:`totals`.
         """
-        rows: Tensors = {}
+        flat, device = [], next(iter(recorded.values())).device
         for name, own in self.stacks.items():
-            load = recorded.get(name + LOAD)
-            if load is not None:
-                dropped = recorded.get(name + DROPPED, torch.zeros_like(load[..., 0])).unsqueeze(-1)
-                pairs = load.sum(-1, keepdim=True).clamp(min=1)
-                rows |= zip(own, (torch.cat([load, dropped], -1) / pairs).reshape(len(own), -1).unbind(), strict=True)
-        device = next(iter(recorded.values())).device
-        return torch.cat([rows.get(n, torch.zeros(count + 1, device=device)) for n, count in self.experts.items()])
+            count = self.experts[own[0]]
+            load = recorded.get(name + LOAD, torch.zeros((len(own), count), device=device))
+            dropped = recorded.get(name + DROPPED, torch.zeros_like(load[..., 0])).unsqueeze(-1)
+            flat.append((torch.cat([load, dropped], -1) / load.sum(-1, keepdim=True).clamp(min=1)).flatten())
+        shares = torch.cat(flat)
+        return shares if self.order is None else shares.index_select(0, self.order)
 
     def dropped_fraction(self, recorded: Tensors) -> torch.Tensor | None:
         """The share of all layers' pairs that was dropped; None where no layer has a capacity."""
@@ -124,4 +125,16 @@ def make_routing(job: Job, model: PreTrainedModel, placed: Placed) -> Routing:
         for bias in (bias for bias, of in known.items() if of == own[0]):
             where = block + bias.removeprefix(own_block)
             biases[where] = (placed.parameters[where] if where in placed.parameters else model.get_buffer(where), name)
-    return Routing(placed.mesh, experts, stacks, biases, job.args.router_bias_update_rate)
+    order = _order(experts, stacks)
+    placed_order = None if order is None else sharding.place("order of experts", order, placed.mesh, (None,))
+    return Routing(placed.mesh, experts, stacks, placed_order, biases, job.args.router_bias_update_rate)
+
+
+def _order(experts: Mapping[str, int], stacks: Mapping[str, Sequence[str]]) -> torch.Tensor | None:
+    """:attr:`Routing.order`, int32 [size]; None if stack after stack is the order of ``experts``."""
+    begins, begin = {}, 0
+    for name in (name for own in stacks.values() for name in own):
+        begins[name] = begin
+        begin += experts[name] + 1
+    order = [begins[name] + i for name, count in experts.items() for i in range(count + 1)]
+    return None if order == sorted(order) else torch.tensor(order, dtype=torch.int32)
