@@ -24,7 +24,7 @@ from transformers import (
 from trainer.errors import UserError
 from trainer.layout.recipe import Recipe
 
-MOST_LAYERS, MOST_MODULES = 1_000, 100_000  # of a config; both far beyond any model
+MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
@@ -55,7 +55,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     try:
         if model is None:
             return config_of(recipe.model or {})
-        _check_layers(PretrainedConfig.get_config_dict(model)[0])
+        _check_sizes(PretrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
     # whichever it is, what the user named has no config that can be read.
@@ -73,19 +73,25 @@ def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
     """The config of these values, ``model_type`` among them.
 
     Raises:
-        ValueError: more layers than any model has. Other errors, of many types: transformers refuses a value.
+        ValueError: more layers, or wider ones, than any model has. Other errors, of many types: transformers refuses a
+            value.
     """
-    _check_layers(values)
+    _check_sizes(values)
     return AutoConfig.for_model(**values)
 
 
-def _check_layers(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number of layers that no list of layers can have: some configs make a list at once."""
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for more layers than a list can have, or a width whose tables would fill the host.
+
+    Some configs make a list of layers at once; RoPE's frequencies are computed, unlike weights, on meta too.
+    """
     for name, value in values.items():
         if isinstance(value, Mapping):
-            _check_layers(value)
+            _check_sizes(value)
         elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
+        elif str(name).endswith("dim") and isinstance(value, int) and value > MOST_WIDE:
+            raise ValueError(f"{name} is {str(value)[:40]}; {MOST_WIDE:,} is the widest")
 
 
 @contextlib.contextmanager
