@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from transformers import DeepseekV3Config, PretrainedConfig
+from transformers import AfmoeConfig, DeepseekV3Config, PretrainedConfig
 
 from models.experts.routing import routers
 from tests.support.cases import LENGTH, ROWS, Case, make_batch, make_case, relative, small_config
@@ -20,11 +20,12 @@ from trainer.layout.load import load_recipe
 from trainer.layout.mesh import Mesh
 from trainer.layout.placement import Shard
 from trainer.layout.recipe import Compute, Recipe
-from trainer.step.build import build
+from trainer.step.build import _Prepare, build
 from trainer.step.routing import Routing, _order
 from trainer.weights.sources import state_dict_weights
 from trainer.xla import sharding
 from trainer.xla.batch import place_batch
+from trainer.xla.mesh import build_mesh
 
 Batch = dict[str, torch.Tensor]
 
@@ -188,6 +189,19 @@ def deepseek_case() -> Case:
 
 def test_sigmoid_routers_that_choose_in_groups_with_a_bias_equal_the_plain_model(deepseek_case):
     check_losses(deepseek_case, padded(deepseek_case.config), torch.sigmoid, wide=True)
+
+
+def test_biases_that_a_family_keeps_as_frozen_parameters_are_not_cast_to_the_compute_dtype():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 256}
+    config = AfmoeConfig(**sizes, num_hidden_layers=2, num_dense_layers=1, num_experts=8, head_dim=16)
+    optional = {**ANY_MOE.optional, "model.layers.*.mlp.expert_bias": {}}
+    compute = replace(ANY_MOE.compute, dtype="bfloat16")
+    job = job_of(replace(ANY_MOE, optional=optional, compute=compute), config)
+    prepare = _Prepare(job, build_mesh(job.recipe.mesh), {})
+    for name, dtype in (("expert_bias", torch.float32), ("router.gate.weight", torch.bfloat16)):
+        name = f"model.layers.1.mlp.{name}"
+        values = torch.zeros(job.model.get_parameter(name).shape, device="xla")
+        assert prepare(name, values)[name].dtype == dtype
 
 
 def bias_names(case: Case) -> list[str]:

@@ -20,6 +20,7 @@ from models.attention.splash import KernelLayout
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
+from models.experts.routing import selection_biases
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
 from trainer.job import Job
@@ -133,6 +134,7 @@ class _Prepare:
         default = "bfloat16" if jax_call.target() == "tpu" else "float32"
         self.dtype = DTYPES[job.recipe.compute.dtype or default]
         self.experts_inside = experts_modules(job.assembled)
+        self.biases = selection_biases(job.model, experts_modules(job.model))
 
     def __call__(self, name: str, parameter: torch.Tensor) -> Tensors:
         if name.endswith(SUFFIX):
@@ -140,7 +142,9 @@ class _Prepare:
             return {name: sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])}
         # cast first, so that what is gathered across devices is the smaller dtype
         entry, partial = self.job.plan[layer_name(name, 0)], self.partials.get(name)
-        placed = self._constrain(parameter.to(self.dtype), entry.layout)
+        # what routers add for selection stays as it is: in bfloat16 a step of 0.001 would be lost
+        cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
+        placed = self._constrain(cast, entry.layout)
         recipe = self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
             return {name: placed}  # the kernel gathers it itself

@@ -189,8 +189,6 @@ class TrainStep:
         limit = self.options.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
         for name, parameter in self.parameters.items():
-            if name in self.routing.biases:
-                continue
             gradient = gradients[name].to(torch.float32) * factor
             updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
             olds = (parameter, *self.moments[name])
