@@ -110,8 +110,11 @@ class LayerRun:
 
     def _run(self, calls: list[Call]) -> Any:
         tensors = sort_calls(calls, len(self.parts))
+        real = side_outputs.real_tokens()
         for j, part in enumerate(self.parts):
             _add_state(tensors, j, part)
+            if real is not None:
+                tensors.inputs[j].append(tensors.share(real, "tokens", None))
         shared = (*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own))
         key = (
             [part.layer.training for part in self.parts],
@@ -216,16 +219,18 @@ class _Traced:
 
     def _function(self, flat: Flat, prepare: Prepare) -> Flat:
         """The layer as a function of its inputs: the outputs that are wanted, and side outputs."""
-        leaves, weights, buffers = list(self.settings), {}, {}
+        leaves, weights, buffers, real = list(self.settings), {}, {}, None
         for i, t in zip(self.inputs, flat, strict=False):
             if i.target == "leaf":
                 leaves[i.name] = as_given(t, i.dtype)
             elif i.target == "weight":
                 weights[i.name] = t
+            elif i.target == "tokens":
+                real = t
             else:
                 buffers[i.name] = as_given(t, i.dtype)
         args, kwargs = tree_unflatten(leaves, self.call_spec)
-        with randomness.drawing(*flat[len(self.inputs) :]):
+        with randomness.drawing(*flat[len(self.inputs) :]), side_outputs.given(real):
             output, side = self._run_once(weights, buffers, args, kwargs, prepare)
         after = tree_flatten((args, kwargs))
         if [*map(id, after[0])] != [*map(id, leaves)]:

@@ -1,9 +1,11 @@
-"""Values that a layer gives besides its output: router logits for the auxiliary loss, the fraction of dropped tokens.
+"""Values that a layer gives besides its output: router logits for the auxiliary loss, the load of its experts.
 
-There are two channels. Ours (:func:`record`) carries metrics. Transformers' own output collector carries the tensors
-that a caller asks a model for, with ``output_router_logits`` and the like. Both are lists that a forward pass appends
-to. A scanned layer cannot append to them, because it is traced once for all layers: :func:`collect` makes them return
-values of the layer, and :func:`replay` appends them outside, layer by layer.
+There are two channels. Ours (:func:`record`) carries what our kernels and hooks find out. Transformers' own output
+collector carries the tensors that a caller asks a model for, with ``output_router_logits`` and the like. Both are lists
+that a forward pass appends to. A scanned layer cannot append to them, because it is traced once for all layers:
+:func:`collect` makes them return values of the layer, and :func:`replay` appends them outside.
+
+A layer is also given something besides its arguments: which tokens are padding (:func:`real_tokens`).
 """
 
 from __future__ import annotations
@@ -22,19 +24,36 @@ _metrics: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("side_me
 
 _joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
 
+_real: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", default=None)
+
 # channel -> name -> what was appended while one layer ran
 SideOutputs = dict[str, dict[str, list[torch.Tensor]]]
 
 
 def record(name: str, value: torch.Tensor) -> None:
-    """Report a scalar metric of this layer; ignored outside :func:`collect_metrics`."""
+    """Report a tensor of this layer, whose gradient is kept; ignored outside :func:`collect_metrics`."""
     channel = _metrics.get()
     if channel is not None:
-        channel.setdefault(name, []).append(value.detach().flatten())
+        channel.setdefault(name, []).append(value)
+
+
+@contextlib.contextmanager
+def given(real: torch.Tensor | None) -> Iterator[None]:
+    """Inside, :func:`real_tokens` gives ``real``: [rows, S], 1 for a token and 0 for padding; None: no padding."""
+    token = _real.set(real)
+    try:
+        yield
+    finally:
+        _real.reset(token)
+
+
+def real_tokens() -> torch.Tensor | None:
+    """What the innermost :func:`given` was given."""
+    return _real.get()
 
 
 def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-    """Run a forward pass. Returns its result, and each metric's values in layer order."""
+    """Run a forward pass. Returns its result, and by name what was recorded; of a stack with its layers in front."""
     metrics: dict[str, list[torch.Tensor]] = {}
     token = _metrics.set(metrics)
     try:
@@ -74,7 +93,7 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 
 
 def replay(sides: Sequence[SideOutputs], count: int) -> None:
-    """Append what :func:`collect` returned to the active collectors, in layer order.
+    """Append what :func:`collect` returned to the active collectors; what transformers collects, in layer order.
 
     Args:
         sides: of each layer of a period.
@@ -92,8 +111,7 @@ def replay(sides: Sequence[SideOutputs], count: int) -> None:
         else:
             turns = zip(*(value.unbind() for value in values), strict=True)
             captured.setdefault(name, []).extend(value for turn in turns for value in turn)
-    for name in dict.fromkeys(name for side in sides for name in side["metrics"] if metrics is not None):
-        assert metrics is not None
-        values = [value for side in sides for value in side["metrics"].get(name, [])]
-        rows = [value.reshape(count, -1) for value in values]  # a turn each
-        metrics.setdefault(name, []).append(torch.cat(rows, dim=1).flatten())
+    for side in sides:
+        for name, values in side["metrics"].items():
+            if metrics is not None:
+                metrics.setdefault(name, []).extend(values)

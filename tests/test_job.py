@@ -80,3 +80,17 @@ def test_a_job_can_be_built_twice_for_building_leaves_it_as_it_was():
     one, two = (build(job, mesh, seeded_init(job.model, seed=0)).placed.parameters for _ in range(2))
     assert all(torch.equal(fetch(one[name].detach()), fetch(two[name].detach())) for name in one)
     assert all(parameter.is_meta for model in (job.model, job.assembled) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "option", "found"),
+    [
+        ("llama_fsdp", "router_z_loss_coef", "LlamaForCausalLM has no experts"),
+        ("llama_fsdp", "router_bias_update_rate", "LlamaForCausalLM has no experts"),
+        ("mixtral_ep", "router_bias_update_rate", "the routers of MixtralForCausalLM add nothing to their scores"),
+    ],
+)
+def test_what_is_asked_of_routers_that_are_not_there_is_refused_by_the_options_name(recipe, option, found):
+    with pytest.raises(UserError, match=found) as refused:
+        job_of(recipe, **{option: 0.001})
+    assert refused.value.asked == f"--{option} 0.001"

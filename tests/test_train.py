@@ -46,6 +46,7 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
     logged = [entry for entry in history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [5, 10, 15, 20]
     keys = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "dropped_fraction", "compiles"}
+    keys |= {"expert_load_max", "expert_load_entropy", "dropped_fraction/layer_0", "expert_load_max/layer_3"}
     assert all(keys <= entry.keys() for entry in logged)
     assert len({entry["compiles"] for entry in logged}) == 1  # all of them before step 5
 
@@ -53,12 +54,13 @@ def test_a_run_says_its_devices_and_logs_only_on_logging_steps(run):
 @pytest.mark.slow
 def test_a_run_writes_state_recipe_arguments_plan_curve_and_model(run):
     output, done = run
-    assert {"trainer_state.json", "recipe.json", "training_args.json", "plan.json", "loss_curve.png", "model"} <= {
-        path.name for path in output.iterdir()
-    }
+    written = {"trainer_state.json", "recipe.json", "training_args.json", "plan.json", "loss_curve.png", "model"}
+    assert written | {"expert_load.json", "expert_load.png"} <= {path.name for path in output.iterdir()}
     assert json.loads((output / "recipe.json").read_text())["mesh"]["axes"] == {"fsdp": -1, "expert": 4}
     assert json.loads((output / "training_args.json").read_text())["max_steps"] == 20
-    assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("loss_curve.png", "expert_load.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
+    assert "busiest expert" in done.stdout
     before, after = (entry["eval_loss"] for entry in _evaluations(output))
     assert after < before
     assert f"{before:.4f}" in done.stdout

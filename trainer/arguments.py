@@ -156,6 +156,20 @@ class TrainingArguments:
     adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
+    router_z_loss_coef: float = option(
+        0.0, "Add so many times the router z-loss, which keeps logits small, summed over layers (ST-MoE: 0.001)."
+    )
+    router_balance_coef: float = option(
+        0.0, "Add so many times a loss that balances the load of experts, summed over layers (DeepSeek-V3: 0.0001)."
+    )
+    router_balance: str = option(
+        "sequence", "What --router_balance_coef balances: each `sequence` (a row) by itself, or a whole micro-`batch`."
+    )
+    router_bias_update_rate: float = option(
+        0.0,
+        "After each step, move what routers add to their scores for selection by so much: up for experts below the "
+        "mean load, down for those above (DeepSeek-V3: 0.001).",
+    )
     bf16: bool | None = option(
         None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
     )
@@ -204,6 +218,8 @@ class TrainingArguments:
         self._check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)
         for name in ("logging_steps", "eval_steps", "save_steps"):
             self._check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
+        for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):
+            self._check(name, getattr(self, name) >= 0, "it can't be negative", 0)
         for name in ("warmup_steps", "weight_decay", "max_grad_norm", "max_eval_rows", "seed"):
             self._check(name, getattr(self, name) >= 0, "it can't be negative", 0)
         for name in ("adam_beta1", "adam_beta2"):
@@ -215,6 +231,7 @@ class TrainingArguments:
         for name in ("recipe", "model", "dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
             self._check_path(name)
         self._read_schedule()
+        self._choose("router_balance", ["sequence", "batch"])
         self._choose("eval_strategy", ["no", "steps"])
         self._choose("save_strategy", ["no", "steps", "epoch", "best"])
         self._choose("metric_for_best_model", ["eval_loss"])

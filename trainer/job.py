@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from models.attention import interface as attention
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
+from models.experts.routing import routers, selection_biases
 from models.layers import DecoderLayers, stack_layers, wrap_layers
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
@@ -83,6 +84,7 @@ class Job:
         object.__setattr__(self, "notice", notice)
         object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
+        _check_routing(self)
 
     @property
     def micro_batch_rows(self) -> int:
@@ -288,4 +290,25 @@ def _check_dropless(job: Job) -> None:
             why="every device sorts as many tokens as the next",
             instead=f"--sequence_length {math.ceil(job.args.sequence_length / job.devices) * job.devices}, "
             f"or --per_device_train_batch_size {job.devices // math.gcd(tokens, job.devices)} times as large",
+        )
+
+
+def _check_routing(job: Job) -> None:
+    """Refuse what is asked of routers that the model has not, or that are made in another way."""
+    names = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
+    asked = [name for name in names if getattr(job.args, name)]
+    experts, model = experts_modules(job.model), type(job.model).__name__
+    found = None
+    if not experts:
+        found = f"{model} has no experts"
+    elif "router_bias_update_rate" in asked and not selection_biases(job.model, experts):
+        asked, found = asked[-1:], f"the routers of {model} add nothing to their scores that is saved and not trained"
+    elif asked[0:1] != names[-1:] and not routers(job.model):
+        found = f"transformers does not say which outputs of {model} are router logits"
+    if asked and found:
+        raise UserError(
+            asked=f"--{asked[0]} {getattr(job.args, asked[0])}",
+            found=found,
+            why="there is nothing to compute it from, or nothing to move",
+            instead=f"--{asked[0]} 0, the default",
         )

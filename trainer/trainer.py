@@ -28,6 +28,7 @@ from trainer.lock import FolderLock
 from trainer.preemption import StopRequests
 from trainer.report.bars import tracked
 from trainer.report.curve import loss_curve
+from trainer.report.expert_load import as_record, load_picture
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
 from trainer.state import is_evaluated, loss_before, note_if_best, state_at_the_start
@@ -382,3 +383,6 @@ class Trainer:
 
     def _write_curve(self, unigram: float) -> None:
         self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
+        if loads := self.meter.expert_load:
+            self.folder.write("expert_load.json", as_json(as_record(loads, self.state.global_step)))
+            self.folder.write("expert_load.png", load_picture(loads, self.state.log_history))

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from models.experts.projections import mlp
+from models.experts.routing import count
 from models.jax_call import Axes, jax, jax_call
-from models.side_outputs import record
 
 # (tensor, mesh axes of each dimension) -> the tensor laid out by them, and in the backward its gradient likewise
 Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
@@ -67,7 +67,7 @@ class Capacity:
         index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
         weight_GN = weight_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
         slot_GN = self.constrain(_slots(index_GN, E, C), (self.batch_axes, ()))
-        record("dropped_fraction", (slot_GN == M).to(torch.float32).mean())
+        count(experts, index_Tk, (slot_GN == M).reshape(G, k, s).transpose(1, 2).reshape(T, k))
         owner_GM = self.constrain(_owners(slot_GN, M), (self.batch_axes, ()))
 
         x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))

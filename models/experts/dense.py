@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from models.experts.projections import mlp
+from models.experts.routing import count
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
@@ -18,6 +19,7 @@ def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: t
         index_Tk: the k experts of each token.
         weight_Tk: their routing weights.
     """
+    count(experts, index_Tk)
     E = experts.num_experts
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=x_TH.device)).to(weight_Tk.dtype)
     weight_TE = (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from models.experts import activation, dropless_rows
+from models.experts.routing import count
 from models.jax_call import Axes, Manual, Spec, jax_call
 from models.op_arguments import as_text, from_text
 
@@ -69,6 +70,7 @@ class Dropless:
         devices = math.prod(size for _, size in self.axes)
         if len(x_TH) % devices:
             raise ValueError(f"{len(x_TH)} tokens over {devices} devices: dropless experts need a multiple of them")
+        count(experts, index_Tk)
         names = _parameter_names(experts)
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))

@@ -104,7 +104,8 @@ def dropped(model: MixtralForCausalLM) -> list[float]:
     """The fraction of (token, choice) pairs that each layer drops in training."""
     tokens = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(0))
     _, metrics = side_outputs.collect_metrics(lambda: model.train()(tokens))
-    return [value.item() for value in metrics["dropped_fraction"]]
+    pairs = zip(metrics[" dropped"], metrics[" load"], strict=True)
+    return [(lost.sum() / load.sum()).item() for lost, load in pairs]
 
 
 def test_models_bound_to_different_kernels_each_keep_theirs_also_in_copies_and_nothing_is_registered():
@@ -144,7 +145,8 @@ def test_a_dropped_token_gives_nothing_and_the_fraction_is_recorded():
     kernel = Capacity(factor=1.0)  # T*K/E = 12 slots an expert, wanted by all 24 tokens
     x = torch.randn(T, H)
     y, metrics = side_outputs.collect_metrics(lambda: kernel(experts, x, index, weights))
-    assert metrics["dropped_fraction"][0].item() == 0.5
+    assert metrics[" dropped"][0].tolist() == [T * K / 2]
+    assert metrics[" load"][0].tolist() == [[T, T, 0, 0]]
     kept = dense(experts, x, index, weights)
     assert torch.allclose(y[:12], kept[:12], atol=1e-5)
     assert torch.equal(y[12:], torch.zeros(12, H))

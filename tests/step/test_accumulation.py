@@ -61,6 +61,7 @@ def measure(folder: Path) -> dict[str, dict[str, object]]:
         worst, where = relative(gradients, case.reference_gradients(batch)[1])
         sums = {p.parameter: len(p.sum.scatter) + bool(p.sum.add) for p in case.step.loss.partials.values()}
         expected = sum(sums.get(parameter, 1) for parameter in case.step.parameters)
+        expected += 2 * bool(case.step.routing.experts)  # each expert's load, and what was dropped
         results[name] = {**gradient_reductions(hlo), "sums": expected, "worst": [worst, where]}
         for file in folder.iterdir():
             file.unlink()

@@ -98,7 +98,7 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
 def _trace_train_step(job: Job, mesh: AbstractMesh) -> Tensors:
     step = build(job, mesh, state_dict_weights(job.model.state_dict())).step
     step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    return step.state
+    return step.replaced
 
 
 def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Tensors:

@@ -20,6 +20,7 @@ from models.attention.splash import KernelLayout
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
+from models.experts.routing import selection_biases
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
 from trainer.job import Job
@@ -32,6 +33,7 @@ from trainer.step.loss import Loss
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
+from trainer.step.routing import make_routing, router_losses, watch_routing
 from trainer.step.train_step import StepOptions, TrainStep
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source
@@ -73,7 +75,8 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     options = StepOptions(
         args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
     )
-    return Built(model, placed, TrainStep(loss, placed, optimizer, options, restored), EvalStep(loss, placed))
+    step = TrainStep(loss, placed, optimizer, options, restored, make_routing(job, model, placed))
+    return Built(model, placed, step, EvalStep(loss, placed))
 
 
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -82,6 +85,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order))
     mixers.bind(model)
+    watch_routing(job, model, mesh)
     names = experts_modules(job.model)
     if job.recipe.compute.experts not in ("capacity", "dropless"):
         return
@@ -120,7 +124,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss)
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job))
 
 
 class _Prepare:
@@ -131,6 +135,7 @@ class _Prepare:
         default = "bfloat16" if jax_call.target() == "tpu" else "float32"
         self.dtype = DTYPES[job.recipe.compute.dtype or default]
         self.experts_inside = experts_modules(job.assembled)
+        self.biases = selection_biases(job.model, experts_modules(job.model))
 
     def __call__(self, name: str, parameter: torch.Tensor) -> Tensors:
         if name.endswith(SUFFIX):
@@ -138,7 +143,9 @@ class _Prepare:
             return {name: sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])}
         # cast first, so that what is gathered across devices is the smaller dtype
         entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
-        placed = self._constrain(parameter.to(self.dtype), entry.layout)
+        # what routers add for selection stays as it is: in bfloat16 a step of 0.001 would be lost
+        cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
+        placed = self._constrain(cast, entry.layout)
         recipe = self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
             return {name: placed}  # the kernel gathers it itself

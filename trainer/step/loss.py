@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from models import partial_gradients, randomness, side_outputs
 from models.attention.interface import masks_without_reads
 from models.calls import LoopChanged
+from models.experts.routing import DROPPED, LOAD, RouterLosses
 from models.local_ops import LocalOps
 from models.partial_gradients import Tensors
 from trainer.errors import UserError
@@ -26,6 +27,7 @@ class Loss:
         inside: names of the parameters that the layer stack prepares.
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
+        router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
 
     Attributes:
         draws: whether the model has drawn random numbers in training so far.
@@ -38,9 +40,10 @@ class Loss:
         inside: frozenset[str],
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
+        router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss = router_loss
+        self.router_loss, self.router_losses = router_loss, router_losses
         self.draws = False
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
@@ -53,7 +56,7 @@ class Loss:
         training: bool,
         random_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and the mean of each metric that layers record.
+        """The loss, and by name what else is logged: the router losses, and of the experts what `count` records.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
@@ -78,8 +81,11 @@ class Loss:
         ):  # the load-balancing loss leaves out what this mask marks as padding
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
+        real = _real_tokens(batch, always=self.router_losses.any) if training else None
+
         def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
             with (
+                side_outputs.given(real),
                 randomness.drawing(random_key) as draws,
                 LocalOps(),
                 masks_without_reads(batch.get("segment_ids")),
@@ -92,7 +98,12 @@ class Loss:
             return found
 
         output, recorded = self._checked(run, training)
-        return output.loss, {name: torch.cat(values).mean() for name, values in recorded.items()}
+        logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
+        if not (self.router_losses.any and training and real is not None):
+            return output.loss, logged
+        added = self.router_losses.values(recorded, real)
+        loss = output.loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
+        return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""
@@ -117,6 +128,13 @@ class Loss:
             ) from error
         self._known.add(training)
         return result
+
+
+def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
+    """1 for a token and 0 for padding, [rows, S]; None if ``batch`` has no padding, unless it is ``always`` wanted."""
+    if "segment_ids" in batch:
+        return (batch["segment_ids"] > 0).to(torch.float32)
+    return torch.ones_like(batch["input_ids"], dtype=torch.float32) if always else None
 
 
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from trainer.report.expert_load import ExpertLoad, log_entries
 from trainer.step.train_step import StepMetrics, TrainStep
 from trainer.xla.runtime import compile_count
 
@@ -16,12 +17,16 @@ class Meter:
         step: what is measured.
         tokens: tokens a step.
         last: the step after which nothing has been read yet.
+
+    Attributes:
+        expert_load: that of the last reading.
     """
 
     def __init__(self, step: TrainStep, tokens: int, last: int) -> None:
         self._step, self._tokens, self._last = step, tokens, last
         self._clock = self._began = time.perf_counter()
         self._loss_sum, self._steps = 0.0, 0
+        self.expert_load: tuple[ExpertLoad, ...] = ()
 
     def begin(self) -> None:
         """The run, and the first step of its next log line, begin now."""
@@ -45,6 +50,8 @@ class Meter:
         }
         if metrics.dropped_fraction is not None:
             logs["dropped_fraction"] = metrics.dropped_fraction
+        logs |= metrics.router_losses | log_entries(metrics.expert_load)
+        self.expert_load = metrics.expert_load
         self._clock, self._last = now, step
         self._loss_sum, self._steps = self._loss_sum + metrics.loss * metrics.steps, self._steps + metrics.steps
         return metrics, logs

@@ -19,16 +19,19 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from models import random_bits, scopes
 from models.partial_gradients import Tensors
 from trainer.arrays import Array
+from trainer.report.expert_load import ExpertLoad
 from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss, scored_tokens
 from trainer.step.optimizer import AdamW, clip_factor, global_norm
 from trainer.step.placed import Placed
+from trainer.step.routing import Routing, totals
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
 
 MOMENTS = ("first moment", "second moment")
-METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step")
+# behind them stand the shares of `Routing.shares`
+METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step", "router_z_loss", "router_balance_loss")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class StepMetrics:
             None where no layer has a capacity.
         steps: optimizer steps since the last reading.
         bad_step: the first step whose loss or gradient norm was not finite; 0 if none was.
+        router_losses: ``router_z_loss`` and ``router_balance_loss``, means over the steps, without their coefficients;
+            empty if none is added.
+        expert_load: of each layer with experts, all these steps together.
     """
 
     loss: float
@@ -49,6 +55,8 @@ class StepMetrics:
     dropped_fraction: float | None
     steps: int
     bad_step: int
+    router_losses: dict[str, float]
+    expert_load: tuple[ExpertLoad, ...]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class TrainStep:
 
     Args:
         placed: the parameters, the very tensors that ``loss`` trains.
+        routing: the experts whose load is logged, and the routers' biases that are moved; None: there are none.
         restored: name in :attr:`state` → values of a moment or of the metrics, of a run to go on with. Default: zeros.
     """
 
@@ -83,8 +92,10 @@ class TrainStep:
         optimizer: AdamW,
         options: StepOptions,
         restored: Callable[[str], Array] | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self.loss, self.placed, self.optimizer, self.options = loss, placed, optimizer, options
+        self.routing = routing or Routing(placed.mesh)
         self.mesh, self.parameters = placed.mesh, placed.parameters
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
@@ -97,7 +108,7 @@ class TrainStep:
                 for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
             )
             self.moments[parameter_name] = first, second
-        metrics = restored("metrics") if restored else torch.zeros(len(METRICS))
+        metrics = _metrics(restored, len(METRICS) + self.routing.size)
         self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
         self.metrics_read = True  # so the next step begins a new mean
@@ -110,12 +121,18 @@ class TrainStep:
             planned = {name: batch_spec(t.dim(), self.placed.batch_axes) for name, t in inputs.items()}
             sharding.check_placed(inputs, self.mesh, planned)
         self.metrics_read = False
-        run_now(list(self.state.values()))
+        run_now(list(self.replaced.values()))
         self.guard.after()
 
     @property
+    def replaced(self) -> Tensors:
+        """Everything that a step replaces, by name: :attr:`state`, and buffers of the model."""
+        moved = self.routing.biases if self.routing.rate else {}
+        return {**self.state, **{name: bias for name, (bias, _) in moved.items()}}
+
+    @property
     def state(self) -> Tensors:
-        """Everything that a step replaces, by name: parameters, moments, metrics."""
+        """Parameters, moments and metrics, by name: what of a run is saved beside the model's buffers."""
         moments = {
             f"{name} {moment}": tensor
             for name, both in self.moments.items()
@@ -124,7 +141,7 @@ class TrainStep:
         return {**self.parameters, **moments, "metrics": self.metrics}
 
     def trace(self, batch: Tensors, *, step: int, learning_rate: float) -> Tensors:
-        """Build the step's graph, which ends in :attr:`state`, and run nothing; returns the batch as placed."""
+        """Build the step's graph, which ends in :attr:`replaced`, and run nothing; returns the batch as placed."""
         scalars = torch.tensor([learning_rate, float(step), float(self.metrics_read)])
         split = {name: _by_micro_batch(t, self.options.accumulation) for name, t in batch.items()}
         inputs = place_batch(split, self.mesh, self.placed.batch_axes)
@@ -139,27 +156,31 @@ class TrainStep:
 
     def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
         """Fetch the metrics: a run's one device-to-host transfer, made on logging steps. The means begin anew."""
-        loss, grad_norm, dropped, steps, bad_step = self.metrics.cpu().tolist()
+        values = self.metrics.cpu().tolist()
+        loss, grad_norm, dropped, steps, bad_step, *router_losses = values[: len(METRICS)]
         self.metrics_read |= and_begin_anew
         count = max(int(steps), 1)
+        names = METRICS[-len(router_losses) :] if self.loss.router_losses.any else ()
         return StepMetrics(
             loss=loss / count,
             grad_norm=grad_norm,
             dropped_fraction=None if dropped < 0 else dropped / count,
             steps=int(steps),
             bad_step=int(bad_step),
+            router_losses={name: value / count for name, value in zip(names, router_losses, strict=False)},
+            expert_load=self.routing.loads(values[len(METRICS) :], capacity=dropped >= 0),
         )
 
     def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
         loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
         norm = global_norm(gradients.values())
-        before = self.metrics.unbind()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        good = finite & (before[METRICS.index("bad_step")] == 0)
+        good = finite & (self.metrics[METRICS.index("bad_step")] == 0)
         with torch.no_grad(), scopes.scope("optimizer"):
             self._update_parameters(gradients, norm, good, (learning_rate, step))
-            self._update_metrics(before, (loss, norm, recorded.get("dropped_fraction")), (good, fresh, step))
+            self.routing.update_biases(recorded, good)
+            self._update_metrics((loss, norm), recorded, (good, fresh, step))
 
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
@@ -177,30 +198,31 @@ class TrainStep:
 
     def _update_metrics(
         self,
-        before: tuple[torch.Tensor, ...],
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        found: tuple[torch.Tensor, torch.Tensor],
+        recorded: Tensors,
         flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Add this step to the metrics.
 
         Args:
-            before: the metrics as they are.
-            found: this step's loss, gradient norm and dropped fraction.
+            found: this step's loss and gradient norm.
+            recorded: what else :meth:`loss_and_gradients` found.
             flags: whether the step is good, whether the means begin anew (above 0), the step's number.
         """
-        loss_sum, _, dropped_sum, steps, bad_step = before
-        (loss, norm, dropped), (good, fresh, step) = found, flags
-        loss_sum, dropped_sum, steps = (
-            torch.where(fresh > 0, torch.zeros_like(kept), kept) for kept in (loss_sum, dropped_sum, steps)
-        )
-        values = (
-            loss_sum + loss,
-            norm,
-            dropped_sum + (-torch.ones_like(loss) if dropped is None else dropped),
-            steps + 1,
-            torch.where(good | (bad_step != 0), bad_step, step),
-        )
-        self.metrics.copy_(sharding.constrain(torch.stack(values), self.mesh, (None,)))
+        (loss, norm), (good, fresh, step) = found, flags
+        zero = torch.zeros_like(loss)
+        dropped = self.routing.dropped_fraction(recorded)
+        added = [loss, norm, zero - 1 if dropped is None else dropped, zero + 1, zero]
+        added += [recorded.get(name, zero) for name in METRICS[len(added) :]]
+        sums = torch.where(fresh > 0, torch.zeros_like(self.metrics), self.metrics)
+        new = torch.stack(added)
+        if self.routing.experts:
+            new = torch.cat([new, self.routing.shares(recorded)])
+        new = new + sums
+        bad_step = self.metrics[METRICS.index("bad_step")]
+        bad_step = torch.where(good | (bad_step != 0), bad_step, step)
+        values = (new[:1], norm.view(1), new[2:4], bad_step.view(1), new[5:])
+        self.metrics.copy_(sharding.constrain(torch.cat(values), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
@@ -214,7 +236,8 @@ class TrainStep:
         tokens = scored_tokens(batch["labels"]) / count
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
-            return self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
+            loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
+            return loss, gradients, totals(recorded)
 
         partials = self.loss.partials
         found: set[str] = set()
@@ -241,7 +264,9 @@ class TrainStep:
             if k in found:  # here, once a step, gradients cross devices
                 gradients[partial.parameter] = gradients[partial.parameter] + partial.total(sums[k])
         gradients = {k: self._constrain_gradient(k, g) for k, g in gradients.items()}
-        return loss, gradients, {name: values.mean() for name, values in recorded.items()}
+        # counts add up, and a loss is averaged
+        recorded = {name: t.mean() if t.dim() == 1 else t.sum(0) for name, t in recorded.items()}
+        return loss, gradients, totals(recorded)
 
     def _fold_micro_batches(
         self, body: Callable[..., tuple[Any, Any]], carry: Any, batch: Tensors, random_keys: torch.Tensor
@@ -278,6 +303,16 @@ class TrainStep:
 
     def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         return sharding.constrain(gradient, self.mesh, self.specs[name])
+
+
+def _metrics(restored: Callable[[str], Array] | None, size: int) -> torch.Tensor:
+    """The metrics to begin with, [size]; an older version saved fewer, and the rest are zeros."""
+    metrics = torch.zeros(size)
+    if restored:
+        saved = restored("metrics")
+        known = min(saved.shape[0], size)
+        metrics[:known] = saved[(slice(0, known),)]
+    return metrics
 
 
 def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,0 +1,237 @@
+"""What a router does, seen from outside: how many tokens each expert gets, and losses that the router's family adds.
+
+Experts functions report where tokens went (:func:`count`). Routers are watched by hooks (:func:`watch`), which find
+logits where transformers' own output collector finds them. Both record sums of few numbers, in the layer, and leave
+the sum over devices to whoever reads them: nothing crosses devices in a layer.
+
+Shape suffixes: T tokens, k experts a token, E experts, R rows, S tokens of a row, G groups of tokens (one a batch
+shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from models.side_outputs import real_tokens, record
+
+# what follows an experts module's name in the names of what is recorded of it
+LOAD, DROPPED = " load", " dropped"
+# names of what is recorded of every router, for the losses
+_Z, _SHARE, _PICKED = "router z", "router share", "router picked"
+# the attribute of an experts module that says how its load is recorded
+_COUNTED = "_shardwright_counted"
+
+# a tensor whose dimension 0 the batch is split along -> the same, laid out so
+SplitRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How an experts module's load is recorded.
+
+    Args:
+        name: the module's, in the model that runs.
+        groups: how many groups tokens are counted in. With one a batch shard, counting needs no communication.
+    """
+
+    name: str = ""
+    groups: int = 1
+    split_rows: SplitRows = lambda tensor: tensor
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """Losses that are added to the model's own while it trains, each summed over layers.
+
+    Args:
+        z: coefficient of the router z-loss, the mean square of logsumexp over a token's logits (ST-MoE,
+            arXiv:2202.08906, equation 5).
+        balance: coefficient of the balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): E times the sum
+            over experts of their share of choices × their mean normalised score. Choices are the k highest scores,
+            without what is added to them for selection.
+        batch_wide: the shares and means are the micro-batch's; else each row's, and the loss is the mean over rows.
+    """
+
+    z: float = 0.0
+    balance: float = 0.0
+    batch_wide: bool = False
+
+    @property
+    def any(self) -> bool:
+        return bool(self.z or self.balance)
+
+    def values(self, recorded: Mapping[str, Sequence[torch.Tensor]], real_RS: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``z`` and ``balance``, without their coefficients, of the routers that were watched.
+
+        Args:
+            recorded: by name, tensors [R, …], or [layers, R, …] of a stack.
+            real_RS: 1 for a token and 0 for padding.
+        """
+        zero = torch.zeros((), device=real_RS.device)
+        z = sum((z_R.sum() for z_R in recorded.get(_Z, [])), zero) / real_RS.sum().clamp(min=1)
+        rows = (real_RS.sum(1) > 0).to(torch.float32).sum().clamp(min=1)
+        balance = zero
+        for picked_RE, share_RE in zip(recorded.get(_PICKED, []), recorded.get(_SHARE, []), strict=True):
+            if self.batch_wide:
+                picked_RE, share_RE = (t.sum(-2, keepdim=True) for t in (picked_RE, share_RE))
+            # a token's scores add up to 1, and its choices to k
+            picked, share = (t / t.detach().sum(-1, keepdim=True).clamp(min=1) for t in (picked_RE, share_RE))
+            each = picked.shape[-1] * (picked * share).sum(-1)
+            balance = balance + each.sum() / (1 if self.batch_wide else rows)
+        return {"z": z, "balance": balance}
+
+
+def mark(model: nn.Module, names: Sequence[str], groups: int, split_rows: SplitRows) -> None:
+    """Have the experts modules ``names`` of ``model`` record their load, each under its name. A copy keeps it."""
+    for name in names:
+        setattr(model.get_submodule(name), _COUNTED, Counted(name, groups, split_rows))
+
+
+def count(experts: Any, index_Tk: torch.Tensor, dropped_Tk: torch.Tensor | None = None) -> None:
+    """Record how many (token, choice) pairs go to each expert, [G, E], and how many are dropped, [G]; padding is none.
+
+    Args:
+        dropped_Tk: of the pairs, those that their expert has no room for; None: none can be dropped.
+    """
+    how: Counted = getattr(experts, _COUNTED, Counted())
+    chosen_TkE = index_Tk.unsqueeze(-1) == torch.arange(experts.num_experts, device=index_Tk.device)
+    _record_groups(how, LOAD, chosen_TkE.to(torch.float32).sum(1))
+    if dropped_Tk is not None:
+        _record_groups(how, DROPPED, dropped_Tk.to(torch.float32).sum(1))
+
+
+def _record_groups(how: Counted, what: str, values_T: torch.Tensor) -> None:
+    """Record sums over the tokens of each group, of ``values_T`` [T, …]."""
+    real_RS = real_tokens()
+    if real_RS is not None:
+        values_T = values_T * real_RS.reshape(-1, *[1] * (values_T.dim() - 1))
+    groups = how.groups if len(values_T) % how.groups == 0 else 1
+    sums_G = values_T.unflatten(0, (groups, -1)).sum(1)
+    record(how.name + what, how.split_rows(sums_G) if groups > 1 else sums_G)
+
+
+def selection_biases(model: nn.Module, experts: Sequence[str]) -> dict[str, str]:
+    """What routers add to their scores for selection alone: name → the experts module that they choose for.
+
+    It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
+    and not trained by gradients (a buffer in most families, a frozen parameter in some).
+
+    Args:
+        experts: the names of ``model``'s experts modules; none is stacked.
+    """
+    saved = model.state_dict().keys()
+    frozen = {name: t for name, t in model.named_parameters() if not t.requires_grad}
+    vectors = {**{name: t for name, t in model.named_buffers() if name in saved}, **frozen}
+    found = {}
+    for name in experts:
+        block = name.rpartition(".")[0] + "."
+        count = len(next(iter(model.get_submodule(name).parameters())))
+        for key, t in vectors.items():
+            if key.startswith(block) and t.is_floating_point() and t.numel() == t.shape[-1:].numel() == count:
+                found[key] = name
+    return found
+
+
+def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Each router of ``model``, and which of its outputs are its logits: what transformers' output collector knows."""
+    found: dict[int, tuple[nn.Module, int]] = {}
+    for part in model.modules():
+        # semi-private: transformers/modeling_utils.py, transformers 5.23
+        known: Any = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        specs = (known or {}).get("router_logits") or []
+        for spec in specs if isinstance(specs, list) else [specs]:
+            kind: Any = getattr(spec, "target_class", spec)
+            where = getattr(spec, "layer_name", None)
+            for name, module in part.named_modules():
+                if isinstance(module, kind) and (where is None or f".{where.strip('.')}." in f".{name}."):
+                    found[id(module)] = module, getattr(spec, "index", 1)
+    return list(found.values())
+
+
+def watch(model: nn.Module, split_rows: SplitRows) -> None:
+    """Have the routers of ``model`` record, while they train, what :class:`RouterLosses` needs."""
+    for router, index in routers(model):
+        watches: list[_Scoring] = []
+
+        def begin(*_: Any, watches: list[_Scoring] = watches) -> None:
+            watches.append(_Scoring())
+            watches[-1].__enter__()
+
+        def end(module: nn.Module, _: Any, output: Any, watches: list[_Scoring] = watches, index: int = index) -> None:
+            scoring = watches.pop()
+            scoring.__exit__(None, None, None)
+            real_RS = real_tokens()
+            if output is not None and module.training and real_RS is not None:
+                values = output if isinstance(output, tuple) else (output,)
+                _record_router(scoring, values[index if isinstance(output, tuple) else 0], values, real_RS, split_rows)
+
+        router.register_forward_pre_hook(begin)
+        router.register_forward_hook(end, always_call=True)
+
+
+def _record_router(
+    scoring: _Scoring, recorded: torch.Tensor, values: tuple[Any, ...], real_RS: torch.Tensor, split_rows: SplitRows
+) -> None:
+    R, S = real_RS.shape
+    logits = scoring.before(recorded).to(torch.float32)
+    logits_TE = logits.reshape(R * S, -1)
+    scores_TE = scoring.scores(logits).reshape(R * S, -1)
+    scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    chosen = next(v for v in values if isinstance(v, torch.Tensor) and not v.is_floating_point())
+    index_Tk = scores_TE.detach().topk(chosen.shape[-1], dim=-1).indices
+    picked_TE = (index_Tk.unsqueeze(-1) == torch.arange(scores_TE.shape[-1], device=index_Tk.device)).sum(1)
+    real_RS1 = real_RS.unsqueeze(-1)
+    for name, values_T in (
+        (_Z, logits_TE.logsumexp(-1, keepdim=True).square()),
+        (_SHARE, scores_TE),
+        (_PICKED, picked_TE.to(torch.float32)),
+    ):
+        sums = (values_T.reshape(R, S, -1) * real_RS1).sum(1)
+        record(name, split_rows(sums))
+
+
+class _Scoring(TorchFunctionMode):
+    """Notes, while a router runs, how it makes scores of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._function: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gathered: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _SCORES:
+            self._function = self._function or _SCORES[func]
+            self._made.append((args[0], result))
+        elif func in (torch.gather, torch.Tensor.gather):
+            self._gathered = args[0]
+        return result
+
+    def before(self, recorded: torch.Tensor) -> torch.Tensor:
+        """The logits: what is ``recorded`` as such, or where that are scores already, what they were made of."""
+        return next((given for given, made in self._made if made is recorded), recorded)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """The router's scores of ``logits``, without what it adds to them for selection."""
+        if self._function is None and self._gathered is not None and self._gathered.shape == logits.shape:
+            return self._gathered.to(torch.float32)  # a function of its own
+        return (self._function or _softmax)(logits)
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1)
+
+
+_SCORES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys((torch.softmax, torch.Tensor.softmax, F.softmax), _softmax),
+    **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.logsigmoid), torch.sigmoid),
+}
