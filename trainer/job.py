@@ -7,6 +7,7 @@ read, and nothing is allocated.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
 from trainer.model import experts_modules, load_config, meta_model, most_positions, routing_of, stated
 from trainer.probe import leak, looks_ahead
+from trainer.unused import unused_parameters
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,15 @@ class Job:
         object.__setattr__(self, "plan", plan)
         object.__setattr__(self, "stored", plan.stacked(*stack) if stack else plan)
         _check_dropless(self)
+
+    @functools.cached_property
+    def unused(self) -> tuple[frozenset[str], str | None]:
+        """The names of the model's parameters that take no part in the loss, and why that can't be told, if so.
+
+        Raises:
+            UserError: none takes part.
+        """
+        return unused_parameters(self.model, self.recipe.compute.router_loss)
 
     @property
     def micro_batch_rows(self) -> int:

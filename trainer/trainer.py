@@ -35,6 +35,7 @@ from trainer.step.meter import Meter
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
+from trainer.unused import notice
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
@@ -97,6 +98,8 @@ class Trainer:
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
 
         # ---- weights and steps ----
+        if (words := notice(*job.unused)) is not None:
+            say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
             built = build(job, self.mesh, source or seeded_init(job.model, self.args.seed), restored)
         self.model, self.placed = built.model, built.placed
