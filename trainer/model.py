@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -27,6 +29,7 @@ from trainer.errors import UserError
 from trainer.layout.recipe import Recipe
 
 MOST_LAYERS, MOST_MODULES = 1_000, 100_000  # of a config; both far beyond any model
+MOST_FILLED = 2**26  # numbers of a tensor; more than any table of positions
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
@@ -221,11 +224,26 @@ def _empty(module: nn.Module, kept: set[int]) -> None:
             setattr(module, name, nn.Identity())
 
 
+class _FilledWithoutMemory(TorchFunctionMode):
+    """Very large zeros and ones take one element's memory: they become parameters, which are filled and then dropped.
+
+    Llama-4's experts would take 8 GB a layer.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.zeros, torch.ones) and args:
+            size = args if isinstance(args[0], int) else args[0]
+            if math.prod(size) > MOST_FILLED:
+                return func(1, **kwargs).expand(*size)
+        return func(*args, **kwargs)
+
+
 def _on_meta(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
     """The model that ``auto``, one of transformers' auto classes, makes of ``config``."""
     try:
         # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
-        with init_empty_weights(include_buffers=False), _bounded():
+        with init_empty_weights(include_buffers=False), _bounded(), _FilledWithoutMemory():
             # a copy: choosing a model's kernels writes into its config
             model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost

@@ -170,8 +170,11 @@ def _narrower(value: Any, factor: int, key: str = "") -> Any:
     """A config's values with every width divided by ``factor``, and a vocabulary of 64 tokens."""
     if isinstance(value, dict):
         return {name: _narrower(inner, factor, name) for name, inner in value.items()}
-    if isinstance(value, list) and key.endswith(("section", "factor")):  # RoPE's, a number for each frequency
-        return [entry // factor for entry in value] if key.endswith("section") else value[: len(value) // factor]
+    if isinstance(value, list) and key.endswith("section"):  # RoPE's frequencies: their sum fits the head
+        parts = [entry // factor for entry in value]
+        return [*parts[:-1], sum(value) // factor - sum(parts[:-1])]
+    if isinstance(value, list) and key.endswith("factor"):  # RoPE's, a number for each frequency
+        return value[: len(value) // factor]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if "vocab" in key:

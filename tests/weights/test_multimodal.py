@@ -18,6 +18,7 @@ from tests.support.multimodal import FAMILIES, IMAGE_TOKEN, config_of, plain, sa
 from trainer import Compute, Mesh, Recipe, probe
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.layout.load import load_recipe
 from trainer.model import meta_model, names_in_whole, text_in_whole, whole_model
 from trainer.probe import text_part_differs
 from trainer.run import train
@@ -38,6 +39,8 @@ recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=any
 
 
 def recipe_of(family):
+    if family == "llava":  # its text part is a llama, under llama's names
+        return load_recipe("llama_fsdp")
     compute = Compute(dtype="float32", router_loss=False, **{"remat": "full", **COMPUTE.get(family, {})})
     return Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=ANY, compute=compute, name="any")
 
