@@ -42,8 +42,8 @@ class Input:
             the period. ``learned``, ``fixed``: the same for all layers of the run, with and without a gradient.
             ``own``: of this layer.
         index: which of the source's; of ``chain`` the number of the tensor in the output of the layer before.
-        target: what it is for: an argument (``leaf``), a ``weight``, a ``buffer``, the ``key`` of random numbers, or which
-            ``tokens`` are no padding.
+        target: what it is for: an argument (``leaf``), a ``weight``, a ``buffer``, the ``key`` of random numbers, or
+            which ``tokens`` are no padding.
         name: the position of the leaf, or the name of the weight or buffer.
         dtype: of the leaf or buffer; what is passed for it may have another (:func:`as_passed`).
     """

@@ -46,9 +46,11 @@ def main() -> int | None:
     import transformers
 
     from trainer.checkpoint.read import RunCheckpoint
-    from trainer.model import meta_model
+    from trainer.model import meta_model, names_in_whole, whole_model
     from trainer.storage import Folder
+    from trainer.weights.hub_read import open_hub_weights
     from trainer.weights.hub_write import ExportFormat, export
+    from trainer.weights.sources import has_weights, part_and_rest, seeded_init
 
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
@@ -63,11 +65,15 @@ def main() -> int | None:
         )
     saved = RunCheckpoint(Folder(arguments.checkpoint))
     config = saved.config
-    config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
-    model = meta_model(config)
-    saved.check_model(model)
+    base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
+    model, whole = meta_model(config), whole_model(config)
+    saved.check_model(model, config)
+    names = names_in_whole(model, whole) or {}
+    rest = seeded_init(whole, saved.arguments.get("seed", 0))
+    if base and has_weights(base) and len(names) < len(whole.state_dict()):
+        rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
     saved.check_tensors(console)
-    export(output, model, saved, saved.tokenizer, form, console)
+    export(output, whole, part_and_rest(saved, rest, names), saved.tokenizer, form, console)
     say(console, f"written to {output}")
     return None
 

@@ -7,6 +7,7 @@ read, and nothing is allocated.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,19 @@ from trainer.layout.auto import AUTO, UNMADE, auto_recipe
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
-from trainer.model import experts_modules, load_config, meta_model, most_positions, routing_of, stated
-from trainer.probe import leak, looks_ahead, our_attention
+from trainer.model import (
+    experts_modules,
+    is_multimodal,
+    load_config,
+    meta_model,
+    most_positions,
+    names_in_whole,
+    routing_of,
+    stated,
+    whole_model,
+)
+from trainer.probe import leak, looks_ahead, our_attention, text_part_differs
+from trainer.unused import unused_parameters
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Job:
         return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
 
     def __post_init__(self) -> None:
+        _check_text_part(self)
         assembled, notice = _assemble(self.recipe, self.args, self.model)
         plan = make_plan(self.recipe, self.model, self.devices, **self.args.state_dtypes)
         object.__setattr__(self, "assembled", assembled)
@@ -85,6 +98,30 @@ class Job:
         object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
         _check_routing(self)
+
+    @functools.cached_property
+    def whole(self) -> PreTrainedModel:
+        """The model of all that a checkpoint holds, on meta: with a multimodal config ``model`` is a part of it."""
+        return whole_model(self.config) if is_multimodal(self.config) else self.model
+
+    @functools.cached_property
+    def names_in_whole(self) -> dict[str, str]:
+        """The whole's name of each of the model's parameters and saved buffers."""
+        return names_in_whole(self.model, self.whole) or {}
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the whole has values that are not trained."""
+        return len(self.names_in_whole) < len(self.whole.state_dict())
+
+    @functools.cached_property
+    def unused(self) -> tuple[frozenset[str], str | None]:
+        """The names of the model's parameters that take no part in the loss, and why that can't be told, if so.
+
+        Raises:
+            UserError: none takes part.
+        """
+        return unused_parameters(self.model, self.recipe.compute.router_loss)
 
     @property
     def micro_batch_rows(self) -> int:
@@ -206,6 +243,17 @@ def _attention(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) 
             why="it would change the model's numbers",
             instead="--compute attention=eager, which holds the scores of every head",
         ) from error
+
+
+def _check_text_part(job: Job) -> None:
+    found = text_part_differs(job.config) if is_multimodal(job.config) else None
+    if found is not None:
+        raise UserError(
+            asked=f"a model of type {job.config.model_type!r}, of which {type(job.model).__name__} is the text part",
+            found=found,
+            why="the text part is trained alone, so it must compute what the whole model computes of text",
+            instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
+        )
 
 
 def _check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None:

@@ -17,8 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -128,14 +130,24 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether the model of ``config`` has a text part beside others, such as a vision tower."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+
+
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
+
+    Of a multimodal config it is the text part: the family's own causal-LM class of the text, under that class's names,
+    or where there is none the whole class without what no text meets.
 
     Weights are float32 whatever dtype the config states: training keeps them so, also under bfloat16 compute.
 
     Raises:
         UserError: the config has no causal-LM head, or transformers cannot build the model from it.
     """
+    if is_multimodal(config):
+        return _text_part(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
@@ -143,11 +155,103 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             why="training predicts the next token",
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
+    model = _on_meta(AutoModelForCausalLM, config)
+    # a family that can be an encoder marks its layers; the config's own `is_decoder` is false in some that never are
+    if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found=f"{encoder}.is_decoder is False: it is built as an encoder",
+            why="training predicts the next token, and an encoder's tokens see it",
+            instead='"is_decoder": true in its config.json',
+        )
+    return model
+
+
+def whole_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of all that a checkpoint of ``config`` holds, on meta: of a multimodal config with its other parts.
+
+    Raises:
+        UserError: as :func:`meta_model`.
+    """
+    return _on_meta(AutoModelForImageTextToText, config) if is_multimodal(config) else meta_model(config)
+
+
+def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:
+    """Name of each parameter and saved buffer of ``part`` → its name in ``whole``; None if ``whole`` has another part.
+
+    They are found by class: the part itself, or its base model beside a head of the whole.
+    """
+    state, found = whole.state_dict(), None
+    for module, prefix in ((part, ""), (part.base_model, part.base_model_prefix)):
+        places = [name for name, other in whole.named_modules() if type(other) is type(module)]
+        if len(places) == 1 and found is None:
+            found = {name: _moved(name, prefix, places[0]) for name in part.state_dict()}
+    if found is None or any(
+        full not in state or state[full].shape != tensor.shape
+        for full, tensor in zip(found.values(), part.state_dict().values(), strict=True)
+    ):
+        return None
+    return found
+
+
+def _moved(name: str, prefix: str, place: str) -> str:
+    """``name`` with the module ``prefix`` at ``place``; as it is if it lies elsewhere."""
+    if prefix and not name.startswith(f"{prefix}."):
+        return name
+    return f"{place}.{name.removeprefix(f'{prefix}.') if prefix else name}".removeprefix(".")
+
+
+def _text_part(config: PretrainedConfig) -> PreTrainedModel:
+    whole, text = whole_model(config), copy.deepcopy(config.get_text_config())
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
+        part = meta_model(text)
+        if names_in_whole(part, whole) is not None:
+            return part
+    return text_in_whole(config)
+
+
+def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model of a multimodal ``config``, on meta, without the parameters that text alone never meets."""
+    whole = whole_model(config)
+    kept = {id(module) for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
+    _empty(whole, kept)
+    return whole
+
+
+def _head(whole: PreTrainedModel) -> nn.Module:
+    """The head of a multimodal model, which must be its own."""
+    head = whole.get_output_embeddings()
+    if head is None or not isinstance(getattr(whole, "get_decoder", lambda: None)(), PreTrainedModel):
+        raise UserError(
+            asked=f"a model of type {whole.config.model_type!r}",
+            found=f"{type(whole).__name__} names no text decoder and head of its own",
+            why="of a multimodal model the text part is trained",
+            instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
+        )
+    return head
+
+
+def _empty(module: nn.Module, kept: set[int]) -> None:
+    """Takes out of ``module`` what is not ``kept``: text never meets it."""
+    for name in list(module._parameters):
+        module.register_parameter(name, None)
+    for name, child in list(module.named_children()):
+        if id(child) in kept:
+            continue
+        if any(id(inner) in kept for inner in child.modules()):
+            _empty(child, kept)
+        else:
+            setattr(module, name, nn.Identity())
+
+
+def _on_meta(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """The model that ``auto``, one of transformers' auto classes, makes of ``config``."""
     try:
         # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
         with init_empty_weights(include_buffers=False), _bounded(), _LargeOnMeta():
             # a copy: choosing a model's kernels writes into its config
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+            model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost
         # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
@@ -159,14 +263,6 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             why="transformers cannot build a model from this config",
             instead="sizes that go together in its config.json",
         ) from error
-    # a family that can be an encoder marks its layers; the config's own `is_decoder` is false in some that never are
-    if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
-        raise UserError(
-            asked=f"a model of type {config.model_type!r}",
-            found=f"{encoder}.is_decoder is False: it is built as an encoder",
-            why="training predicts the next token, and an encoder's tokens see it",
-            instead='"is_decoder": true in its config.json',
-        )
     return model
 
 

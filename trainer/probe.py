@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from models.attention.interface import MASKED, NAME, Unsupported, choose, masks_without_reads
 from models.experts import interface as experts
-from trainer.model import experts_modules, in_short, meta_model
+from trainer.model import experts_modules, in_short, meta_model, names_in_whole, text_in_whole
 
 _TOKENS = 6  # of each of the two documents
 _HEAD = 16  # the narrowest head of the small model
@@ -76,22 +76,34 @@ def looks_ahead(config: PretrainedConfig, attention: str) -> bool:
     return not isinstance(found, str) and found > _NOISE
 
 
+def text_part_differs(config: PretrainedConfig) -> str | None:
+    """What shows that the text part of a multimodal ``config`` is not the whole model fed text, or can't be tried."""
+    found = _difference(_as_text(config), "eager", _alone_and_in_the_whole, text_in_whole)
+    if isinstance(found, str):
+        return f"a small model of its kind can't be tried: {found}"
+    return f"tried small, its logits differ by {found:.1e} from the whole model's" if found > _NOISE else None
+
+
 def _as_text(config: PretrainedConfig) -> str:
     return json.dumps(config.to_dict(), default=str, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=16)
 def _difference(
-    config_text: str, attention: str, run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]]
+    config_text: str,
+    attention: str,
+    run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]],
+    build: Callable[[PretrainedConfig], PreTrainedModel] = meta_model,
 ) -> float | str:
     """How far the two results of ``run`` lie apart, relative to the first; or why the model can't be tried.
 
-    The model that runs has the config's layers, heads and experts, each narrower, and random weights.
+    The model that runs, as ``build`` makes it, has the config's layers, heads and experts, each narrower, and random
+    weights.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other longer than they work, on matrices as small as these
     try:
-        model = _small_model(json.loads(config_text))
+        model = _small_model(json.loads(config_text), build)
         choose(model, attention)
         with torch.no_grad(), masks_without_reads():
             first, second = run(model)
@@ -124,6 +136,18 @@ def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
     return alone, both[:, _TOKENS:]
 
 
+def _alone_and_in_the_whole(whole: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a row's tokens, by the whole of a multimodal model, and by its text part with these weights."""
+    part = meta_model(whole.config)
+    for name, full in (names_in_whole(part, whole) or {}).items():
+        owner, _, key = name.rpartition(".")
+        if key in part.get_submodule(owner)._parameters:
+            setattr(part.get_submodule(owner), key, whole.get_parameter(full))
+    row = torch.randint(2, _VOCABULARY - 2, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    first, second = (m(input_ids=row, use_cache=False).logits for m in (whole, part.double().eval()))
+    return first, second
+
+
 def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
     """Logits of rows [R, S]; all have the same positions and segments [S]."""
     documents: dict[str, Any] = {"position_ids": positions.expand(ids.shape), "segment_ids": segments.expand(ids.shape)}
@@ -131,10 +155,14 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
         return model(input_ids=ids, use_cache=False, **documents).logits
 
 
-def _small_model(values: dict[str, Any]) -> PreTrainedModel:
+def _small_model(values: dict[str, Any], build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
     """The model on the CPU, in float64, all widths divided by one number, so that what must fit together still does."""
-    config = AutoConfig.for_model(**_narrower(values, _factor(AutoConfig.for_model(**values))))
-    model = meta_model(config)
+    config = AutoConfig.for_model(**values)
+    text, factor = config.get_text_config(), _factor(config)
+    beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
+    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in values.items()}
+    config = AutoConfig.for_model(**narrow)
+    model = build(config)
     if experts_modules(model):
         experts.choose(model, "eager")  # the model's own: in float64, without a capacity
     # parameters of one shape share their values, and so do all experts: they cost no more memory than one layer's one
@@ -177,8 +205,11 @@ def _narrower(value: Any, factor: int, key: str = "") -> Any:
     """A config's values with every width divided by ``factor``, and a vocabulary of 64 tokens."""
     if isinstance(value, dict):
         return {name: _narrower(inner, factor, name) for name, inner in value.items()}
-    if isinstance(value, list) and key.endswith(("section", "factor")):  # RoPE's, a number for each frequency
-        return [entry // factor for entry in value] if key.endswith("section") else value[: len(value) // factor]
+    if isinstance(value, list) and key.endswith("section"):  # RoPE's frequencies: their sum fits the head
+        parts = [entry // factor for entry in value]
+        return [*parts[:-1], sum(value) // factor - sum(parts[:-1])]
+    if isinstance(value, list) and key.endswith("factor"):  # RoPE's, a number for each frequency
+        return value[: len(value) // factor]
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if "vocab" in key:

@@ -26,6 +26,7 @@ from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
 from trainer.trainer import Trainer
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
+from trainer.weights.sources import has_weights
 from trainer.xla.mesh import check_mesh
 from trainer.xla.runtime import device_count, init_runtime
 
@@ -51,8 +52,8 @@ def train(
     lock.check_free()
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
-    given = args.model if args.model and _has_weights(args.model) and resume is None else None
-    source = open_hub_weights(given, job.model) if given else None
+    given = args.model if args.model and has_weights(args.model) and (resume is None or job.is_part) else None
+    source = open_hub_weights(given, job.whole) if given else None
     with claim(lock):
         return _run(job, lock, tokenizer, source, resume, callbacks, console)
 
@@ -92,7 +93,7 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
-    found.check_model(job.model)
+    found.check_model(job.model, job.config)
     if found.step > job.args.max_steps:
         raise UserError(
             asked=f"--max_steps {job.args.max_steps} from {found.folder}",
@@ -100,14 +101,6 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
             why="there is nothing left to do",
             instead=f"--max_steps above {found.step}, or an older checkpoint",
         )
-
-
-def _has_weights(model: str) -> bool:
-    """Whether ``model`` names weights: a hub id does, a folder if weight files lie in it, a config file does not."""
-    path = Path(model)
-    if not os.path.exists(path):
-        return True
-    return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())
 
 
 def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:

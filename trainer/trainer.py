@@ -37,10 +37,11 @@ from trainer.step.meter import Meter
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
+from trainer.unused import notice
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
-from trainer.weights.sources import Source, seeded_init
+from trainer.weights.sources import Source, part_and_rest, part_of, seeded_init
 from trainer.xla.batch import batch_share
 from trainer.xla.mesh import build_mesh
 from trainer.xla.runtime import compile_count
@@ -54,7 +55,8 @@ class Trainer:
     Args:
         job: what to train, checked.
         corpus: rows to train on and held-out rows, of which ``max_eval_rows`` are evaluated.
-        source: where the weights come from; default: the model's random init from the arguments' seed.
+        source: where the weights come from, under the names of ``job.whole``; default: its random init from the
+            arguments' seed.
         resume: the checkpoint of a run to go on with, under whatever recipe and mesh it was saved.
         callbacks: transformers callbacks; docs/run.md says what they are told, and when.
         lock: the output folder's, where the caller holds it already; :meth:`train` takes it for its own length.
@@ -89,15 +91,17 @@ class Trainer:
         self._share = batch_share(self.mesh, job.recipe.batch)
         self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *self._share)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
+        self.base = source or seeded_init(job.whole, self.args.seed)
         if resume is not None:
-            resume.check_model(job.model)
+            resume.check_model(job.model, job.config)
             self.batches.load_state_dict(resume.host["data"])
-            source = resume
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
 
         # ---- weights and steps ----
+        if (words := notice(*job.unused)) is not None:
+            say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
-            built = build(job, self.mesh, source or seeded_init(job.model, self.args.seed), resume)
+            built = build(job, self.mesh, resume or part_of(self.base, job.names_in_whole), resume)
         self.model, self.placed = built.model, built.placed
         self.train_step, self.eval_step = built.step, built.evaluation
         self.schedule = self.args.schedule(self.rate)
@@ -162,7 +166,8 @@ class Trainer:
         weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
         with waiting(self.console, f"writing {folder} …"):
             # a copy, since a model's config is written with the dtype of its weights
-            export(folder, copy.deepcopy(self.job.model), weights, self.corpus.tokenizer, console=self.console)
+            whole = part_and_rest(weights, self.base, self.job.names_in_whole)
+            export(folder, copy.deepcopy(self.job.whole), whole, self.corpus.tokenizer, console=self.console)
 
     # ---- the loop ----
 
@@ -355,7 +360,7 @@ class Trainer:
             return None
         try:
             source = open_checked(best, self.console)
-            source.check_model(self.job.model)
+            source.check_model(self.job.model, self.job.config)
             self._write_out(unigram, source)
         except UserError as error:
             self._write_out(unigram)

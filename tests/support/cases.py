@@ -54,7 +54,8 @@ class Case:
         loss = reference_loss(self.reference, batch, router_loss=self.recipe.compute.router_loss)
         self.reference.zero_grad()
         loss.backward()
-        return loss.item(), {k: p.grad.clone() for k, p in self.reference.named_parameters()}
+        found = {k: p.grad for k, p in self.reference.named_parameters()}
+        return loss.item(), {k: gradient.clone() for k, gradient in found.items() if gradient is not None}
 
 
 def small_config(recipe: Recipe, **changes: Any) -> PretrainedConfig:
@@ -120,6 +121,12 @@ def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 def after_steps(case: Case, steps: int, learning_rate: float = 3e-4) -> tuple[float, str]:
     """Our weights after ``steps`` AdamW steps against `torch.optim.AdamW` and `clip_grad_norm_` on the reference."""
+    train_both(case, steps, learning_rate)
+    return relative(case.parameters(), dict(case.reference.named_parameters()))
+
+
+def train_both(case: Case, steps: int, learning_rate: float = 3e-4) -> None:
+    """``steps`` AdamW steps of ours, and as many of `torch.optim.AdamW` with `clip_grad_norm_` on the reference."""
     decayed = case.step.optimizer.decay
     stored = {name: p for entry in case.plan.parameters for name in case.plan.members(entry.name) for p in [entry.name]}
     named = list(case.reference.named_parameters())
@@ -135,4 +142,3 @@ def after_steps(case: Case, steps: int, learning_rate: float = 3e-4) -> tuple[fl
         reference_loss(case.reference, batch, router_loss=case.recipe.compute.router_loss).backward()
         torch.nn.utils.clip_grad_norm_(case.reference.parameters(), 1.0)
         optimizer.step()
-    return relative(case.parameters(), dict(case.reference.named_parameters()))

@@ -104,12 +104,16 @@ class RunCheckpoint:
             except Exception as error:  # of many types, as for the config
                 raise self._unusable(manifest.TOKENIZER, error) from error
 
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Raises UserError unless the weights are those of ``model``, which is on meta and not stacked."""
+    def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
+        """Raises UserError unless the weights are those of ``model``, which is on meta and not stacked.
+
+        Args:
+            config: the job's, where ``model`` is the text part of a multimodal one.
+        """
         wanted = {name: tuple(t.shape) for name, t in [*model.named_parameters(), *saved_buffers(model).items()]}
         names = (name for name in self._tensors.names() if " " not in name or name.endswith(BUFFER))
         found = {name: tuple(self._tensors(name).shape) for name in names if name != METRICS}
-        wrong = self._other_settings(model.config)
+        wrong = self._other_settings(config or model.config)
         wrong += [f"{name} is not in it" for name in wanted if name not in found]
         wrong += [f"{name}, which the model has not" for name in found if name not in wanted]
         wrong += [

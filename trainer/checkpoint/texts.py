@@ -27,6 +27,7 @@ def check_host(host: dict[str, Any]) -> None:
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Raises an error unless what an export reads of `training_args.json` has its type."""
     _check(arguments, "model", isinstance(arguments.get("model"), str | None))
+    _check(arguments, "seed", _is_count(arguments.get("seed", 0)))
 
 
 def check_trainer_state(state: dict[str, Any]) -> None:

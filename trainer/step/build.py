@@ -59,6 +59,8 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     Args:
         restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
     """
+    unused, _ = job.unused  # before anything is placed, since a loss of no parameter is refused
+    trained = {e.name: [name not in unused for name in job.stored.members(e.name)] for e in job.stored.parameters}
     model = copy.deepcopy(job.assembled)
     _bind_kernels(job, model, mesh)
     scopes.annotate(model)
@@ -75,7 +77,7 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     options = StepOptions(
         args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
     )
-    step = TrainStep(loss, placed, optimizer, options, restored, make_routing(job, model, placed))
+    step = TrainStep(loss, placed, optimizer, options, restored, make_routing(job, model, placed), trained)
     return Built(model, placed, step, EvalStep(loss, placed))
 
 

@@ -7,8 +7,9 @@ state is kept, although the host hears of it only at the next logging step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from torch_xla.experimental.scan import _scan_impl_pytree
 
 from models import random_bits, scopes
-from models.partial_gradients import Tensors
+from models.partial_gradients import SUFFIX, Tensors
 from trainer.arrays import Array
 from trainer.report.expert_load import ExpertLoad
 from trainer.step.compile_guard import CompileGuard
@@ -79,10 +80,14 @@ class StepOptions:
 class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
+    A parameter that takes no part in the loss stays as it is, and so do its moments, as torch's optimizers leave one
+    whose ``grad`` is None.
+
     Args:
         placed: the parameters, the very tensors that ``loss`` trains.
         routing: the experts whose load is logged, and the routers' biases that are moved; None: there are none.
         restored: name in :attr:`state` → values of a moment or of the metrics, of a run to go on with. Default: zeros.
+        trained: name → whether it takes part in the loss, for each layer of a stack; a name that is absent does.
     """
 
     def __init__(
@@ -93,9 +98,10 @@ class TrainStep:
         options: StepOptions,
         restored: Callable[[str], Array] | None = None,
         routing: Routing | None = None,
+        trained: Mapping[str, Sequence[bool]] = MappingProxyType({}),
     ) -> None:
         self.loss, self.placed, self.optimizer, self.options = loss, placed, optimizer, options
-        self.routing = routing or Routing(placed.mesh)
+        self.routing, self.trained = routing or Routing(placed.mesh), trained
         self.mesh, self.parameters = placed.mesh, placed.parameters
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
@@ -185,16 +191,27 @@ class TrainStep:
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """AdamW on every parameter, where the step is ``good``; ``scalars`` are learning rate and step number."""
+        """AdamW on every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, number."""
         limit = self.options.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
         for name, parameter in self.parameters.items():
-            gradient = gradients[name].to(torch.float32) * factor
-            updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
-            olds = (parameter, *self.moments[name])
-            for old, new in zip(olds, (updated, *moments), strict=True):
-                kept = torch.where(good, new.to(old.dtype), old)
+            news = olds = (parameter, *self.moments[name])
+            if name in gradients:
+                gradient = gradients[name].to(torch.float32) * factor
+                updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
+                news = (updated, *moments)
+            changes = good if all(self.trained.get(name, ())) else self._where_trained(name, good.expand_as(parameter))
+            for old, new in zip(olds, news, strict=True):  # all of them: what is not written would leave the graph
+                kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, self.specs[name]))
+
+    def _where_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, of parameter ``name`` or its partial gradient; 0 for layers with no part in the loss."""
+        layers = self.trained.get(name.removesuffix(SUFFIX), ())
+        if all(layers):
+            return tensor
+        flags = [tensor.new_full((1,) * tensor.dim(), trained) for trained in layers]
+        return tensor * torch.cat(flags)
 
     def _update_metrics(
         self,
@@ -226,6 +243,8 @@ class TrainStep:
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
+
+        What takes no part in the loss has no gradient.
 
         Args:
             random_keys: of :meth:`random_keys`.
@@ -259,7 +278,7 @@ class TrainStep:
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
         init = (torch.zeros((), device=tokens.device), tokens, zeros, current)
         (loss, _, sums, _), recorded = self._fold_micro_batches(body, init, batch, random_keys)
-        gradients = {k: sums[k] for k in current}
+        gradients = {k: sums[k] for k in current if found & {k, k + SUFFIX}}
         for k, partial in partials.items():
             if k in found:  # here, once a step, gradients cross devices
                 gradients[partial.parameter] = gradients[partial.parameter] + partial.total(sums[k])
@@ -293,12 +312,15 @@ class TrainStep:
             leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
             # on this thread, since each thread has scopes of its own
+            wanted = {k: leaf for k, leaf in leaves.items() if any(self.trained.get(k.removesuffix(SUFFIX), (True,)))}
             with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
                 # a parameter has no gradient of its own where all of its gradient is partial
-                found = torch.autograd.grad(
-                    loss, list(leaves.values()), allow_unused=len(leaves) > len(self.parameters)
-                )
-        gradients = {k: self._constrain_gradient(k, g) for k, g in zip(leaves, found, strict=True) if g is not None}
+                found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        gradients = {
+            k: self._constrain_gradient(k, self._where_trained(k, g))
+            for k, g in zip(wanted, found, strict=True)
+            if g is not None
+        }
         return loss.detach(), gradients, recorded
 
     def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from trainer.weights.lazy import Lazy, Values
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the files to fetch of a repository: some hold the weights a second time, in another format
-PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "config.json", "generation_config.json"]
+PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 # dtypes by their names in a safetensors header
 DTYPES = {

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
 
 from trainer.arrays import Slices
 from trainer.errors import UserError
@@ -122,7 +124,7 @@ def export(
     files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
     before = [name for name in folder.names() if _is_weights(name)]
     with byte_bar(console or Console(quiet=True), "writing weights", total) as advance:
-        _write_description(folder, model, tokenizer, next(iter(dtypes.values())))
+        _write_description(folder, model, tokenizer, _widest(dtypes.values()))
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # it would make one checkpoint of old files and new ones
         _write_files(folder, files, tensors, dtypes, advance)
@@ -234,6 +236,7 @@ def _write_description(
             _generation_config(model).to_json_file(Path(scratch) / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        _copy_processor(model.config.name_or_path, Path(scratch))
         for path in sorted(Path(scratch).rglob("*")):
             if path.is_file():
                 place = path.relative_to(scratch).parent
@@ -246,6 +249,21 @@ def _generation_config(model: PreTrainedModel) -> GenerationConfig:
         with contextlib.suppress(OSError, ValueError):
             return GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)
     return model.generation_config  # type: ignore[return-value]
+
+
+def _copy_processor(base: str | None, folder: Path) -> None:
+    """Copies the settings of what makes tensors of images and sounds from the checkpoint ``base``, as they are."""
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        found = None
+        with contextlib.suppress(OSError, ValueError):  # none is there
+            found = cached_file(base, name, local_files_only=True) if base else None
+        if found is not None and not (folder / name).exists():
+            shutil.copy(found, folder / name)
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype in which a loader keeps all of these: what is frozen may be stored in a narrower one."""
+    return max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
 
 
 def _is_weights(name: str) -> bool:

@@ -1,0 +1,143 @@
+"""Parameters that take no part in the loss are found, named, and left as torch's own optimizers leave them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AfmoeConfig, BartConfig, Ernie4_5_MoeConfig, JetMoeConfig, LlamaConfig, MixtralConfig
+
+from tests.support.cases import SMALL, after_steps, make_batch, make_case, relative, train_both
+from tests.support.jobs import job_of
+from trainer import Compute, Mesh, Recipe
+from trainer.errors import UserError
+from trainer.model import meta_model
+from trainer.step.build import build
+from trainer.unused import notice, unused_parameters
+from trainer.xla.mesh import build_mesh
+from trainer.xla.sharding import fetch
+
+RECIPE = Recipe(
+    mesh=Mesh(fsdp=-1),
+    batch=("fsdp",),
+    parameters={},
+    optional={".".join("*" * depth): {} for depth in range(2, 9)},
+    compute=Compute(router_loss=False, dtype="float32", remat="full"),
+    name="any",
+)
+# a decoder that could look at an encoder: the weights of that attention have no gradient, and are matrices that decay
+BART = BartConfig(
+    vocab_size=256,
+    d_model=64,
+    decoder_layers=2,
+    decoder_ffn_dim=128,
+    decoder_attention_heads=4,
+    encoder_layers=1,
+    encoder_ffn_dim=64,
+    max_position_embeddings=256,
+    dropout=0.0,
+    is_decoder=True,
+    is_encoder_decoder=False,
+)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+ERNIE = Ernie4_5_MoeConfig(
+    **SMALL, **HEADS, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=0
+)
+
+
+def check(case, steps=3):
+    """Loss, gradients and weights after ``steps`` equal the plain model's."""
+    # a key's bias has no gradient but rounding noise, which Adam makes as large as any other
+    batch, noise = make_batch(case.config), "k_proj.bias"
+    loss, gradients = case.gradients(batch)
+    expected_loss, expected = case.reference_gradients(batch)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    train_both(case, steps, learning_rate=1e-2)
+    for ours, theirs, tolerance in (
+        (gradients, expected, 1e-5),
+        (case.parameters(), dict(case.reference.named_parameters()), 1e-4),
+    ):
+        compared = [{k: t for k, t in tensors.items() if noise not in k} for tensors in (ours, theirs)]
+        worst, name = relative(*compared)
+        assert worst < tolerance, f"{name} is off by {worst}"
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "compute"),
+    [
+        (1, {}),
+        (2, {"reduce_gradients": "step"}),
+        (2, {"scan": False}),
+        (1, {"scan": False, "remat": "none"}),
+    ],
+    ids=str,
+)
+def test_what_takes_no_part_in_the_loss_stays_as_it_is_and_the_rest_equals_the_plain_model(accumulation, compute):
+    case = make_case(RECIPE, BART, accumulation=accumulation, weight_decay=0.5, **compute)
+    before = case.parameters()
+    check(case)
+    after, idle = case.parameters(), {name for name in before if "encoder_attn" in name}
+    assert len(idle) == 20
+    assert idle == {name for name in before if torch.equal(before[name], after[name])}
+    moments = [both for name, both in case.step.moments.items() if "encoder_attn" in name]
+    assert moments
+    assert not any(fetch(moment).any() for both in moments for moment in both)
+
+
+def test_a_stack_trains_the_layers_that_take_part_in_the_loss_and_no_other():
+    case, name = make_case("llama_fsdp", weight_decay=0.5), "self_attn.o_proj.weight"
+    case.step.trained = {f"model.layers.*.{name}": [True, False]}
+    frozen = case.reference.get_parameter(f"model.layers.1.{name}").requires_grad_(False)
+    gradients = case.gradients(make_batch(case.config))[1]
+    assert [bool(gradients[f"model.layers.{layer}.{name}"].any()) for layer in (0, 1)] == [True, False]
+    worst, worst_name = after_steps(case, 3, learning_rate=1e-2)
+    assert worst < 1e-4, f"{worst_name} is off by {worst}"
+    assert torch.equal(frozen, case.parameters()[f"model.layers.1.{name}"])
+
+
+def test_a_bias_that_only_chooses_experts_is_left_as_it_is():
+    case = make_case(RECIPE, ERNIE, experts="dense")
+    check(case, steps=1)
+    bias = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
+    assert bias not in case.gradients(make_batch(case.config))[1]
+
+
+def names_of(config, router_loss=False):
+    unused, why = unused_parameters(meta_model(config), router_loss)
+    assert why is None
+    return unused
+
+
+def test_they_are_found_family_by_family_and_named_once():
+    afmoe = AfmoeConfig(
+        **SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, num_dense_layers=1, moe_intermediate_size=32
+    )
+    assert names_of(afmoe) == {"model.layers.1.mlp.expert_bias"}
+    assert len(names_of(BART)) == 20
+    assert notice(names_of(ERNIE), None) == (
+        "no part in the loss, and left as they are: model.layers.*.mlp.gate.moe_statics.e_score_correction_bias (2)"
+    )
+    assert names_of(LlamaConfig(**SMALL)) == set()
+    assert notice(frozenset(), None) is None
+
+
+def test_a_gradient_of_zero_is_not_a_missing_one():
+    """With one expert a token, whose weight is 1, only the balancing loss moves a router; unseen experts nothing."""
+    config = MixtralConfig(**SMALL, **HEADS, num_local_experts=8, num_experts_per_tok=1)
+    assert names_of(config, router_loss=False) == names_of(config, router_loss=True) == set()
+
+
+def test_a_model_that_reads_values_is_said_not_to_be_known():
+    config = JetMoeConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=1, num_key_value_heads=2, kv_channels=16, intermediate_size=64
+    )
+    unused, why = unused_parameters(meta_model(config), router_loss=False)
+    assert unused == frozenset()
+    assert "can't be tried without values (NotImplementedError" in notice(unused, why)
+
+
+def test_a_loss_in_which_nothing_takes_part_is_refused_before_a_weight_is_placed():
+    job = job_of("llama_fsdp")
+    job.model.requires_grad_(False)
+    with pytest.raises(UserError, match=r"none of its 39 parameters takes part in the loss"):
+        build(job, build_mesh(job.recipe.mesh), lambda name: pytest.fail("read"))

@@ -1,0 +1,141 @@
+"""Multimodal checkpoints: the text part trains as in the whole model, and every other parameter comes out as it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch_xla
+from rich.console import Console
+from transformers import AutoModelForImageTextToText, BlipConfig
+
+from tests.support.cases import LENGTH, ROWS, relative
+from tests.support.fetched import unstacked
+from tests.support.hub_models import tensors_in
+from tests.support.jobs import job_of
+from tests.support.multimodal import FAMILIES, IMAGE_TOKEN, config_of, plain, save
+from trainer import Compute, Mesh, Recipe, probe
+from trainer.arguments import TrainingArguments
+from trainer.errors import UserError
+from trainer.layout.load import load_recipe
+from trainer.model import meta_model, names_in_whole, text_in_whole, whole_model
+from trainer.probe import text_part_differs
+from trainer.run import train
+from trainer.step.build import build
+from trainer.weights import hub_read
+from trainer.weights.hub_write import export
+from trainer.weights.sources import part_and_rest, part_of, seeded_init, state_dict_weights
+from trainer.xla.batch import place_batch
+from trainer.xla.mesh import build_mesh
+
+ANY = {".".join("*" * depth): {} for depth in range(2, 9)}
+COMPUTE = {"llama4": {"scan": False, "remat": "none"}}  # whose layers differ: some have no rotation
+RECIPE = """
+from trainer import Compute, Mesh, Recipe, probe
+anything = {".".join("*" * depth): {} for depth in range(2, 9)}
+recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything, compute=Compute(dtype="float32"))
+"""
+
+
+def recipe_of(family):
+    if family == "llava":  # its text part is a llama, under llama's names
+        return load_recipe("llama_fsdp")
+    compute = Compute(dtype="float32", router_loss=False, **{"remat": "full", **COMPUTE.get(family, {})})
+    return Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=ANY, compute=compute, name="any")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_of_the_text_equal_the_whole_plain_model_s(family):
+    config = config_of(family)
+    whole, job = plain(config), job_of(recipe_of(family), config)
+    mesh = build_mesh(job.recipe.mesh)
+    step = build(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.names_in_whole)).step
+    ids = torch.randint(1, IMAGE_TOKEN, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    inputs = place_batch({"input_ids": ids.unsqueeze(1), "labels": ids.unsqueeze(1)}, mesh, job.recipe.batch)
+    loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
+    torch_xla.sync()
+    expected = whole(input_ids=ids, labels=ids, use_cache=False).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {job.names_in_whole[name]: gradient for name, gradient in unstacked(job.stored, found)}
+    theirs = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    assert len(theirs) > 20
+    worst, name = relative(gradients, theirs)
+    assert worst < 1e-5, f"{name} is off by {worst}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_holds_the_trained_text_and_every_other_tensor_bit_for_bit(tmp_path, family):
+    config = config_of(family)
+    save(plain(config), tmp_path / "base")
+    part, whole = meta_model(config), whole_model(config)
+    base, names = hub_read.open_hub_weights(str(tmp_path / "base"), whole), names_in_whole(part, whole)
+    trained = seeded_init(part, 7)  # other values, in float32
+    export(tmp_path / "out", whole, part_and_rest(trained, base, names))
+    before, after = tensors_in(tmp_path / "base"), tensors_in(tmp_path / "out")
+    assert before.keys() == after.keys()
+    kept = {name for name in before if after[name].dtype == torch.bfloat16}
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    assert any("vision" in name or "visual" in name for name in kept)
+    loaded, missing = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not missing["missing_keys"] | missing["unexpected_keys"]
+    state = loaded.state_dict()
+    assert all(torch.equal(state[names[name]], trained(name)) for name, _ in part.named_parameters())
+    assert len(kept) == len(state) - len(set(names.values()))
+    assert state[next(iter(names.values()))].dtype == torch.float32
+
+
+def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export_of_its_checkpoint(
+    tmp_path, monkeypatch
+):
+    from scripts import export as script
+
+    save(plain(config_of("llava")), tmp_path / "base")
+    (tmp_path / "any.py").write_text(RECIPE)
+    args = TrainingArguments(
+        recipe=str(tmp_path / "any.py"),
+        model=str(tmp_path / "base"),
+        output_dir=str(tmp_path / "run"),
+        sequence_length=16,
+        max_steps=1,
+        learning_rate=0.01,
+        warmup_steps=0,
+        eval_strategy="no",
+        eval_on_start=False,
+    )
+    train(args, Console(quiet=True))
+    monkeypatch.setattr(
+        "sys.argv", ["export.py", "--checkpoint", str(tmp_path / "run/checkpoint-1"), "--output", str(tmp_path / "out")]
+    )
+    assert script.main() is None
+    before, run, out = (tensors_in(tmp_path / folder) for folder in ("base", "run/model", "out"))
+    assert all(torch.equal(run[name], out[name]) for name in before)
+    trained = {name for name in before if name.startswith("language_model.")}  # as llava has them on the hub
+    assert 20 < len(trained) < len(before)
+    for name, tensor in before.items():
+        assert (name in trained) != torch.equal(tensor, run[name].to(tensor.dtype)), name
+    for folder in (tmp_path / "run/model", tmp_path / "out"):
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlavaForConditionalGeneration"]
+        assert (folder / "preprocessor_config.json").read_text() == (
+            tmp_path / "base" / "preprocessor_config.json"
+        ).read_text()
+
+
+def test_a_text_part_that_computes_something_else_is_found_and_a_family_without_one_is_refused_by_name(monkeypatch):
+    config = config_of("gemma3")
+    assert text_part_differs(config) is None
+    probe._difference.cache_clear()
+    monkeypatch.setattr(probe, "text_in_whole", lambda config: _capped(text_in_whole(config)))
+    assert "from the whole model's" in text_part_differs(config)
+    with pytest.raises(UserError, match=r"of type 'gemma3', of which Gemma3ForCausalLM is the text part"):
+        job_of(recipe_of("gemma3"), config)
+    probe._difference.cache_clear()
+    with pytest.raises(UserError, match="BlipForConditionalGeneration names no text decoder and head of its own"):
+        meta_model(BlipConfig())
+
+
+def _capped(whole):
+    """A whole model that does to its logits what its text part does not."""
+    whole.get_output_embeddings().register_forward_hook(lambda module, args, output: output.tanh())
+    return whole
