@@ -33,7 +33,8 @@ from trainer.errors import exit_code
 from trainer.report.bars import tracked
 
 ROOT = Path(__file__).parents[2]
-MODES = {"scan": True, "unrolled": False}
+# name -> (mesh of the recipe, whether layers are scanned)
+MODES = {"scan": (None, True), "unrolled": (None, False), "tensor": ("fsdp=4,tensor=2", True)}
 MEMORY = 7 << 30  # bytes of a worker's data
 
 ENVIRONMENT = {
@@ -75,7 +76,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--only", help="families, with commas between them (all)")
-    parser.add_argument("--modes", default=",".join(MODES), help="scan, unrolled, or both (both)")
+    parser.add_argument("--modes", default=",".join(MODES), help="of scan, unrolled and tensor (all)")
     parser.add_argument("--again", choices=("failed", "stale", "all"), help="run again what has a result already")
     parser.add_argument("--recipe", default="auto", help="the recipe (auto)")
     parser.add_argument("--results", default="families.jsonl", help="where results are kept (families.jsonl)")
@@ -153,7 +154,7 @@ def work(family: str, modes: Sequence[str], recipe: str, folder: str) -> None:
     case = against_plain.plain(family)
     for mode in modes:
         started = time.monotonic()
-        result = case if isinstance(case, dict) else against_plain.compared(case, MODES[mode])
+        result = case if isinstance(case, dict) else against_plain.compared(case, *MODES[mode])
         took = round(time.monotonic() - started, 1)
         out.write(json.dumps({"family": family, "mode": mode, **result, "seconds": took}) + "\n")
 
@@ -185,8 +186,52 @@ def _totals(results: Sequence[Result]) -> str:
 
 
 def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
-    """The results as a page in Markdown."""
-    raise NotImplementedError
+    """The results as a page in Markdown: totals, a row for each family, what is left out."""
+    modes = list(dict.fromkeys(r["mode"] for r in results))
+    families: dict[str, dict[str, Result]] = {}
+    for result in results:
+        families.setdefault(result["family"], {})[result["mode"]] = result
+    versions = ", ".join(sorted({r["version"] for r in results}))
+    rows = [
+        "| family | kind | layers | kernels | worst gradient | " + " | ".join(modes) + " |",
+        "|---" * (5 + len(modes)) + "|",
+        *(_row(name, found, modes) for name, found in families.items()),
+    ]
+    return "\n".join(
+        [
+            "# Families",
+            "",
+            "Printed by `python scripts/measure/families.py --write docs/families.md`; code " + versions + ".",
+            "",
+            __doc__.partition("\n\n")[2].partition("\n\n")[2].strip(),
+            "",
+            _totals(results).replace("\n", "  \n"),
+            "",
+            "*layers*: how they are stored and run: `1 + 4 × 2` is one layer, then a period of 4 twice; a scan runs",
+            "what stands before a `×`. *worst gradient*: the largest relative difference (2-norm) of any parameter.",
+            "",
+            *rows,
+            "",
+            "Left out:",
+            "",
+            *(f"- {name}: {why}" for name, why in sorted(left_out.items())),
+            "",
+        ]
+    )
+
+
+def _row(name: str, found: Mapping[str, Result], modes: Sequence[str]) -> str:
+    first = next((r for r in found.values() if "layers" in r), {})
+    worst = max((r for r in found.values() if "worst" in r), key=lambda r: r["worst"], default=None)
+    gradient = f"{worst['worst']:.0e} `{worst['where']}`" if worst else ""
+    verdicts = [_verdict(found[mode]) if mode in found else "" for mode in modes]
+    cells = [name, first.get("kind", ""), first.get("layers", ""), first.get("kernels", ""), gradient, *verdicts]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _verdict(result: Result) -> str:
+    cause = result.get("cause", "")
+    return f"{result['verdict']}: {cause}" if cause else result["verdict"]
 
 
 if __name__ == "__main__":
