@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch_xla
 from tiny import tiny_config
+from trainer.layout.auto import auto_recipe
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.job import Job
-from trainer.layout.auto import auto_recipe
 from trainer.layout.plan import ShardingPlan
 from trainer.model import experts_modules, in_short, meta_model
 from trainer.step.build import build
@@ -114,6 +115,7 @@ def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
     about = {
         "kind": kind_of(meta),
         "layers": cut_of(job.stored),
+        "notice": getattr(job, "notice", ""),
         "kernels": ", ".join(filter(None, (compute.attention, compute.experts))),
     }
     try:
@@ -144,18 +146,22 @@ def _ours(job: Job, case: Plain) -> tuple[float, Tensors]:
     inputs = place_batch({k: t.unsqueeze(1) for k, t in case.batch.items()}, mesh, job.recipe.batch)
     loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
     torch_xla.sync()
-    gradients: Tensors = {}
-    for name, gradient in found.items():
-        values, members = sharding.fetch(gradient.detach()), job.stored.members(name)
-        gradients |= dict(zip(members, values.unbind() if members != [name] else [values], strict=True))
-    return loss.item(), gradients
+    return loss.item(), dict(unstacked(job.stored, found))
+
+
+def unstacked(plan: ShardingPlan, placed: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (the model's own name, values on the CPU), fetching one placed tensor at a time."""
+    for name, tensor in placed.items():
+        members = plan.members(name)
+        values = sharding.fetch(tensor.detach())
+        yield from zip(members, values.unbind() if members != [name] else [values], strict=True)
 
 
 def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     """Whether the loss and every gradient are those of the plain model, to :data:`TOLERANCE`.
 
-    A gradient may be further off, to :data:`MOST`, if the plain model's own, in float32, is as far off from float64. One
-    that is nothing but rounding, such as that of a key's bias, may be as far off as that.
+    A gradient may be further off, to :data:`MOST`, if the plain model's own, in float32, is as far off from float64.
+    One that is nothing but rounding, such as that of a key's bias, may be as far off as that.
     """
     missing = [name for name, g in case.gradients.items() if g is not None and name not in gradients]
     if missing:
@@ -173,7 +179,11 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     allowed = {name: max(TOLERANCE, min(4 * value, most)) for name, (value, most) in own.items()}
     beyond = sorted((k for k in off if not off[k] <= allowed.get(k, TOLERANCE)), key=lambda k: -off[k])
     if beyond or not loss_off <= TOLERANCE:
-        return {**result, "verdict": "wrong", "cause": f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}"}
+        return {
+            **result,
+            "verdict": "wrong",
+            "cause": f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}",
+        }
     return {**result, "verdict": "pass", "cause": f"float32's own rounding there: {own[where][0]:.0e}"}
 
 
@@ -211,27 +221,30 @@ def cut_of(plan: ShardingPlan) -> str:
     """
     lists: dict[str, dict[str, int]] = {}
     for parameter in plan.parameters:
-        if found := re.match(r"(.*?)\.(\*|\d+:\d*:\d+|\d+)\.", parameter.name):
+        if found := re.match(r"(.*?)\.(\*|\d+:\d+(?::\d+)?|\d+)\.", parameter.name):
             lists.setdefault(found[1], {})[found[2]] = len(plan.members(parameter.name))
-    parts = max(lists.values(), key=lambda part: sum(part.values()), default={})
-    text, single = [], 0
-    for number, count in parts.items():
-        if number.isdecimal():
-            single += 1
-            continue
-        if single:
-            text.append(str(single))
-            single = 0
-        period = number.rpartition(":")[2]
-        if number == "*" or f"{period} × {count}" not in text:
-            text.append(f"1 × {count}" if number == "*" else f"{period} × {count}")
-    return " + ".join(text + ([str(single)] if single else []))
+    text: list[str] = []
+    for which, layers in itertools.groupby(
+        max(lists.values(), key=lambda part: sum(part.values()), default={}).items(), _run
+    ):
+        text.append(f"{which[0]} × {which[1]}" if which[1] > 1 else str(len(list(layers))))
+    return " + ".join(text)
+
+
+def _run(stored: tuple[str, int]) -> tuple[int, int]:
+    """(period, how often it comes) of layers stored under such a number."""
+    number, count = stored
+    step = number.split(":")[2:]
+    return (int(step[0]) if step else 1, count) if count > 1 else (0, 1)
 
 
 def kind_of(model: PreTrainedModel) -> str:
     """In words, what the layers are made of: experts, dense, or what mixes tokens by other means than attention."""
     other = {type(m).__name__ for m in model.modules()}
-    mixes = any(re.search(r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM", n) for n in other)
+    mixes = any(
+        re.search(r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM", n)
+        for n in other
+    )
     sparse = bool(experts_modules(model)) or any(re.search(r"MoE|Moe[A-Z]|Experts", n) for n in other)
     return ("experts" if sparse else "dense") + (", hybrid" if mixes else "")
 
@@ -240,7 +253,7 @@ def _in_words(error: UserError) -> str:
     return f"{error.found}: {error.why}"
 
 
-def _where(error: BaseException) -> str:
+def _where(error: Exception) -> str:
     """An error on one line, with the place that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{in_short(error) if isinstance(error, Exception) else error} ({place.filename.split('/')[-1]}:{place.lineno})"[:500]
+    return f"{in_short(error)} ({place.filename.rpartition('/')[2]}:{place.lineno})"

@@ -60,7 +60,9 @@ def main() -> int:
 
     version, results = code_version(), _Results(Path(args.results))
     names = args.only.split(",") if args.only else families()
-    jobs = {name: [m for m in args.modes.split(",") if _wanted(results.of(name, m), version, args)] for name in names}
+    jobs = {
+        name: [m for m in args.modes.split(",") if wanted(results.of(name, m), version, args.again)] for name in names
+    }
     jobs = {name: modes for name, modes in jobs.items() if modes}
     console = Console(stderr=True)
     for name in tracked(console, "families", jobs, len(jobs)):
@@ -113,12 +115,11 @@ class _Results:
             file.write(json.dumps(result) + "\n")
 
 
-def _wanted(found: Result | None, version: str, args: argparse.Namespace) -> bool:
-    if found is None or args.again == "all":
+def wanted(found: Result | None, version: str, again: str | None) -> bool:
+    """Whether a family is to be run that has this result; ``again`` is the option."""
+    if found is None or again == "all":
         return True
-    return (args.again == "failed" and found["verdict"] != "pass") or (
-        args.again == "stale" and found["version"] != version
-    )
+    return (again == "failed" and found["verdict"] != "pass") or (again == "stale" and found["version"] != version)
 
 
 def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterator[Result]:
@@ -133,7 +134,7 @@ def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterato
             if late := worker.is_alive():
                 worker.kill()
                 worker.join()
-            for line in Path(folder, "out").read_text().splitlines():
+            for line in Path(folder, "out").read_text().splitlines() if Path(folder, "out").exists() else ():
                 result = json.loads(line)
                 left.remove(result["mode"])
                 yield result
@@ -147,7 +148,6 @@ def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterato
 def work(family: str, modes: Sequence[str], recipe: str, folder: str) -> None:
     """Runs the modes of a family in a process of its own, and writes a JSON line for each to ``FOLDER/out``."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    out = Path(folder, "out").open("w", buffering=1)
     os.dup2(os.open(Path(folder, "err"), os.O_CREAT | os.O_WRONLY), 2)
     import against_plain
 
@@ -156,7 +156,8 @@ def work(family: str, modes: Sequence[str], recipe: str, folder: str) -> None:
         started = time.monotonic()
         result = case if isinstance(case, dict) else against_plain.compared(case, *MODES[mode])
         took = round(time.monotonic() - started, 1)
-        out.write(json.dumps({"family": family, "mode": mode, **result, "seconds": took}) + "\n")
+        with Path(folder, "out").open("a") as out:
+            out.write(json.dumps({"family": family, "mode": mode, **result, "seconds": took}) + "\n")
 
 
 def _ending(code: int | None) -> str:
