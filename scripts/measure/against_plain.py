@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +77,8 @@ def _randomise(model: PreTrainedModel) -> None:
             else:
                 parameter.add_(noise / 10)
         for name, buffer in model.named_buffers():
-            if name in saved and buffer.is_floating_point():
+            # one of more dimensions is computed from others, such as the decays of linear attention
+            if name in saved and buffer.is_floating_point() and buffer.dim() < 2:
                 buffer.add_(torch.randn_like(buffer) / 10)
     model.tie_weights()
 
@@ -220,13 +222,14 @@ def cut_of(plan: ShardingPlan) -> str:
     A stack of layers has their slice as its number, ``1:9:4``, or ``*`` if it holds all.
     """
     lists: dict[str, dict[str, int]] = {}
+    sizes: Counter[str] = Counter()
     for parameter in plan.parameters:
         if found := re.match(r"(.*?)\.(\*|\d+:\d+(?::\d+)?|\d+)\.", parameter.name):
             lists.setdefault(found[1], {})[found[2]] = len(plan.members(parameter.name))
+            sizes[found[1]] += math.prod(parameter.shape)
+    stored = lists[sizes.most_common(1)[0][0]] if lists else {}
     text: list[str] = []
-    for which, layers in itertools.groupby(
-        max(lists.values(), key=lambda part: sum(part.values()), default={}).items(), _run
-    ):
+    for which, layers in itertools.groupby(stored.items(), _run):
         text.append(f"{which[0]} × {which[1]}" if which[1] > 1 else str(len(list(layers))))
     return " + ".join(text)
 

@@ -63,6 +63,8 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 64),
 ]
 
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
 # family -> what the rules can't know
 _MOE_OF_DEFAULT_NONE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
 _SWA = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -136,6 +138,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
         }
     },
     "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 3},
+    "flint": {"num_hidden_layers": 10},
     "gemma3n_text": {
         "num_hidden_layers": 10,
         "num_kv_shared_layers": 5,
@@ -146,6 +149,14 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_hidden_layers": 4},
     "deepseek_v32": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "glm_moe_dsa": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "gpt_neox_japanese": {"num_hidden_layers": 4},
+    "modernbert-decoder": {"num_hidden_layers": 7},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2},
+    "beam": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 6,
+        "num_hidden_layers": 9,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "granite_swa": {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2},
     "granitemoe_swa": {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2},
@@ -159,7 +170,11 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
-    "lfm2": {"full_attn_idxs": [2, 5, 7], "num_hidden_layers": 8, "block_multiple_of": 16},
+    "lfm2": {
+        "layer_types": [*["conv", "conv", "full_attention"] * 2, "conv", "full_attention"],
+        "num_hidden_layers": 8,
+        "block_multiple_of": 16,
+    },
     "lfm2_moe": {
         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "full_attention"],
         "num_hidden_layers": 8,
