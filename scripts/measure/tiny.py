@@ -49,7 +49,7 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"(num_)?attention_heads|n_heads?|num_heads|swa_num_attention_heads|linear_num_heads", _HEADS),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
-    (r"index_n_heads", 2),
+    (r"index_n_heads", 16),  # with few of them many scores are 0 alike, and which keys are chosen is nobody's say
     (r"rotary_dim", 8),
     (r".*head_dim|kv_channels|attention_head_size", 16),
     (r"(num_local|num|n_routed|moe_num)_experts", 8),
@@ -139,6 +139,8 @@ BY_HAND: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 3},
     "flint": {"num_hidden_layers": 10},
+    "inkling2_text": {"num_hidden_layers": 13},
+    "afmoe": {"num_hidden_layers": 9},
     "gemma3n_text": {
         "num_hidden_layers": 10,
         "num_kv_shared_layers": 5,
@@ -189,6 +191,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
         "qk_head_dim": 32,
     },
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"index_n_heads": 2},
     "ministral": {"head_dim": 16},
     "mllama": {
         "text_config": {
@@ -235,7 +238,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
         },
     },
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
@@ -274,9 +277,7 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     }
     values = {name: new for name, new in shrunk.items() if new is not None}
     values |= by_hand
-    depth_name = next(
-        (n for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if hasattr(default, n)), ""
-    )
+    depth_name = next((n for names in (by_hand, vars(default)) for n in _DEPTHS if n in names), "")
     depth = getattr(default, depth_name, 0)
     lists = {n: v for n, v in vars(default).items() if isinstance(v, list) and len(v) == depth and n not in by_hand}
     if depth_name not in by_hand and depth_name:
