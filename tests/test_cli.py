@@ -38,6 +38,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("export.py", ["--checkpoin", "output"], "--checkpoin; did you mean '--checkpoint'?"),
         ("measure/speed.py", ["speed", "--round=1"], "--round; did you mean '--rounds'?"),
         ("measure/files.py", ["load", "--round=1"], "--round; did you mean '--rounds'?"),
+        ("measure/families.py", ["--onl=llama"], "--onl; did you mean '--only'?"),
         ("measure/tpu_tables.py", ["--lis"], "--lis; did you mean '--list'?"),
     ],
 )  # fmt: skip

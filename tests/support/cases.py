@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch_xla
+from against_plain import unstacked
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tests.support.fetched import unstacked
 from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan

@@ -1,0 +1,262 @@
+"""One family's step against the plain model: loss and every gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch_xla
+from tiny import tiny_config
+from trainer.layout.auto import auto_recipe
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from trainer.arguments import TrainingArguments
+from trainer.errors import UserError
+from trainer.job import Job
+from trainer.layout.plan import ShardingPlan
+from trainer.model import experts_modules, in_short, meta_model
+from trainer.step.build import build
+from trainer.weights.sources import state_dict_weights
+from trainer.xla import sharding
+from trainer.xla.batch import place_batch
+from trainer.xla.mesh import build_mesh
+from trainer.xla.runtime import init_runtime
+
+DEVICES, ROWS, LENGTH = 8, 8, 32
+TOLERANCE, MOST = 1e-5, 1e-4
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Plain:
+    """The plain model, a batch, and what it gives: the loss, and name → gradient (None where the loss lacks it)."""
+
+    config: PretrainedConfig
+    model: PreTrainedModel
+    batch: Tensors
+    loss: float
+    gradients: dict[str, torch.Tensor | None]
+
+
+def plain(family: str) -> Plain | dict[str, Any]:
+    """The family's plain model and its gradients; or the result of a model that transformers itself can't train."""
+    init_runtime()
+    try:
+        config = tiny_config(family)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.set_attn_implementation("eager")
+        if experts_modules(model):
+            model.set_experts_implementation("eager")
+        _randomise(model)
+        batch = _batch(config)
+        loss, gradients = _gradients(model.train(), batch)
+    except Exception as error:
+        return {"verdict": "upstream", "cause": f"the plain model: {_where(error)}"}
+    return Plain(config, model, batch, loss, gradients)
+
+
+def _randomise(model: PreTrainedModel) -> None:
+    """Random weights: matrices by their fan-in, so that every layer counts; all else moved off its first value."""
+    saved = model.state_dict().keys()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if name.endswith("A_log"):  # a state that lasts: most start with one that a token later is gone
+                parameter.copy_(noise / 2 - 1)
+            elif parameter.dim() > 1 and (not parameter.any() or parameter.mean().abs() < parameter.std()):
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise / 10)
+        for name, buffer in model.named_buffers():
+            # one of more dimensions is computed from others, such as the decays of linear attention
+            if name in saved and buffer.is_floating_point() and buffer.dim() < 2:
+                buffer.add_(torch.randn_like(buffer) / 10)
+    model.tie_weights()
+
+
+def _batch(config: PretrainedConfig) -> Tensors:
+    """Random tokens; some targets are not scored, unevenly over rows."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 200, (ROWS, LENGTH), generator=generator)
+    labels = tokens.clone()
+    for row in range(ROWS):
+        labels[row, : 2 * row] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, dict[str, torch.Tensor | None]]:
+    extra: dict[str, Any] = {}
+    if hasattr(model.config, "output_router_logits"):
+        extra = {"output_router_logits": False, "attention_mask": torch.ones_like(batch["input_ids"])}
+    model.zero_grad()
+    loss = model(**batch, use_cache=False, **extra).loss
+    loss.backward()
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return loss.item(), found
+
+
+def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
+    """The result of our step: its loss and gradients against those of ``case``."""
+    try:
+        meta = meta_model(case.config)
+        job = job_of(case.config, meta, mesh, scan)
+    except UserError as error:
+        return {"verdict": "refused", "cause": _in_words(error)}
+    except Exception as error:
+        return {"verdict": "error", "cause": f"assembling: {_where(error)}"}
+    compute = job.recipe.compute
+    about = {
+        "kind": kind_of(meta),
+        "layers": cut_of(job.stored),
+        "notice": getattr(job, "notice", ""),
+        "kernels": ", ".join(filter(None, (compute.attention, compute.experts))),
+    }
+    try:
+        loss, gradients = _ours(job, case)
+    except UserError as error:
+        return {**about, "verdict": "refused", "cause": _in_words(error)}
+    except Exception as error:
+        return {**about, "verdict": "error", "cause": _where(error)}
+    return {**about, **judged(case, loss, gradients)}
+
+
+def job_of(config: PretrainedConfig, meta: PreTrainedModel, mesh: str | None, scan: bool) -> Job:
+    """The job of the recipe ``auto``, in which no token is dropped and no other loss is added."""
+    experts = experts_modules(meta)
+    recipe = auto_recipe(meta, experts, mesh, DEVICES).recipe
+    exact = {"experts": "dropless", "router_loss": False} if experts else {}
+    if recipe.compute.experts == "dense":
+        exact = {"router_loss": False}
+    recipe = replace(recipe, compute=replace(recipe.compute, remat="full", scan=scan, **exact))
+    args = TrainingArguments(recipe=recipe.name, sequence_length=LENGTH, per_device_train_batch_size=1)
+    return Job(recipe, args, DEVICES, config, meta)
+
+
+def _ours(job: Job, case: Plain) -> tuple[float, Tensors]:
+    mesh = build_mesh(job.recipe.mesh)
+    weights = {name: values.clone() for name, values in case.model.state_dict().items()}
+    step = build(job, mesh, state_dict_weights(weights)).step
+    inputs = place_batch({k: t.unsqueeze(1) for k, t in case.batch.items()}, mesh, job.recipe.batch)
+    loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
+    torch_xla.sync()
+    return loss.item(), dict(unstacked(job.stored, found))
+
+
+def unstacked(plan: ShardingPlan, placed: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (the model's own name, values on the CPU), fetching one placed tensor at a time."""
+    for name, tensor in placed.items():
+        members = plan.members(name)
+        values = sharding.fetch(tensor.detach())
+        yield from zip(members, values.unbind() if members != [name] else [values], strict=True)
+
+
+def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
+    """Whether the loss and every gradient are those of the plain model, to :data:`TOLERANCE`.
+
+    A gradient may be further off, to :data:`MOST`, if the plain model's own, in float32, is as far off from float64.
+    One that is nothing but rounding, such as that of a key's bias, may be as far off as that.
+    """
+    missing = [name for name, g in case.gradients.items() if g is not None and name not in gradients]
+    if missing:
+        return {"verdict": "wrong", "cause": f"no gradient of {missing[0]}"}
+    off = differences(gradients, case.gradients)
+    worst, where = max((value, name) for name, value in off.items())
+    loss_off = abs(loss - case.loss) / abs(case.loss)
+    result = {"loss": loss_off, "worst": worst, "where": where}
+    if max(worst, loss_off) <= TOLERANCE:
+        return {**result, "verdict": "pass"}
+    try:
+        own = _rounding(case)
+    except Exception as error:
+        return {**result, "verdict": "wrong", "cause": f"float64 can't be tried: {_where(error)}"}
+    allowed = {name: max(TOLERANCE, min(4 * value, most)) for name, (value, most) in own.items()}
+    beyond = sorted((k for k in off if not off[k] <= allowed.get(k, TOLERANCE)), key=lambda k: -off[k])
+    if beyond or not loss_off <= TOLERANCE:
+        return {
+            **result,
+            "verdict": "wrong",
+            "cause": f"{len(beyond)} of {len(off)} gradients: {', '.join(beyond[:6])}",
+        }
+    return {**result, "verdict": "pass", "cause": f"float32's own rounding there: {own[where][0]:.0e}"}
+
+
+def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
+    """Name → how far the plain model's gradient is from its own in float64, and how far any may be for that."""
+    try:
+        _, exact = _gradients(case.model.double(), case.batch)
+    finally:
+        case.model.float()
+    off = differences({k: g.double() for k, g in case.gradients.items() if g is not None}, exact)
+    floor = _floor(exact)
+    return {k: (v, MOST if (g := exact[k]) is not None and g.norm() > floor else math.inf) for k, v in off.items()}
+
+
+def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+    """Name → relative difference (2-norm). One of no gradient, or nearly none, is taken relative to all together."""
+    floor, found = _floor(theirs), {}
+    for name, gradient in theirs.items():
+        if name in ours:
+            expected = torch.zeros_like(ours[name]) if gradient is None else gradient
+            off = (ours[name].double() - expected.double()).norm() / expected.double().norm().clamp_min(floor)
+            found[name] = off.item() if off.isfinite() else math.inf
+    return found
+
+
+def _floor(gradients: Mapping[str, torch.Tensor | None]) -> float:
+    """The norm below which a gradient is little more than rounding."""
+    return 1e-6 * sum(g.double().square().sum().item() for g in gradients.values() if g is not None) ** 0.5
+
+
+def cut_of(plan: ShardingPlan) -> str:
+    """How the decoder's layers are stored: ``1 + 4 × 2`` is a layer and then a period of four, twice.
+
+    A stack of layers has their slice as its number, ``1:9:4``, or ``*`` if it holds all.
+    """
+    lists: dict[str, dict[str, int]] = {}
+    sizes: Counter[str] = Counter()
+    for parameter in plan.parameters:
+        if found := re.match(r"(.*?)\.(\*|\d+:\d+(?::\d+)?|\d+)\.", parameter.name):
+            lists.setdefault(found[1], {})[found[2]] = len(plan.members(parameter.name))
+            sizes[found[1]] += math.prod(parameter.shape)
+    stored = lists[sizes.most_common(1)[0][0]] if lists else {}
+    text: list[str] = []
+    for which, layers in itertools.groupby(stored.items(), _run):
+        text.append(f"{which[0]} × {which[1]}" if which[1] > 1 else str(len(list(layers))))
+    return " + ".join(text)
+
+
+def _run(stored: tuple[str, int]) -> tuple[int, int]:
+    """(period, how often it comes) of layers stored under such a number."""
+    number, count = stored
+    step = number.split(":")[2:]
+    return (int(step[0]) if step else 1, count) if count > 1 else (0, 1)
+
+
+def kind_of(model: PreTrainedModel) -> str:
+    """In words, what the layers are made of: experts, dense, or what mixes tokens by other means than attention."""
+    other = {type(m).__name__ for m in model.modules()}
+    mixes = any(
+        re.search(r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM", n)
+        for n in other
+    )
+    sparse = bool(experts_modules(model)) or any(re.search(r"MoE|Moe[A-Z]|Experts", n) for n in other)
+    return ("experts" if sparse else "dense") + (", hybrid" if mixes else "")
+
+
+def _in_words(error: UserError) -> str:
+    return f"{error.found}: {error.why}"
+
+
+def _where(error: Exception) -> str:
+    """An error on one line, with the place that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{in_short(error)} ({place.filename.rpartition('/')[2]}:{place.lineno})"

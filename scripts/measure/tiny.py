@@ -1,0 +1,317 @@
+"""Tiny configs of transformers' causal language models: each family's own layers, narrow, and as few as show a pattern.
+
+A family's default config is shrunk by rules (:data:`_RULES`): widths, heads, experts, windows. Its list of layer kinds
+is cut after the prefix and two periods. :data:`BY_HAND` has what the rules can't know, :data:`LEFT_OUT` what is swept
+under another name or trains by another loss than the next token's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MOST_LAYERS = 8  # of a family whose layers have no period
+_HEADS = 4
+FEWEST_LAYERS = 3  # of a family whose layers are all alike
+
+_LEFT_OUT = {  # why → families
+    "an encoder unless its config says is_decoder": "bert bert-generation big_bird camembert data2vec-text electra "
+    "ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod "
+    "reformer",
+    "the decoder of an encoder-decoder": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus "
+    "plbart prophetnet trocr whisper",
+    "trains on permutations, not on the next token": "xlnet",
+    "has inputs and a loss of its own": "cpmant",
+    "codes of sound, not text": "musicgen musicgen_melody",
+    "drafts from another model's keys and values": "gemma4_assistant gemma4_unified_assistant",
+    "images around a decoder of its own, an encoder's": "git",
+    "images around persimmon, which is swept": "fuyu",
+    "images around qwen2, which is swept": "got_ocr2",
+    "sound around qwen3, which is swept": "moss_transcribe_diarize",
+    "images or sound around the family of its name and _text, which is swept": "dots3_note gemma3 gemma3n gemma4 "
+    "gemma4_unified llama4 qwen3_5 qwen3_5_moe qwen4_exp",
+    "gpt2 under another name": "gpt-sw3",
+}
+LEFT_OUT = {family: why for why, families in _LEFT_OUT.items() for family in families.split()}
+
+# (field, what it becomes: a value, or a function of the default), the first that matches; all of an int's fields
+_RULES: Sequence[tuple[str, Any]] = [
+    (r"vocab", 256),
+    (r"(num_)?(hidden_)?layers|n_layers?", 0),  # decided apart
+    (r"moe.*intermediate_size|.*shared.*intermediate_size|.*expert.*(size|dim)", 32),
+    (r".*intermediate_size.*|ffn_dim|ffn_hidden_size|n_inner|dff|d_ff|dim_ff|ff_dim", 128),
+    (r"hidden_size|n_embd|d_model|emb_dim|embedding_dim|word_embed_proj_dim|lru_width|attention_hidden_size", 64),
+    (r"(num_)?key_value_heads|num_kv_heads|.*num_key_value_heads", lambda n: min(n, 2)),
+    (r"(num_)?attention_heads|n_heads?|num_heads|swa_num_attention_heads|linear_num_heads", _HEADS),
+    (r"linear_num_key_heads", 2),
+    (r"linear_num_value_heads", 4),
+    (r"index_n_heads", 16),  # with few of them many scores are 0 alike, and which keys are chosen is nobody's say
+    (r"rotary_dim", 8),
+    (r".*head_dim|kv_channels|attention_head_size", 16),
+    (r"(num_local|num|n_routed|moe_num)_experts", 8),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k", lambda n: min(n, 2)),
+    (r"n_group|num_expert_group", lambda n: min(n, 2)),
+    (r"topk_group", 1),
+    (r".*lora_rank|.*_rank", 16),
+    (r"sliding_window(_size)?|attention_chunk_size|window_size|attention_window_size|local_attention", 8),
+    (r"(mamba_)?chunk_size|block_size", 8),
+    (r"index_topk", 8),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 64),
+]
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+# family -> what the rules can't know
+_MOE_OF_DEFAULT_NONE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+_SWA = {"rope_type": "default", "rope_theta": 10_000.0}
+BY_HAND: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [3, 4],
+        "patcher_config": {
+            "vocab_size": 260,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        },
+        "encoder_config": {
+            "hidden_size_global": 64,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        },
+        "decoder_config": {
+            "hidden_size_global": 64,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 3,
+            "intermediate_size": 64,
+        },
+        "cross_attn_k": 2,
+        "global_config": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 8,
+        "rope_parameters": {"full_attention": None, "sliding_attention": _SWA},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 4},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "num_hidden_layers": 8,
+        "o_groups": 2,
+        "index_topk": 4,
+    },
+    "dots1": {**_MOE_OF_DEFAULT_NONE, "first_k_dense_replace": 1, "num_hidden_layers": 4},
+    "dots3_note_text": {
+        "head_dim": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "emu3": {
+        "text_config": {
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "vocab_size": 256,
+        }
+    },
+    "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 3},
+    "flint": {"num_hidden_layers": 10},
+    "inkling2_text": {"num_hidden_layers": 13},
+    "afmoe": {"num_hidden_layers": 9},
+    "gemma3n_text": {
+        "num_hidden_layers": 10,
+        "num_kv_shared_layers": 5,
+        "intermediate_size": [128] * 10,
+        "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 8,
+        "hidden_size_per_layer_input": 16,
+    },
+    "glm4_moe": {"num_hidden_layers": 4},
+    "deepseek_v32": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "glm_moe_dsa": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "gpt_neox_japanese": {"num_hidden_layers": 4},
+    "modernbert-decoder": {"num_hidden_layers": 7},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2},
+    "beam": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 6,
+        "num_hidden_layers": 9,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "granite_swa": {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2},
+    "granitemoe_swa": {"layer_rope_theta": [10_000.0, *[100_000.0] * 3] * 2},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
+    "hrm_text": {"num_hidden_layers": 2},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "lfm2": {
+        "layer_types": [*["conv", "conv", "full_attention"] * 2, "conv", "full_attention"],
+        "num_hidden_layers": 8,
+        "block_multiple_of": 16,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "full_attention"],
+        "num_hidden_layers": 8,
+    },
+    "longcat_flash": {
+        "num_layers": 3,
+        "ffn_hidden_size": 128,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 4,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "qk_head_dim": 32,
+    },
+    "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"index_n_heads": 2},
+    "ministral": {"head_dim": 16},
+    "mllama": {
+        "text_config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 5,
+            "cross_attention_layers": [3],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 256,
+            "pad_token_id": 0,
+        },
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "vision_output_dim": 64,
+            "intermediate_layers_indices": [0],
+        },
+    },
+    "nemotron": {"num_key_value_heads": 2},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "crop_size": 28,
+            "image_token_id": 250,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "audio_token_id": 251,
+            "bias_max_distance": 16,
+        },
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 16,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 8},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 2, "num_hidden_layers": 8},
+    "zamba": {
+        "num_hidden_layers": 9,
+        "layers_block_type": [*["linear_attention"] * 2, "hybrid"] * 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
+}
+
+
+def families() -> list[str]:
+    """The model types of every causal language model that is swept."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - LEFT_OUT.keys())
+
+
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """The config of ``family``, tiny; ``changes`` override its values.
+
+    Dropout and jitter are 0, so that the plain model and ours compute the same.
+    """
+    kind = CONFIG_MAPPING[family]
+    default, by_hand = kind(), {**BY_HAND.get(family, {}), **changes}
+    known = kind.__dataclass_fields__
+    if "kv_lora_rank" in known:  # latent attention has a key head for each query head
+        by_hand = {"num_key_value_heads": _HEADS, **by_hand}
+    shrunk = {
+        name: _shrunk(name, value) for name, value in vars(default).items() if name not in {"qk_head_dim", *by_hand}
+    }
+    values = {name: new for name, new in shrunk.items() if new is not None}
+    values |= by_hand
+    depth_name = next((n for names in (by_hand, vars(default)) for n in _DEPTHS if n in names), "")
+    depth = getattr(default, depth_name, 0)
+    lists = {n: v for n, v in vars(default).items() if isinstance(v, list) and len(v) == depth and n not in by_hand}
+    if depth_name not in by_hand and depth_name:
+        values[depth_name] = shown_layers([str(kinds) for kinds in zip(*lists.values(), strict=True)])
+    values |= {name: kinds[: values[depth_name]] for name, kinds in lists.items() if name in known}
+    return kind(**values)
+
+
+def shown_layers(kinds: Sequence[str]) -> int:
+    """How many layers show the pattern of ``kinds``: the prefix and two periods of the shortest such description."""
+    fits = [
+        (prefix + period, prefix)
+        for prefix in range(4)
+        for period in range(1, MOST_LAYERS + 1)
+        if len(kinds) >= prefix + 2 * period
+        and all(kinds[i] == kinds[i + period] for i in range(prefix, len(kinds) - period))
+    ]
+    if not kinds:
+        return FEWEST_LAYERS
+    if not fits:
+        return min(MOST_LAYERS, len(kinds))
+    total, prefix = min(fits)
+    return prefix + max(2 * (total - prefix), FEWEST_LAYERS)
+
+
+def _shrunk(name: str, value: Any) -> Any:
+    """What a field of a default config becomes; None: it stays."""
+    if name.endswith("_token_id") and value is not None:
+        return [1] if isinstance(value, list) else min(value, 1)
+    if isinstance(value, float) and re.search("drop|jitter", name):
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    rule = next((new for pattern, new in _RULES if re.fullmatch(pattern, name) or pattern == "vocab" in name), None)
+    if rule is None or rule == 0:
+        return None
+    return rule(value) if callable(rule) else min(rule, value) if "rank" in name else rule

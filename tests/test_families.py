@@ -1,0 +1,115 @@
+"""The ten most used families, scanned with full remat, against the plain model; how the sweep judges and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import against_plain
+import families
+import pytest
+import torch
+from tiny import LEFT_OUT, shown_layers, tiny_config
+
+ROOT = Path(__file__).parents[1]
+MOST_USED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3")
+STACKED = {"gemma2": "2 × 2", "gpt_oss": "2 × 2", "deepseek_v3": "1 + 1 × 3"}
+
+
+def sweep(*words: str) -> str:
+    """What the script prints; it runs in a process of its own, for it chooses XLA's flags."""
+    command = [sys.executable, "scripts/measure/families.py", *words]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Family → the result of its scanned step."""
+    path = tmp_path_factory.mktemp("families") / "results.jsonl"
+    sweep("--only", ",".join(MOST_USED), "--modes", "scan", "--results", str(path))
+    return {result["family"]: result for result in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MOST_USED)
+def test_a_scanned_step_gives_the_loss_and_every_gradient_of_the_plain_model(
+    results: dict[str, dict[str, Any]], family: str
+) -> None:
+    assert results[family]["verdict"] == "pass", results[family]
+    assert results[family]["layers"] == STACKED.get(family, "1 × 3")
+
+
+def test_a_result_is_kept_and_not_found_again(tmp_path: Path) -> None:
+    path, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    kept = {"family": "llama", "mode": "scan", "version": "old", "verdict": "wrong", "cause": "a|b", "seconds": 1.0}
+    path.write_text(json.dumps(kept) + "\n")
+    printed = sweep("--only", "llama", "--modes", "scan", "--results", str(path), "--write", str(page))
+    assert printed == "scan: 1 wrong\n"
+    assert path.read_text() == json.dumps(kept) + "\n"
+    assert "| llama |  |  |  |  | wrong: a\\|b |" in page.read_text().splitlines()
+    assert all(f"- {name}: " in page.read_text() for name in LEFT_OUT)
+
+
+@pytest.mark.parametrize(
+    ("again", "wanted"),
+    [(None, []), ("failed", ["b"]), ("stale", ["a", "b"]), ("all", ["a", "b", "c"])],
+)
+def test_what_is_run_again(again: str | None, wanted: list[str]) -> None:
+    found = {
+        "a": {"verdict": "pass", "version": "old"},
+        "b": {"verdict": "crash", "version": "old"},
+        "c": {"verdict": "pass", "version": "new"},
+    }
+    assert [name for name, result in found.items() if families.wanted(result, "new", again)] == wanted
+    assert families.wanted(None, "new", again)
+
+
+def test_one_gradient_that_is_off_is_called_wrong_and_named() -> None:
+    case = against_plain.plain("llama")
+    assert isinstance(case, against_plain.Plain)
+    exact = {name: g.clone() for name, g in case.gradients.items() if g is not None}
+    assert against_plain.judged(case, case.loss, exact)["verdict"] == "pass"
+    off = "model.layers.1.self_attn.k_proj.weight"
+    result = against_plain.judged(case, case.loss, {**exact, off: exact[off] * 1.001})
+    assert (result["verdict"], result["where"]) == ("wrong", off)
+    assert result["cause"] == f"1 of {len(exact)} gradients: {off}"
+    gone = {name: g for name, g in exact.items() if name != off}
+    assert against_plain.judged(case, case.loss, gone) == {"verdict": "wrong", "cause": f"no gradient of {off}"}
+    assert against_plain.judged(case, case.loss * 1.001, exact)["verdict"] == "wrong"
+
+
+def test_what_is_only_rounding_is_not_called_wrong() -> None:
+    """A key's bias moves all scores of a query alike, so its gradient is 0 but for rounding."""
+    case = against_plain.plain("opt")
+    assert isinstance(case, against_plain.Plain)
+    ours = {name: g.clone() for name, g in case.gradients.items() if g is not None}
+    bias = "model.decoder.layers.0.self_attn.k_proj.bias"
+    ours[bias] = torch.zeros_like(ours[bias])
+    result = against_plain.judged(case, case.loss, ours)
+    assert (result["verdict"], result["where"]) == ("pass", bias)
+    assert "rounding" in result["cause"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shown"),
+    [([], 3), (["a"] * 9, 3), (list("ab" * 9), 4), (list("daaab" + "aaab" * 5), 9), (list("abcdefghijkl"), 8)],
+)
+def test_so_many_layers_are_kept_that_their_pattern_shows(kinds: list[str], shown: int) -> None:
+    assert shown_layers(kinds) == shown
+
+
+def test_a_tiny_config_keeps_the_pattern_of_its_familys_layers() -> None:
+    config = tiny_config("qwen3_next")
+    assert config.layer_types == ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2
+    assert config.num_experts == 8
