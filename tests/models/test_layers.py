@@ -67,7 +67,7 @@ def test_a_layer_of_the_new_list_has_the_attributes_and_the_class_of_the_old_one
     model = meta_model(Gemma2Config(**{**SMALL, "num_hidden_layers": 4}, head_dim=8))
     before = list(model.model.layers)
     stack_layers(model)
-    assert [layer.self_attn.is_sliding for layer in model.model.layers] == [True, False, True, False]
+    assert [layer.self_attn.sliding_window is not None for layer in model.model.layers] == [True, False, True, False]
     assert len(model.model.layers) == len(model.model.layers[:4]) == 4
     assert isinstance(model.model.layers[1], type(before[1]))
 
