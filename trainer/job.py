@@ -141,6 +141,7 @@ def _assemble(
     recipe: Recipe, args: TrainingArguments, model: PreTrainedModel
 ) -> tuple[PreTrainedModel, tuple[str, int] | None]:
     """A copy of ``model`` with kernels chosen and layers stacked; and the stack's name and depth, if there is one."""
+    _check_heads(model)
     name = _attention(recipe, args, model)
     if args.isolate_documents:
         _check_isolation(recipe, model.config, name)
@@ -149,7 +150,6 @@ def _assemble(
     model = copy.deepcopy(model)
     compute = recipe.compute
     attention.choose(model, name)
-    _check_heads(model)
     _check_experts(recipe, model)
     if compute.experts is not None:
         experts.choose(model, compute.experts)
