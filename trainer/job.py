@@ -191,6 +191,7 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
 
 def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
+    _check_heads(model)
     name = _attention(recipe, args, model)
     if args.isolate_documents:
         _check_isolation(recipe, model.config, name)
@@ -199,7 +200,6 @@ def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -
     model = copy.deepcopy(model)
     compute = recipe.compute
     attention.choose(model, name)
-    _check_heads(model)
     _check_experts(recipe, model)
     if compute.experts is not None:
         experts.choose(model, compute.experts)

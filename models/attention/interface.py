@@ -11,11 +11,11 @@ kernel of :mod:`models.attention.splash`, any other the tensor operations of :mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -71,8 +71,15 @@ def choose(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation(name)
     mark_chunks(model.modules())
     for module in model.modules():
-        if name in (NAME, MASKED) and type(module).__name__ in FORWARDS:
-            module.forward = MethodType(FORWARDS[type(module).__name__], module)
+        family: Any = type(module)
+        if name in (NAME, MASKED) and family.__name__ in FORWARDS:
+            module.__class__ = _with_our_forward(family)  # not an attribute: equal layers stay equal
+
+
+@functools.cache
+def _with_our_forward(family: Any) -> Any:
+    forward = FORWARDS[family.__name__]
+    return family if family.forward is forward else type(family.__name__, (family,), {"forward": forward})
 
 
 def mark_chunks(modules: Iterable[Any]) -> None:
