@@ -141,7 +141,7 @@ TABLES: dict[str, dict[str, str]] = {
         for length in (4096, 32768, 131072)
     },
     "mixers": {
-        f"{name}, {length:,} tokens": f"--recipe docs/configs/whole.py --model {config},num_hidden_layers=1,"
+        f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"
         f"vocab_size=256 --sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
         for name, config in _MIXERS.items()
         for length in (4096, 32768)
