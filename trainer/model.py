@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -104,6 +105,22 @@ def _bounded() -> Iterator[None]:
         handle.remove()
 
 
+class _NothingLarge(TorchFunctionMode):
+    """While the ``with`` lasts, an empty or zero tensor of over 2**26 elements, which only weights have, is on meta.
+
+    `init_empty_weights` moves a parameter when a module gets it: by then a host may have refused to allocate it (one
+    layer's experts of DeepSeek-V3 are 28 GiB).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros):
+            shape_alone = func(*args, **{**kwargs, "device": "meta"})
+            if shape_alone.numel() > 2**26:
+                return shape_alone
+        return func(*args, **kwargs)
+
+
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
 
@@ -121,7 +138,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         )
     try:
         # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
-        with init_empty_weights(include_buffers=False), _bounded():
+        with init_empty_weights(include_buffers=False), _bounded(), _NothingLarge():
             # a copy: choosing a model's kernels writes into its config
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost
