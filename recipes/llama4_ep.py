@@ -1,8 +1,5 @@
 """Llama-4's text model: experts spread over `expert`, everything else sharded over every device.
 
-transformers runs each of its experts on every token, with zeros where the token goes elsewhere: there is no kernel
-(`experts`) to choose.
-
 command:   python scripts/train.py --recipe llama4_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    TODO
@@ -33,7 +30,7 @@ recipe = Recipe(
         "model.layers.*.feed_forward.down_proj.weight": {"fsdp": Shard(1), "expert": Shard(1)},
     },
     activations={"model.layers.*": {"fsdp": Shard(0), "expert": Shard(0)}},
-    compute=Compute(remat="full", scan=True),
+    compute=Compute(experts="dropless", remat="full", scan=True),
     model={
         "model_type": "llama4_text",
         "hidden_size": 128,

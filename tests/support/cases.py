@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan
 from trainer.layout.recipe import Recipe
-from trainer.model import meta_model, routing_of
+from trainer.model import experts_modules, routing_of
 from trainer.step.build import build
 from trainer.step.eval_step import EvalStep
 from trainer.step.train_step import TrainStep
@@ -86,16 +86,16 @@ def make_case(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     config = config or small_config(recipe)
-    if recipe.compute.experts == "capacity":
-        chosen, experts = routing_of(meta_model(config), config)
-        compute = {"capacity_factor": experts / chosen, **compute}
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     reference.set_attn_implementation("eager")
-    if recipe.compute.experts is not None:
+    if experts_modules(reference):  # others know one way to run them
         reference.set_experts_implementation("eager")
     randomise(reference)
+    routing = routing_of(reference, config)
+    if recipe.compute.experts == "capacity" and routing is not None:
+        compute = {"capacity_factor": routing[1] / routing[0], **compute}
+    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
     options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay}
     job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
