@@ -20,13 +20,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 def route(block: nn.Module) -> None:
     """Have ``block``, of the structure of Llama-4's `Llama4TextMoe`, route tokens to its experts, in place."""
-    block.__class__ = _with(ScaledBlock, type(block))
-    experts = block.get_submodule("experts")
-    experts.__class__ = _with(ScaledExperts, type(experts))
+    for module, mixin in ((block, ScaledBlock), (block.get_submodule("experts"), ScaledExperts)):
+        original: Any = type(module)
+        module.__class__ = _with(mixin, original)
 
 
 @functools.cache
-def _with(mixin: Any, original: Any) -> Any:
+def _with(mixin: type, original: type) -> type:
     """The class ``original`` with the methods of ``mixin``; one class however often, so that layers stay equal."""
     return type(original.__name__, (mixin, original), {})
 
