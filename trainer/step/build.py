@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models import jax_call, scopes
+from models import jax_call, mixers, scopes
 from models.attention import interface as attention
 from models.attention.splash import KernelLayout
 from models.experts import interface as experts
@@ -81,6 +81,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan, axes, order = job.plan, tuple(job.plan.mesh.items()), device_order(mesh)
     heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order))
+    mixers.bind(model)
     names = experts_modules(job.model)
     if job.recipe.compute.experts not in ("capacity", "dropless"):
         return

@@ -1,0 +1,57 @@
+"""Sums of decays between the tokens of a chunk, each taken over its own tokens.
+
+The usual way, one running sum and differences of it, loses what float32 can't hold: behind a decay of −700 a
+difference of 0.01 has no digits left, nor has its gradient.
+"""
+
+from __future__ import annotations
+
+from models.jax_call import jax
+from models.mixers.segments import Array
+
+jnp = jax.numpy
+
+LEAF = 8  # tokens; smaller blocks would be worse filled than saved
+
+
+def until(g: Array, axis: int = -1) -> Array:
+    """At each token, the sum of ``g`` from the first token to it."""
+    return jnp.cumsum(g, axis=axis)
+
+
+def after(g: Array, axis: int = -1) -> Array:
+    """At each token, the sum of ``g`` behind it."""
+    return jnp.flip(jnp.cumsum(jnp.flip(_later(g, axis), axis), axis=axis), axis)
+
+
+def between(g: Array) -> Array:
+    """At [..., i, j] the sum of ``g`` from behind token j to token i; −∞ for j > i: [..., C, C], C a power of 2."""
+    C = g.shape[-1]
+    if C <= LEAF:
+        counted = jnp.where(lower(C, -1), g[..., :, None], 0)
+        return jnp.where(lower(C), jnp.cumsum(counted, axis=-2), -jnp.inf)
+    late, early = until(g[..., C // 2 :]), after(g[..., : C // 2])
+    return joined(between(halves(g, -1)), late[..., :, None] + early[..., None, :], -jnp.inf)
+
+
+def lower(size: int, diagonal: int = 0) -> Array:
+    """True up to a diagonal of a square matrix."""
+    return jnp.tril(jnp.ones((size, size), bool), diagonal)
+
+
+def halves(array: Array, axis: int) -> Array:
+    """The two halves of ``axis``, which is negative, along a new axis in front of it."""
+    return jnp.stack(jnp.split(array, 2, axis), axis=axis - 1)
+
+
+def joined(diagonal: Array, corner: Array, above: float = 0.0) -> Array:
+    """A square matrix of the two blocks ``diagonal[..., 0 and 1, :, :]``, the corner below the first, and ``above``."""
+    first, second = diagonal[..., 0, :, :], diagonal[..., 1, :, :]
+    top = jnp.concatenate((first, jnp.full_like(first, above)), axis=-1)
+    return jnp.concatenate((top, jnp.concatenate((corner, second), axis=-1)), axis=-2)
+
+
+def _later(g: Array, axis: int) -> Array:
+    """``g`` moved one token to the front, a zero behind it."""
+    tail = jnp.zeros_like(jnp.take(g, jnp.array([0]), axis=axis))
+    return jnp.concatenate((jnp.split(g, [1], axis=axis)[1], tail), axis=axis)
