@@ -5,8 +5,9 @@ is split by its inputs and the second by its outputs: their widths are multiples
 
 command:   python scripts/train.py --recipe deepseek_v3_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
-memory:    TODO
-expected:  TODO
+memory:    4.13 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
+           REAL
+expected:  held-out loss 7.66 -> 5.66 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
 from trainer import Compute, Mesh, Recipe, Shard

