@@ -84,7 +84,9 @@ class Sorted:
             group.append(as_passed(tensor))
         return Input(*self._known[id(tensor)], target, name, tensor.dtype)
 
-    def give(self, j: int, tensor: torch.Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None) -> None:
+    def give(
+        self, j: int, tensor: torch.Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
         """Add an input of layer ``j`` of the period that is its own; ``tensor`` is stacked as ``own`` says."""
         self.inputs[j].append(Input("own", len(self.own[j]), target, name, dtype))
         self.own[j].append(tensor)
@@ -145,8 +147,10 @@ def as_passed(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.uint8) if t.dtype == torch.bool else t
 
 
-def as_given(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What :func:`as_passed` was given, of ``dtype``."""
+def as_given(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """What :func:`as_passed` was given, of ``dtype``; None: it was passed as it is."""
+    if dtype is None:
+        return t
     if dtype.is_complex:
         return torch.view_as_complex(t)
     return t if t.dtype == dtype else t.to(dtype)

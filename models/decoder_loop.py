@@ -5,9 +5,8 @@ Nothing is computed there and no memory is taken, so a model of any size can be 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,7 +183,11 @@ def _shape(notes: _Notes, after: _Notes | None) -> Shape:
     for leaf in notes.output:
         path = None
         if isinstance(leaf, torch.Tensor):
-            alike = [p for p, given in notes.arguments.items() if isinstance(given, torch.Tensor) and _kind(given) == _kind(leaf)]
+            alike = [
+                p
+                for p, given in notes.arguments.items()
+                if isinstance(given, torch.Tensor) and _kind(given) == _kind(leaf)
+            ]
             passed = [p for p, given in after.arguments.items() if given is leaf] if after else []
             path = next((p for p in passed if p in alike), next(iter(alike), None))
         leaves.append(path)

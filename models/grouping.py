@@ -7,6 +7,7 @@ number) is overlooked if the layer never reads it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +147,7 @@ def _watch(
                 if where in floats:
                     setattr(module, where[1], torch.empty((), device="meta"))
                 elif isinstance(value, int) and not isinstance(value, bool):
-                    setattr(module, where[1], _Watched(value, lambda i=index, w=where: read.add((i, w))))
+                    setattr(module, where[1], _Watched(value, functools.partial(read.add, (index, where))))
                 else:
                     read.add((index, where))
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from models import partial_gradients, randomness, scopes, side_outputs
-from models.decoder_loop import Shape
 from models.calls import Call, Input, LoopChanged, Sorted, as_given, as_passed, sort_calls
+from models.decoder_loop import Shape
 from models.layer_graph import Flat, LayerGraph
 from models.partial_gradients import Tensors
 from models.remat import REMAT
@@ -136,9 +136,7 @@ class LayerRun:
                 "own": [_of_a_turn(t) for t in tensors.own[j]] if self.count > 1 else tensors.own[j],
             }
             given = [
-                calls[j].leaves[i.name].detach().requires_grad_()
-                if i.source == "chain"
-                else sources[i.source][i.index]
+                calls[j].leaves[i.name].detach().requires_grad_() if i.source == "chain" else sources[i.source][i.index]
                 for i in tensors.inputs[j]
             ]
             layer = _Traced(part, calls[j], tensors.inputs[j], outputs)
@@ -164,10 +162,9 @@ class _Traced:
         self._leaves: list[Any] = []  # of the output: a number for each tensor, or what else there is
         self._specs: tuple[Any, Any] = (None, None)  # of the output and of side outputs
 
-    def trace(
-        self, given: Flat, prepare: Prepare, partition: Callable[..., Any], number: int
-    ) -> None:
+    def trace(self, given: Flat, prepare: Prepare, partition: Callable[..., Any], number: int) -> None:
         """Trace the layer, the decoder's layer ``number``, on tensors like those ``given``."""
+
         def graph(keys: Flat) -> LayerGraph:
             with scopes.tracing():
                 return LayerGraph(lambda flat: self._function(flat, prepare), [*given, *keys], scopes.scoped(partition))

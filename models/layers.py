@@ -136,7 +136,7 @@ class _Callable:
             raise AttributeError(name)
         return getattr(self._layer, name)
 
-    @property
+    @property  # type: ignore[misc]  # of the same name in `object`, where it can be assigned to
     def __class__(self) -> Any:  # decoders ask `isinstance(layer, …)`
         return type(vars(self)["_layer"]) if "_layer" in vars(self) else _Callable
 
@@ -152,7 +152,7 @@ def _slice(run: Run, j: int, depth: int) -> str:
 
 
 def _stack(layers: Sequence[nn.Module], grouping: Grouping) -> frozenset[str]:
-    """Make the first of ``layers``, which are alike, one that holds all, stacked; returns its stacked buffers' names."""
+    """Make the first of ``layers``, which are alike, hold all of them, stacked; returns its stacked buffers' names."""
     first, stacked = layers[0], set()
     for path, module in first.named_modules():
         members = [layer.get_submodule(path) for layer in layers]

@@ -6,7 +6,7 @@ their backward graphs in reverse. So remat works a layer at a time, whatever the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,9 @@ class _Program:
         return last, sides, kept
 
     def backward(
-        self, gradients: tuple[Gradients, Gradients, list[Gradients]], given: tuple[Flat, Flat, list[Flat], list[Flat]]
+        self,
+        gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
+        given: tuple[Flat, Flat, list[Flat], list[Flat]],
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
         """One turn.
 
@@ -114,8 +116,9 @@ class _Program:
                 for at in range(stage.graph.saved)
             ]
             ends = [*(of_chain.get(k) for k in stage.outputs), *of_sides[j]]
-            wanted = [g for g, has in zip(ends, stage.graph.differentiable, strict=True) if has]
-            saved, wanted = _barrier(saved, wanted) if len(self.stages) > 1 or not self.scanned else (saved, wanted)
+            wanted = [g for g, has in zip(ends, stage.graph.differentiable, strict=True) if has and g is not None]
+            if len(self.stages) > 1 or not self.scanned:
+                saved, wanted = _barrier(saved, wanted)
             found = stage.graph.backward(saved, wanted)
             of_chain = {}
             for i, gradient in zip(stage.inputs, found, strict=True):

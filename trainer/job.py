@@ -165,7 +165,7 @@ def _group_layers(recipe: Recipe, model: PreTrainedModel) -> str:
         elif compute.remat != "none":
             wrap_layers(model)
     except ValueError as error:
-        notice = f"The layers of {type(model).__name__} run one by one: {error}."
+        notice = f"its layers run one by one: {error}"
         if compute.remat != "none":
             wrap_layers(model)
     return notice

@@ -131,6 +131,8 @@ def _say_what_runs(job: Job, console: Console) -> None:
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
     say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
+    if job.notice:
+        say(console, f"         {job.notice}")
 
 
 def _say_where_it_goes_on(resume: RunCheckpoint, args: TrainingArguments, console: Console) -> None:

@@ -165,8 +165,8 @@ class ShardingPlan:
         parameters: list[ParameterPlan] = []
         for parameter in self.parameters:
             layer, rest = split(parameter.name)
-            which, count = stacks.get(layer, (None, 0))
-            if which is None:
+            which, count = stacks.get(layer, ("", 1))
+            if count == 1:
                 parameters.append(parameter)
             elif which:
                 parameters.append(_stack(stack_name(prefix, which, rest), parameter, count))

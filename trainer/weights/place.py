@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.arrays import Array, Stack
+from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.layout.stacking import is_stacked, layer_names
 from trainer.weights.sources import Source
 from trainer.xla import sharding
