@@ -37,7 +37,7 @@ def bind(model: nn.Module) -> None:
         if called:
             module.forward = MethodType(_with_names(forward, {name: _CALLED[name] for name in called}), module)
         if hasattr(module, "_rnn_scan"):  # the RG-LRU: models/recurrent_gemma, transformers 5.23
-            module._rnn_scan = functions.rnn_scan
+            vars(module)["_rnn_scan"] = functions.rnn_scan
         if hasattr(module, "slope_rate") and hasattr(module, "output_gate"):  # models/minimax, transformers 5.23
             module.forward = MethodType(_lightning, module)
 

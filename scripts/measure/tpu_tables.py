@@ -56,6 +56,14 @@ _FLAGS = {
 }
 
 
+# models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP
+_MIXERS = {
+    "Qwen3-Next-80B (gated delta rule)": "@qwen3_next_80b_a3b.json,decoder_sparse_step=2",
+    "Kimi-Linear-48B (Kimi delta attention)": "@kimi_linear_48b_a3b.json",
+    "Granite-4.0-H-Small (Mamba-2)": "@granite_4_h_small.json,num_local_experts=0",
+}
+
+
 def _layouts(topology: str, batch: int) -> dict[str, str]:
     """Rows of the two layouts of Mixtral-8x7B."""
     where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
@@ -149,6 +157,12 @@ TABLES: dict[str, dict[str, str]] = {
         "intermediate_size=4096,num_attention_heads=32,vocab_size=256,max_position_embeddings=131072 "
         f"--sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
         for length in (4096, 32768, 131072)
+    },
+    "mixers": {
+        f"{name}, {length:,} tokens": f"--recipe docs/configs/whole.py --model {config},num_hidden_layers=1,"
+        f"vocab_size=256 --sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
+        for name, config in _MIXERS.items()
+        for length in (4096, 32768)
     },
 }
 
