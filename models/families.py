@@ -1,21 +1,27 @@
-"""What a family needs beyond its own structure, which is all that the rest knows: one entry each."""
+"""What single families need beyond their structure: one entry a line, by the name of a class of transformers'."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from models.block_indexer import chosen_keys
 from models.experts import scaled
 
-# class of a module → what is done to it once, in place, when its model is made
-ENTRIES: dict[str, Callable[[nn.Module], None]] = {
+# class of a module → the forward that it has under our attention: its own numbers, in a way that XLA can run
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "Qwen4ExpTextQSAIndexer": chosen_keys,
+}
+# class of a block with experts → what puts these under transformers' experts interface, in place
+EXPERTS: dict[str, Callable[[nn.Module], None]] = {
     "Llama4TextMoe": scaled.route,
 }
 
 
 def adapt(model: nn.Module) -> None:
-    """Apply the entries to ``model``. Its parameters keep their names and shapes, and its results their values."""
+    """Put all experts of ``model`` under the interface. Parameters keep names and shapes, results their values."""
     for module in list(model.modules()):
-        if entry := ENTRIES.get(type(module).__name__):
+        if entry := EXPERTS.get(type(module).__name__):
             entry(module)

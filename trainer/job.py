@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from models.attention.interface import NAME as OUR_ATTENTION
+from models.attention import interface as attention
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.layers import DecoderLayers, stack_layers, wrap_layers
@@ -24,7 +24,7 @@ from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
 from trainer.model import experts_modules, load_config, meta_model, most_positions, routing_of, stated
-from trainer.probe import leak, looks_ahead
+from trainer.probe import leak, looks_ahead, our_attention
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,14 @@ def effective_recipe(args: TrainingArguments) -> Recipe:
 
 def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
+    name = _attention(recipe, args, model)
     if args.isolate_documents:
-        _check_isolation(recipe, model.config)
+        _check_isolation(recipe, model.config, name)
     _check_positions(args, model)
-    _check_causal(recipe, model)
+    _check_causal(name, model)
     model = copy.deepcopy(model)
     compute = recipe.compute
-    model.set_attn_implementation(compute.attention)
+    attention.choose(model, name)
     _check_heads(model)
     _check_experts(recipe, model)
     if compute.experts is not None:
@@ -179,15 +180,31 @@ def _stored(plan: ShardingPlan, model: PreTrainedModel) -> ShardingPlan:
     return plan
 
 
-def _check_isolation(recipe: Recipe, config: PretrainedConfig) -> None:
-    if recipe.compute.attention != OUR_ATTENTION:
+def _attention(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> str:
+    """The name of the recipe's attention in transformers' registry: of our two, the one that the model needs."""
+    asked = recipe.compute.attention
+    if asked != attention.NAME:
+        return asked
+    try:
+        return our_attention(model, args.sequence_length)
+    except attention.Unsupported as error:
+        raise UserError(
+            asked=f"a model of type {model.config.model_type!r} with attention={asked!r}",
+            found=str(error),
+            why="it would change the model's numbers",
+            instead="--compute attention=eager, which holds the scores of every head",
+        ) from error
+
+
+def _check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
+    if recipe.compute.attention != attention.NAME:
         raise UserError(
             asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
             found="an attention of transformers' own",
             why="it does not know documents by their segment_ids: tokens would see other documents",
-            instead=f"attention={OUR_ATTENTION!r}, the default",
+            instead=f"attention={attention.NAME!r}, the default",
         )
-    found = leak(config)
+    found = leak(config, name)
     if found is not None:
         raise UserError(
             asked=f"--isolate_documents with a model of type {config.model_type!r}",
@@ -209,13 +226,13 @@ def _check_positions(args: TrainingArguments, model: PreTrainedModel) -> None:
         )
 
 
-def _check_causal(recipe: Recipe, model: PreTrainedModel) -> None:
+def _check_causal(name: str, model: PreTrainedModel) -> None:
     """Refuse a model that sees the tokens that it predicts; one whose attention says that it is causal is not tried."""
     if any(getattr(module, "is_causal", None) is True for module in model.modules()):
         return
-    if looks_ahead(model.config, recipe.compute.attention):
+    if looks_ahead(model.config, name):
         raise UserError(
-            asked=f"a model of type {model.config.model_type!r} with attention={recipe.compute.attention!r}",
+            asked=f"a model of type {model.config.model_type!r} with attention={name!r}",
             found="tried small, a token's logits depend on later tokens",
             why="training predicts the next token, which the model would see",
             instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",

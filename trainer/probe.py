@@ -1,4 +1,4 @@
-"""Which tokens a model lets a token see, found by running the model small: neither its class nor its config says so.
+"""Which tokens a model lets a token see, found by running the model: neither its class nor its config says so.
 
 A model isolates documents if all that mixes tokens (attention, convolutions, recurrent states) goes by the row's
 ``segment_ids``, and its positions by the row's ``position_ids``: a document then comes out the same behind another one
@@ -7,6 +7,7 @@ and alone. A causal model's tokens come out the same whatever follows them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from models.attention.interface import NAME as OUR_ATTENTION
-from models.attention.interface import masks_without_reads
+from models.attention.interface import MASKED, NAME, Unsupported, choose, masks_without_reads
 from models.experts import interface as experts
 from trainer.model import experts_modules, in_short, meta_model
 
@@ -26,12 +26,45 @@ _TOKENS = 6  # of each of the two documents
 _HEAD = 16  # the narrowest head of the small model
 _VOCABULARY = 64
 _WIDTH = re.compile(r"(size|dim|rank|width|d_model|d_ff|d_kv|n_embd|n_inner)$")
+_MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
+_REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")  # how far back a token sees
 _NOISE = 1e-5  # relative: what float32 inside a float64 model may differ by
 
 
-def leak(config: PretrainedConfig) -> str | None:
+def our_attention(model: PreTrainedModel, length: int) -> str:
+    """The one of our attentions that ``model``, on meta, runs under at ``length`` tokens: no values are computed.
+
+    It is ``portable`` where that runs, for the other one's masks are as large as the sequence's square. It is too where
+    neither runs for a reason that is not attention's: what that is will show.
+
+    Raises:
+        Unsupported: attention is asked for what neither supports.
+    """
+    first = _runs_on_meta(model, NAME, min(length, _MOST))
+    if first is None or _runs_on_meta(model, MASKED, min(length, _MOST)) is not None:
+        if isinstance(first, Unsupported):
+            raise first
+        return NAME
+    return MASKED
+
+
+def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Exception | None:
+    model = copy.deepcopy(model).eval()
+    torch.nn.Module.to(model, "meta")
+    choose(model, attention)
+    if experts_modules(model):
+        experts.choose(model, "dense")  # the only one whose shapes depend on no value and no device
+    try:
+        with torch.no_grad(), masks_without_reads():
+            model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=False)
+    except Exception as error:  # a family's code raises anything where it looks at values
+        return error
+    return None
+
+
+def leak(config: PretrainedConfig, attention: str = NAME) -> str | None:
     """What shows that a model of ``config`` does not isolate documents, or that it can't be tried; None if it does."""
-    found = _difference(_as_text(config), OUR_ATTENTION, _alone_and_behind)
+    found = _difference(_as_text(config), attention, _alone_and_behind)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
@@ -59,7 +92,7 @@ def _difference(
     torch.set_num_threads(1)  # more would wait for each other longer than they work, on matrices as small as these
     try:
         model = _small_model(json.loads(config_text))
-        model.set_attn_implementation(attention)
+        choose(model, attention)
         with torch.no_grad(), masks_without_reads():
             first, second = run(model)
     except Exception as error:  # a family's code raises anything at sizes or arguments that it does not know
@@ -94,7 +127,8 @@ def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
 def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
     """Logits of rows [R, S]; all have the same positions and segments [S]."""
     documents: dict[str, Any] = {"position_ids": positions.expand(ids.shape), "segment_ids": segments.expand(ids.shape)}
-    return model(input_ids=ids, use_cache=False, **documents).logits
+    with masks_without_reads(documents["segment_ids"]):
+        return model(input_ids=ids, use_cache=False, **documents).logits
 
 
 def _small_model(values: dict[str, Any]) -> PreTrainedModel:
@@ -103,12 +137,13 @@ def _small_model(values: dict[str, Any]) -> PreTrainedModel:
     model = meta_model(config)
     if experts_modules(model):
         experts.choose(model, "eager")  # the model's own: in float64, without a capacity
-    # parameters of one shape share their values: many layers cost no more memory than one
+    # parameters of one shape share their values, and so do all experts: they cost no more memory than one layer's one
     generator, drawn = torch.Generator().manual_seed(0), {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.shape not in drawn:
-                drawn[parameter.shape] = torch.nn.Parameter(_random(parameter.shape, generator), requires_grad=False)
+                shared = _random(parameter.shape[-2:], generator).double().expand(parameter.shape)
+                drawn[parameter.shape] = torch.nn.Parameter(shared, requires_grad=False)
             setattr(module, name, drawn[parameter.shape])
     return model.double().eval()
 
@@ -123,7 +158,7 @@ def _factor(config: PretrainedConfig) -> int:
     """What all widths are divided by: the largest power of two that leaves every head 16 wide or more."""
     text = config.get_text_config()
     heads = [value for key, value in _numbers(text.to_dict()) if key.endswith("head_dim")]
-    if hasattr(text, "num_attention_heads"):
+    if not heads and hasattr(text, "num_attention_heads"):
         heads.append(text.hidden_size // text.num_attention_heads)
     powers = [2**n for n in range(10) if math.gcd(*heads) % 2**n == 0 and min(heads, default=0) >= _HEAD * 2**n]
     return max(powers, default=1)
@@ -150,5 +185,7 @@ def _narrower(value: Any, factor: int, key: str = "") -> Any:
         return _VOCABULARY
     if key.endswith("_token_id"):
         return min(value, 1)
+    if _REACH.search(key):
+        return min(value, _TOKENS - 2)  # does not divide a document: a chunk must begin as the document does
     wide = value >= 4 * factor and _WIDTH.search(key)
     return value // factor if wide else value

@@ -9,7 +9,8 @@ Forward and backward are custom ops, because AOTAutograd traces a scanned layer 
 can be built. It keeps a custom op whole, and the op builds its loop when it runs.
 
 Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence,
-N blocks of queries, C queries in a block, T keys (T = S), D head dimension of query and key, E that of value.
+N blocks of queries, C queries in a block, T keys (T = S, but for keys that a mask alone speaks of), D head dimension of
+query and key, E that of value; b, k, g: B, K and G, or 1 where all share one.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ class Scoring:
         scale: factor on the products of query and key.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
         window: how many positions a token sees, itself included; None: all.
+        chunk: a token sees only positions of its own chunk of so many; None: all.
+        causal: a token sees none after it. If not, window and chunk are None too, and what it sees is said by a bias.
         dropout: the probability with which a weight is left out; the others are divided by 1 minus it.
         site: the number of the place that draws the weights to leave out.
     """
 
     scale: float
     softcap: float | None
-    window: int | None
+    window: int | None = None
+    chunk: int | None = None
+    causal: bool = True
     dropout: float = 0.0
     site: int = 0
 
@@ -59,31 +64,48 @@ def portable(
     s_aux: torch.Tensor | None,
     scoring: Scoring,
     random_key: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """From query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` to ``BSHE``.
+    """From query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` or ``BHS1`` to ``BSHE``.
+
+    ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient. It is held whole, with its
+    gradient where one is wanted: memory quadratic in the sequence. Without it, T = S. Segments take T = S too.
 
     With dropout, ``random_key`` and the scoring's site draw the weights to leave out: the same as
     :func:`models.random_bits.dropout` would of the weights as one tensor ``BHST``.
     """
     B, H, S, D = query.shape
-    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
+    K, T, E, C = key.shape[1], key.shape[2], value.shape[-1], min(BLOCK, S)
     N = -(-S // C)
     rest = N * C - S  # padding that fills the last block
-    if segment_ids is None:
-        segment_ids = torch.ones(B, S, dtype=torch.int32, device=query.device)
-    sinks = query.new_full((H,), -torch.inf) if s_aux is None else s_aux
+    one = torch.ones(B, max(S, T), dtype=torch.int32, device=query.device)
+    query_segments, segments = (one[:, :S], one[:, :T]) if segment_ids is None else (segment_ids, segment_ids)
+    sinks = query.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux
     out_NBKGCE = _attention(
         pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
         key,
         value,
-        sinks.view(K, H // K),
-        segment_ids,
+        _blocks(sinks.view(1, H, 1, 1) if sinks.dim() == 1 else sinks, K, N, C),
+        segments,
         torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
-        pad(segment_ids, (0, rest)).view(B, N, C).transpose(0, 1),
+        pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1),
         random_key,
+        None if bias is None else _blocks(bias, K, N, C),
         as_text(scoring),
     )
-    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
+    # contiguous, as eager attention's is: some models take a view of it
+    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S].contiguous()
+
+
+def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
+    """What goes with scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``NbkgC…``, with a C of 1 for an S of 1."""
+    b, heads, length, width = x.shape
+    split = (b, *((1, 1) if heads == 1 else (K, heads // K)))
+    if length == 1:
+        x = x.reshape(*split, 1, 1, width).expand(*split, N, 1, width)
+    else:
+        x = pad(x, (0, 0, 0, N * C - length)).reshape(*split, N, C, width)
+    return x.permute(3, 0, 1, 2, 4, 5)
 
 
 # The ops' signatures are torch.library schemas: tensors one by one, all else as text.
@@ -99,26 +121,27 @@ def _attention(
     positions: torch.Tensor,
     query_segments: torch.Tensor,
     random_key: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scoring_text: str,
 ) -> torch.Tensor:
-    """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``KG``, segments ``BT``, positions ``NC`` and
-    query segments ``NBC`` to ``NBKGCE``."""
+    """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``NbkgC1``, segments ``BT``, positions ``NC``,
+    query segments ``NBC`` and bias ``NbkgCT`` to ``NBKGCE``."""
     scoring: Scoring = from_text(scoring_text)
 
     def body(
         constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         weights_BKGCT, *_ = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights_BKGCT, scoring)
         out_BKGCE = torch.einsum("bkgct,bkte->bkgce", _times(weights_BKGCT, kept), constants[1].float())
-        return [], out_BKGCE.to(query.dtype)
+        return [], [out_BKGCE.to(query.dtype)]
 
-    constants = [key, value, sinks, segments, *([] if random_key is None else [random_key])]
-    return _loop(body, constants, [], [query, positions, query_segments])[1]
+    constants = [key, value, segments, *_given(random_key)]
+    return _loop(body, constants, [], [query, positions, query_segments, sinks, *_given(bias)])[1][0]
 
 
 @_attention.register_fake
-def _(query, key, value, sinks, segments, positions, query_segments, random_key, scoring_text):
+def _(query, key, value, sinks, segments, positions, query_segments, random_key, bias, scoring_text):
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
@@ -133,41 +156,52 @@ def _attention_backward(
     positions: torch.Tensor,
     query_segments: torch.Tensor,
     random_key: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scoring_text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value and sinks."""
+    with_bias: bool,
+) -> list[torch.Tensor]:
+    """From grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value and sinks.
+
+    And last, if ``with_bias``, the bias's.
+    """
     scoring: Scoring = from_text(scoring_text)
 
     def body(
         constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         key_BKTD, value_BKTE, *_ = constants
-        grad_key, grad_value, grad_sinks = carry
-        query_BKGCD, grad_BKGCE = x[0].float(), x[-1].float()
-        weights, weight_sink, slope = _weights(constants, x[:-1], scoring)
+        grad_key, grad_value = carry
+        *x, grad_blocks = x
+        query_BKGCD, grad_BKGCE = x[0].float(), grad_blocks.float()
+        weights, weight_sink, slope = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights, scoring)
         grad_value = grad_value + torch.einsum("bkgct,bkgce->bkte", _times(weights, kept), grad_BKGCE)
         grad_weights = _times(torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float()), kept)
         mean_BKGC1 = (weights * grad_weights).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - mean_BKGC1) * scoring.scale
+        grad_biased = weights * (grad_weights - mean_BKGC1)
+        grad_scores = grad_biased * scoring.scale
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_key = grad_key + torch.einsum("bkgct,bkgcd->bktd", grad_scores, query_BKGCD)
-        grad_sinks = grad_sinks - (weight_sink * mean_BKGC1).sum((0, 3, 4))
         grad_query = torch.einsum("bkgct,bktd->bkgcd", grad_scores, key_BKTD.float())
-        return [grad_key, grad_value, grad_sinks], grad_query.to(query.dtype)
+        ys = [grad_query.to(query.dtype), _summed(-weight_sink * mean_BKGC1, x[3])]
+        if with_bias:
+            ys.append(_summed(grad_biased, x[4]))
+        return [grad_key, grad_value], ys
 
-    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value, sinks)]
-    xs = [query, positions, query_segments, grad_out]
-    constants = [key, value, sinks, segments, *([] if random_key is None else [random_key])]
-    grads, grad_query = _loop(body, constants, zeros, xs)
-    return grad_query, grads[0].to(key.dtype), grads[1].to(value.dtype), grads[2].to(sinks.dtype)
+    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value)]
+    xs = [query, positions, query_segments, sinks, *_given(bias), grad_out]
+    constants = [key, value, segments, *_given(random_key)]
+    (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, xs)
+    return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), *others]
 
 
 @_attention_backward.register_fake
-def _(grad_out, query, key, value, sinks, segments, positions, query_segments, random_key, scoring_text):
+def _(
+    grad_out, query, key, value, sinks, segments, positions, query_segments, random_key, bias, scoring_text, with_bias
+):
     # not empty_like: the gradients are dense whatever the inputs' strides
-    return tuple(t.new_empty(t.shape) for t in (query, key, value, sinks))
+    return [t.new_empty(t.shape) for t in (query, key, value, sinks, *([bias] if with_bias else []))]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -176,8 +210,9 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text)
-    return (*grads, None, None, None, None, None)
+    with_bias = ctx.needs_input_grad[8]
+    grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text, with_bias)
+    return (*grads[:4], None, None, None, None, grads[4] if with_bias else None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save_inputs)
@@ -187,17 +222,19 @@ def _weights(
     constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """One block's attention weights ``BKGCT``, its sinks' ``BKGC1``, and the soft cap's slope at each score."""
-    key_BKTD, _, sinks_KG, segments_BT = constants[:4]
-    query_BKGCD, positions_C, segments_BC = x
+    key_BKTD, _, segments_BT = constants[:3]
+    query_BKGCD, positions_C, segments_BC, sinks_bkgC1, *bias = x
     scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * scoring.scale
     slope = None
     if scoring.softcap is not None:
         tanh = torch.tanh(scores / scoring.softcap)
         scores, slope = tanh * scoring.softcap, 1 - tanh * tanh
-    seen = _seen(positions_C, segments_BC, segments_BT, scoring.window)
+    for bias_bkgCT in bias:
+        scores = scores + bias_bkgCT.float()
+    seen = _seen(positions_C, segments_BC, segments_BT, scoring)
     scores = torch.where(seen, scores, _MASKED)
-    sinks = sinks_KG.float().view(1, *sinks_KG.shape, 1, 1)
-    top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    sinks = sinks_bkgC1.float()
+    top = torch.maximum(scores.amax(-1, keepdim=True), sinks).clamp(min=_MASKED)  # a bias may be -inf all along a row
     # a row that sees nothing has every score equal to `top`: the second `where` makes its weights zeros
     weights = torch.where(seen, torch.exp(scores - top), 0.0)
     sink = torch.exp(sinks - top)
@@ -212,7 +249,7 @@ def _kept(
     """What dropout multiplies a block's weights by, ``BKGCT``; None: there is no dropout."""
     if not scoring.dropout:
         return None
-    return keep_factors(constants[4], weights_BKGCT.shape, scoring.site, scoring.dropout, rows=x[1])
+    return keep_factors(constants[3], weights_BKGCT.shape, scoring.site, scoring.dropout, rows=x[1])
 
 
 def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
@@ -220,26 +257,40 @@ def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 
 
 def _seen(
-    positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, window: int | None
+    positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Whether a query sees a key, ``[B, 1, 1, C, T]``: not later, in the window, of the same segment, not padding."""
+    """Whether a query sees a key, ``[B, 1, 1, C, T]``: of its segment, not padding, not later, in window and chunk."""
+    segments_BC1 = segments_BC.unsqueeze(2)
+    same_BCT = (segments_BC1 == segments_BT.unsqueeze(1)) & (segments_BC1 != 0)
+    if not scoring.causal:
+        return same_BCT[:, None, None]
     positions_T = torch.arange(segments_BT.shape[1], dtype=positions_C.dtype, device=positions_C.device)
     distance_CT = positions_C.unsqueeze(1) - positions_T
     near_CT = distance_CT >= 0
-    if window is not None:
-        near_CT = near_CT & (distance_CT < window)
-    segments_BC1 = segments_BC.unsqueeze(2)
-    same_BCT = (segments_BC1 == segments_BT.unsqueeze(1)) & (segments_BC1 != 0)
+    if scoring.window is not None:
+        near_CT = near_CT & (distance_CT < scoring.window)
+    if scoring.chunk is not None:
+        near_CT = near_CT & (positions_C.unsqueeze(1) // scoring.chunk == positions_T // scoring.chunk)
     return (near_CT & same_BCT)[:, None, None]
 
 
+def _given(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    return [] if tensor is None else [tensor]
+
+
+def _summed(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``grad`` summed over the dimensions along which ``like`` was repeated, in its dtype."""
+    repeated = [i for i in range(grad.dim()) if like.shape[i] < grad.shape[i]]
+    return (grad.sum(repeated, keepdim=True) if repeated else grad).to(like.dtype)
+
+
 def _loop(
-    body: Callable[..., tuple[list[torch.Tensor], torch.Tensor]],
+    body: Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]],
     constants: Sequence[torch.Tensor],
     carry: list[torch.Tensor],
     xs: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; the ``y`` are stacked.
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
 
     On XLA this is a While, whose body may use its arguments alone: a tensor that it closes over would be computed
     again inside, with everything that led to it. So the constants are part of the carry.
@@ -250,11 +301,11 @@ def _loop(
         for i in range(count):
             carry, y = body(constants, carry, [x[i] for x in xs])
             ys.append(y)
-        return carry, torch.stack(ys)
+        return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
 
     def step(state: list[torch.Tensor], x: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         carry, y = body(state[:fixed], state[fixed:], x)
-        return [*state[:fixed], *carry], [y]
+        return [*state[:fixed], *carry], y
 
-    state, (ys_N,) = _scan_impl_flat(step, [*constants, *carry], list(xs))
-    return list(state[fixed:]), ys_N
+    state, ys_N = _scan_impl_flat(step, [*constants, *carry], list(xs))
+    return list(state[fixed:]), list(ys_N)

@@ -213,13 +213,13 @@ def _forward(
     segments, sinks = _optional(optional, extra, sizes)
     run = functools.partial(
         kernel._splash_attention_forward,
-        _blocks(sizes, scoring.window, "queries"),
+        _blocks(sizes, scoring, "queries"),
         mask_value=kernel.DEFAULT_MASK_VALUE,
         is_mqa=False,
         block_sizes=kernel.BlockSizes(block_q=sizes.block, block_kv=sizes.block, block_kv_compute=sizes.compute),
         residual_checkpoint_name=None,
         save_residuals=True,
-        mask_function=_mask(scoring.window),
+        mask_function=_mask(scoring),
         attn_logits_soft_cap=scoring.softcap,
         interpret=settings.interpret > 0,
     )
@@ -276,7 +276,7 @@ def _backward_of_one(
         "is_mqa": False,
         "mask_value": kernel.DEFAULT_MASK_VALUE,
         "attn_logits_soft_cap": scoring.softcap,
-        "mask_function": _mask(scoring.window),
+        "mask_function": _mask(scoring),
         "interpret": settings.interpret > 0,
         **{f"{name}_layout": kernel.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
     }
@@ -285,12 +285,10 @@ def _backward_of_one(
         bkv_compute=sizes.compute,
         # the fused kernel writes a gradient of the query for each block of keys: memory quadratic in the sequence
         use_fused_bwd_kernel=False,
-        mask_info=_blocks(sizes, scoring.window, "keys"),
+        mask_info=_blocks(sizes, scoring, "keys"),
         **common,
     )
-    grad_query = kernel._splash_attention_bwd_dq(
-        *arguments, mask_info=_blocks(sizes, scoring.window, "queries"), **common
-    )
+    grad_query = kernel._splash_attention_bwd_dq(*arguments, mask_info=_blocks(sizes, scoring, "queries"), **common)
     return grad_query, grad_key, grad_value
 
 
@@ -312,12 +310,14 @@ def _sizes(query_BHSD: jax.Array, settings: Settings) -> _Sizes:
     return _Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
 
 
-def _blocks(sizes: _Sizes, window: int | None, rows: str) -> MaskInfo:
+def _blocks(sizes: _Sizes, scoring: Scoring, rows: str) -> MaskInfo:
     """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
 
     All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.
     """
     count = sizes.length // sizes.block
+    # no token of a chunk lies further back than the chunk is long
+    window = min(filter(None, (scoring.window, scoring.chunk)), default=None)
     reach = count - 1 if window is None else min(-(-(window - 1) // sizes.block), count - 1)
     # computed in the graph: a numpy array would be a constant in its text, as large as the lists
     own = jnp.arange(count, dtype=jnp.int32)[:, None]
@@ -332,12 +332,14 @@ def _blocks(sizes: _Sizes, window: int | None, rows: str) -> MaskInfo:
     return MaskInfo(fetched[None], None, run[None], None, positions)
 
 
-def _mask(window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _mask(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A function of positions: whether the query sees the key."""
 
     def sees(query: jax.Array, key: jax.Array) -> jax.Array:
-        causal = query >= key
-        return causal if window is None else causal & (query - key < window)
+        seen = query >= key
+        if scoring.window is not None:
+            seen = seen & (query - key < scoring.window)
+        return seen if scoring.chunk is None else seen & (query // scoring.chunk == key // scoring.chunk)
 
     return sees
 

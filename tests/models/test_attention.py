@@ -282,7 +282,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "4 query heads over 3 key heads": {"key": torch.zeros(B, 3, S, D)},
     "segment_ids": {"segment_ids": torch.ones(B, S - 1)},
     "output_attentions": {"output_attentions": True},
-    "'position_bias'": {"position_bias": torch.zeros(1)},
+    "'attention_bias'": {"attention_bias": torch.zeros(1)},
     "'cu_seq_lens_q'": {"cu_seq_lens_q": torch.zeros(1)},
     "sliding_window=32": {"module": SimpleNamespace(config=SimpleNamespace(sliding_window=32))},
     "attention_chunk_size=32": {"module": SimpleNamespace(config=SimpleNamespace(attention_chunk_size=32))},

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models.attention.interface import NAME, Attention, bind
+from models.attention.interface import NAME, Attention, bind, mark_chunks
 from models.attention.splash import KernelLayout
 from models.jax_call import lowering_for
 from models.randomness import drawing
@@ -59,7 +59,7 @@ def make_segments() -> torch.Tensor:
 
 
 def output_and_gradients(
-    inputs: list[torch.Tensor], layout: KernelLayout | None, segments=None, with_sinks=False, **options: Any
+    inputs: list[torch.Tensor], layout: KernelLayout | None, segments=None, with_sinks=False, chunk=0, **options: Any
 ) -> list[torch.Tensor]:
     """The output and the gradients of query, key, value and, if they are used, sinks.
 
@@ -75,7 +75,11 @@ def output_and_gradients(
             xs.mark_sharding(tensor, mesh, (layout.batch_axes, None, None, None))
     segments = None if segments is None else segments.to(device)
     sinks = tensors[3] if with_sinks else None
-    out, _ = function(MODULE, *tensors[:3], None, segment_ids=segments, s_aux=sinks, **options)
+    layer = SimpleNamespace(config=SimpleNamespace(attention_chunk_size=chunk, layer_types=["chunked_attention"]))
+    layer.layer_idx = 0
+    if chunk:
+        mark_chunks([layer])
+    out, _ = function(layer if chunk else MODULE, *tensors[:3], None, segment_ids=segments, s_aux=sinks, **options)
     results = [out, *torch.autograd.grad(out, tensors[: 4 if with_sinks else 3], grad_out)]
     torch_xla.sync()
     return [t.detach().cpu() for t in results]
@@ -89,6 +93,7 @@ def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "a window of one block, a scale": {"sliding_window": BLOCK + 1, "scaling": 0.3},
+    "chunks that are no blocks": {"chunk": BLOCK + 30},
     "packed and padded, soft cap": {"segments": make_segments(), "softcap": 2.0},
     "packed and padded, window and sinks": {"segments": make_segments(), "sliding_window": 20, "with_sinks": True},
 }
@@ -99,6 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     [
         ("causal", "one device"),
         ("a window of one block, a scale", "heads that do not divide"),
+        ("chunks that are no blocks", "one device"),
         ("packed and padded, soft cap", "more shards than key heads"),
         ("packed and padded, window and sinks", "batch over four, heads over two"),
         ("packed and padded, window and sinks", "devices in another order"),

@@ -82,7 +82,7 @@ class Loss:
             with (
                 randomness.drawing(random_key) as draws,
                 LocalOps(),
-                masks_without_reads(),
+                masks_without_reads(batch.get("segment_ids")),
                 side_outputs.joined(*([] if packed else ["router_logits"])),
             ):
                 found = side_outputs.collect_metrics(
