@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from models import families
 from trainer.errors import UserError
 from trainer.layout.recipe import Recipe
 
@@ -252,6 +253,7 @@ def _on_meta(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
         with init_empty_weights(include_buffers=False), _bounded(), _LargeOnMeta():
             # a copy: choosing a model's kernels writes into its config
             model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+        families.adapt(model)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost
         # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from models.experts.capacity import Capacity
 from models.experts.dense import dense
 from models.experts.dropless import Dropless
+from models.experts.scaled import ScaledExperts
 
 # the attribute of an experts module that holds its kernel
 _KERNEL = "_shardwright_experts_kernel"
@@ -28,7 +29,11 @@ def choose(model: PreTrainedModel, name: str) -> None:
 
     transformers refuses a name that is not registered; who calls this has imported the module that registers it.
     """
-    model.set_experts_implementation(name)
+    scaled = [module for module in model.modules() if isinstance(module, ScaledExperts)]
+    for experts in scaled:
+        experts.implementation = name
+    if not scaled:
+        model.set_experts_implementation(name)
 
 
 def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch_xla
 from tiny import tiny_config
-from trainer.layout.auto import auto_recipe
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.job import Job
+from trainer.layout.auto import auto_recipe
 from trainer.layout.plan import ShardingPlan
 from trainer.model import experts_modules, in_short, meta_model
 from trainer.step.build import build

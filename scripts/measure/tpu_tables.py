@@ -86,6 +86,15 @@ def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
     return {**rows, f"{topology}, this trainer's": step}
 
 
+def _families(*rows: tuple[str, str, str, str, str]) -> dict[str, str]:
+    """Rows of real models (name, config, recipe, slice, mesh), with one sequence of 4096 a chip and bfloat16 state."""
+    return {
+        f"{name}, {recipe}, {topology}": f"--recipe {recipe} --model docs/configs/{config}.json --sequence_length 4096 "
+        f"--topology {topology} --mesh {mesh} {_BATCH} 1 {_BF16}"
+        for name, config, recipe, topology, mesh in rows
+    }
+
+
 # table → row → options of scripts/compile.py
 TABLES: dict[str, dict[str, str]] = {
     "anchor": {
@@ -117,6 +126,15 @@ TABLES: dict[str, dict[str, str]] = {
         "Qwen3-30B-A3B, mixtral_ep": "--recipe mixtral_ep --model docs/configs/qwen3_30b_a3b.json "
         f"--sequence_length 4096 {_64} {_BATCH} 4 {_CAPACITY}",
     },
+    "families": _families(
+        ("Gemma-3-27B", "gemma3_27b", "gemma3_fsdp", "v5p:2x2x1", "fsdp=4"),
+        ("Qwen3-Next-80B-A3B", "qwen3_next_80b_a3b", "qwen3_next_ep", "v5p:2x2x2", "fsdp=2,expert=4"),
+        ("GPT-OSS-120B", "gpt_oss_120b", "gpt_oss_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
+        ("Llama-4-Scout", "llama4_scout", "llama4_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
+        ("Qwen3-235B-A22B", "qwen3_235b_a22b", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
+        ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
+        ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x4", "fsdp=4,expert=16"),
+    ),
     "graphs": {
         "mixtral_ep": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
         "mixtral_fsdp": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",

@@ -340,6 +340,27 @@ def test_each_shipped_recipe_spreads_a_real_model_over_64_devices(large, name, m
     assert plan.totals["parameters_bytes"] == pytest.approx(4 * billions * 1e9 / 64, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "model", "billions"),
+    [
+        ("deepseek_v3_ep", "deepseek_v3", 671.0),
+        ("gemma3_fsdp", "gemma3_27b", 27.0),
+        ("gpt_oss_ep", "gpt_oss_120b", 116.8),
+        ("llama4_ep", "llama4_scout", 107.8),
+        ("qwen3_moe_ep", "glm_4_5", 352.8),
+        ("qwen3_moe_ep", "qwen3_235b_a22b", 235.1),
+        ("qwen3_next_ep", "qwen3_next_80b_a3b", 79.7),
+    ],
+)
+def test_each_familys_recipe_spreads_its_real_model_over_64_devices(name, model, billions):
+    recipe = load_recipe(name)
+    assert make_plan(recipe, meta_model(load_config(None, recipe)), 8).devices == 8  # its own small one
+    real = meta_model(load_config(str(ROOT / f"docs/configs/{model}.json"), recipe))
+    plan = make_plan(recipe, real, 64)
+    assert sum(math.prod(p.shape) for p in plan.parameters) == pytest.approx(billions * 1e9, rel=0.001)
+    assert plan.totals["parameters_bytes"] == pytest.approx(4 * billions * 1e9 / 64, rel=0.02)
+
+
 @pytest.mark.parametrize("role", ["self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"])
 def test_llama_tp_splits_first_projections_with_their_bias(role):
     table = {**load_recipe("llama_tp").parameters, **load_recipe("llama_tp").optional}

@@ -15,7 +15,19 @@ from trainer.layout.mesh import Mesh
 from trainer.layout.placement import Replicate, Shard
 from trainer.layout.recipe import Compute, Recipe, matches
 
-SHIPPED = ["llama_fsdp", "llama_tp", "mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp"]
+SHIPPED = [
+    "deepseek_v3_ep",
+    "gemma3_fsdp",
+    "gpt_oss_ep",
+    "llama4_ep",
+    "llama_fsdp",
+    "llama_tp",
+    "mixtral_ep",
+    "mixtral_ep_tp",
+    "mixtral_fsdp",
+    "qwen3_moe_ep",
+    "qwen3_next_ep",
+]
 OWN = """
 from trainer import Compute, Mesh, Recipe, Shard
 

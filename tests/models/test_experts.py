@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
-from transformers import GptOssConfig, MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from models import side_outputs
+from models import families, side_outputs
 from models.experts.capacity import Capacity, _owners, _slots
 from models.experts.dense import dense
 from models.experts.dropless import Dropless
@@ -34,10 +35,15 @@ def gpt_oss():
 
 
 def _initialised(experts):
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    _drawn(experts)
     experts.config._experts_implementation = "eager"
     return experts
+
+
+def _drawn(block):
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return block
 
 
 def routing(kind: str):
@@ -70,6 +76,31 @@ def test_where_nothing_can_drop_output_and_gradients_are_the_eager_models(make, 
     experts, (index, weights) = make(), routing(kind)
     expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights)
     for ours, theirs in zip(outputs_and_gradients(function, experts, index, weights), expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("kernel", ["dense", "capacity"])
+def test_a_block_that_scales_its_experts_inputs_is_routed_and_gives_its_own_numbers(kernel, top_k):
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        hidden_size=H, intermediate_size=32, num_local_experts=E, num_experts_per_tok=top_k, head_dim=4
+    )
+    plain = _drawn(Llama4TextMoe(config))
+    routed = copy.deepcopy(plain)
+    families.adapt(routed)
+    routed.experts.implementation = kernel
+    if kernel == "capacity":  # one call for each choice, and room for all tokens
+        bind(routed, ["experts"], Capacity(factor=E))
+    x = torch.randn(2, T, H)
+    results = []
+    for block in (plain, routed):
+        out, logits = block(x)
+        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+        gradients = torch.autograd.grad((out * direction).sum(), [*block.parameters()])
+        results.append([out, logits, *gradients])
+    assert list(dict(plain.named_parameters())) == list(dict(routed.named_parameters()))
+    for ours, theirs in zip(*results, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

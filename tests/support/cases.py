@@ -11,9 +11,11 @@ from against_plain import unstacked
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.support.jobs import job_of
+from tests.support.paths import ROOT
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan
 from trainer.layout.recipe import Recipe
+from trainer.model import experts_modules, routing_of
 from trainer.step.build import build
 from trainer.step.eval_step import EvalStep
 from trainer.step.train_step import TrainStep
@@ -23,7 +25,15 @@ from trainer.xla.mesh import build_mesh
 
 ROWS, LENGTH = 32, 16
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-RECIPES = ("mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp", "llama_fsdp", "llama_tp")
+RECIPES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("[!_]*.py")))
+# Where layers differ, more of them, for each kind to come twice; and windows and chunks shorter than a row.
+PATTERNS = {
+    "gpt_oss": {"num_hidden_layers": 4, "sliding_window": 8},
+    "deepseek_v3": {"num_hidden_layers": 3},
+    "qwen3_next": {"num_hidden_layers": 8},
+    "gemma3_text": {"num_hidden_layers": 14, "sliding_window": 8},
+    "llama4_text": {"num_hidden_layers": 8, "attention_chunk_size": 8},
+}
 
 
 @dataclass
@@ -59,7 +69,9 @@ class Case:
 
 
 def small_config(recipe: Recipe, **changes: Any) -> PretrainedConfig:
-    return AutoConfig.for_model(**{**dict(recipe.model or {}), **SMALL, **changes})
+    own = dict(recipe.model or {})
+    pattern = PATTERNS.get(own["model_type"], {})
+    return AutoConfig.for_model(**{**own, **SMALL, **pattern, **changes})
 
 
 def make_case(
@@ -75,22 +87,34 @@ def make_case(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     config = config or small_config(recipe)
-    if recipe.compute.experts == "capacity":
-        compute = {"capacity_factor": config.num_local_experts / config.num_experts_per_tok, **compute}
-    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     reference.set_attn_implementation("eager")
-    if recipe.compute.experts is not None:
+    if experts_modules(reference):  # others know one way to run them
         reference.set_experts_implementation("eager")
-    for name, parameter in reference.named_parameters():
-        if name.endswith(".bias"):  # transformers starts biases at 0, where a wrong layout would not show
-            torch.nn.init.normal_(parameter, std=0.1)
+    randomise(reference)
+    routing = routing_of(reference, config)
+    if recipe.compute.experts == "capacity" and routing is not None:
+        compute = {"capacity_factor": routing[1] / routing[0], **compute}
+    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
     options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay}
     job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
     built = build(job, device_mesh, state_dict_weights(weights))
     return Case(recipe, config, reference, job.stored, built.step, built.evaluation, device_mesh)
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel) -> None:
+    """Moves biases, norms and saved buffers from where transformers starts them: a wrong layout of zeros shows not."""
+    saved = model.state_dict().keys()
+    buffers = [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
+    small = [p for name, p in model.named_parameters() if p.dim() < 2 or name.endswith("bias")]
+    for tensor in (*small, *buffers):
+        tensor.add_(0.1 * torch.randn_like(tensor))
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # a state that is forgotten at once has gradients of rounding alone
+            parameter.sub_(3)
 
 
 def make_batch(config: PretrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
