@@ -133,7 +133,7 @@ def job_of(config: PretrainedConfig, meta: PreTrainedModel, mesh: str | None, sc
     """The job of the recipe ``auto``, in which no token is dropped and no other loss is added."""
     experts = experts_modules(meta)
     recipe = auto_recipe(meta, experts, mesh, DEVICES).recipe
-    exact = {"experts": "dropless", "router_loss": False} if experts else {}
+    exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if experts else {}
     if recipe.compute.experts == "dense":
         exact = {"router_loss": False}
     recipe = replace(recipe, compute=replace(recipe.compute, remat="full", scan=scan, **exact))
