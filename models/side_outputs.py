@@ -9,7 +9,7 @@ values of the layer, and :func:`replay` appends them outside, layer by layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -73,24 +73,27 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
     return result, {"captured": captured, "metrics": metrics}
 
 
-def replay(side: SideOutputs, count: int | None) -> None:
+def replay(sides: Sequence[SideOutputs], count: int) -> None:
     """Append what :func:`collect` returned to the active collectors, in layer order.
 
     Args:
-        count: how many layers' tensors are stacked along dimension 0; None: they are one layer's, not stacked.
+        sides: of each layer of a period.
+        count: how many turns the period had; if more than one, tensors are stacked along dimension 0.
     """
     captured, metrics = _active_collector.get(), _metrics.get()
-    for name, values in side["captured"].items():
-        for value in values:
-            if captured is None:
-                continue
-            if count is None:
-                captured.setdefault(name, []).append(value)
-            elif name in _joined.get():
-                # tokens in front: with layers in front, the merged dimension would lose the tokens' layout
-                captured.setdefault(name, []).append(value.transpose(0, 1).flatten(0, 1))
-            else:
-                captured.setdefault(name, []).extend(value.unbind())
-    for name, values in side["metrics"].items():
-        if metrics is not None:
-            metrics.setdefault(name, []).extend(value.flatten() for value in values)
+    for name in dict.fromkeys(name for side in sides for name in side["captured"] if captured is not None):
+        assert captured is not None
+        values = [value for side in sides for value in side["captured"].get(name, [])]
+        if count == 1:
+            captured.setdefault(name, []).extend(values)
+        elif name in _joined.get():
+            # tokens in front: with layers in front, the merged dimension would lose the tokens' layout
+            captured.setdefault(name, []).extend(value.transpose(0, 1).flatten(0, 1) for value in values)
+        else:
+            turns = zip(*(value.unbind() for value in values), strict=True)
+            captured.setdefault(name, []).extend(value for turn in turns for value in turn)
+    for name in dict.fromkeys(name for side in sides for name in side["metrics"] if metrics is not None):
+        assert metrics is not None
+        values = [value for side in sides for value in side["metrics"].get(name, [])]
+        rows = [value.reshape(count, -1) for value in values]  # a turn each
+        metrics.setdefault(name, []).append(torch.cat(rows, dim=1).flatten())

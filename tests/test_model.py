@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from trainer import model
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.model import load_config, meta_model, most_positions
@@ -93,21 +91,3 @@ def test_a_model_made_from_a_quantised_models_config_is_exported_as_what_it_is(t
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded.lm_head.weight, seeded_init(model, 0)("lm_head.weight"))
-
-
-def test_what_a_family_fills_with_zeros_is_built_without_their_memory_and_is_the_same_model(monkeypatch):
-    config = small("llama4_text", num_key_value_heads=2, head_dim=8, intermediate_size_mlp=32, num_local_experts=4)
-    expected, made = meta_model(config), []
-    monkeypatch.setattr(model, "MOST_FILLED", 100)
-    hook = register_module_parameter_registration_hook(
-        lambda module, name, p: made.append(p) if p is not None else None
-    )
-    try:
-        found = meta_model(config)
-    finally:
-        hook.remove()
-    light = [p for p in made if p is not None and not p.is_meta and p.untyped_storage().nbytes() < p.nbytes]
-    assert len(light) == 2  # the two layers' gate_up_proj; down_proj is not filled
-    shapes = [{name: (t.shape, t.dtype, t.stride()) for name, t in m.named_parameters()} for m in (expected, found)]
-    assert shapes[0] == shapes[1]
-    assert all(torch.equal(one, other) for one, other in zip(expected.buffers(), found.buffers(), strict=True))

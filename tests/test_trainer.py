@@ -43,6 +43,7 @@ from trainer.checkpoint.read import RunCheckpoint, open_checked
 from trainer.data.corpus import Corpus
 from trainer.data.rows import StoredRows
 from trainer.data.unigram import unigram_loss
+from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.storage import Folder
 from trainer.trainer import Trainer
@@ -68,7 +69,7 @@ def make_trainer(
 ) -> Trainer:
     recipe = load_recipe("llama_fsdp").with_compute("scan=False,remat=none")
     config = AutoConfig.for_model("llama", **CONFIG)
-    job = job_of(recipe, config, output_dir=str(output), sequence_length=LENGTH, **options)
+    job = job_of(recipe, config, output_dir=str(output), **{"sequence_length": LENGTH, **options})
     console = console or Console(quiet=True)
     return Trainer(job, corpus(), resume=resume, callbacks=told, console=console)
 
@@ -250,6 +251,12 @@ def test_an_error_before_the_first_step_is_raised_as_it_is_and_no_untrained_mode
     with pytest.raises(ArithmeticError, match="in the first evaluation"):
         make_trainer(tmp_path, [Fails], max_steps=1).train()
     assert "model" not in {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_corpus_of_other_rows_than_the_job_was_checked_for_is_refused(tmp_path):
+    """A model with a table of positions would get the last one for every token beyond its end."""
+    with pytest.raises(UserError, match=f"rows of {LENGTH // 2} tokens\n  found:   a corpus with rows of {LENGTH}"):
+        make_trainer(tmp_path, [], sequence_length=LENGTH // 2)
 
 
 def test_a_signal_ends_the_program_at_once_where_no_step_could_be_lost(tmp_path, monkeypatch):

@@ -33,3 +33,14 @@ class Stack:
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
         return torch.stack([layer[where[1:]] for layer in self.layers[where[0]]])
+
+
+class Layer:
+    """The :class:`Array` of one layer of a stack, without the stack's first dimension."""
+
+    def __init__(self, stack: Array, layer: int) -> None:
+        self.stack, self.layer = stack, layer
+        self.shape, self.dtype = tuple(stack.shape[1:]), stack.dtype
+
+    def __getitem__(self, where: Slices) -> torch.Tensor:
+        return self.stack[(slice(self.layer, self.layer + 1), *where)][0]

@@ -18,9 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from models.attention.interface import NAME as OUR_ATTENTION
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
-from models.layers import stack_layers, wrap_layers
+from models.layers import DecoderLayers, stack_layers, wrap_layers
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.layout.auto import AUTO, UNMADE, auto_recipe
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
@@ -55,6 +56,7 @@ class Job:
         assembled: the model that runs, on meta: kernels chosen, layers stacked where they are scanned. It is a
             template, and :func:`trainer.step.build.build` fills a copy.
         stored: the plan of ``assembled``'s parameters, as they are stored.
+        notice: what a user should know about how the layers run; empty if they run as the recipe says.
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -68,6 +70,7 @@ class Job:
     plan: ShardingPlan = field(init=False, repr=False)
     assembled: PreTrainedModel = field(init=False, repr=False)
     stored: ShardingPlan = field(init=False, repr=False)
+    notice: str = field(init=False, repr=False)
 
     @classmethod
     def resolve(cls, args: TrainingArguments, count_devices: Callable[[], int]) -> Job:
@@ -76,19 +79,22 @@ class Job:
         Raises:
             UserError: as the class; no such recipe or model.
         """
-        recipe = effective_recipe(args)
-        config = load_config(args.model, recipe)
+        written = None if args.recipe == AUTO else effective_recipe(args)
+        config = load_config(args.model, written or UNMADE)
         model = meta_model(config)
-        _assemble(recipe, args, model)  # what the model itself can't do is refused before a device is asked for
-        return cls(recipe, args, count_devices(), config, model)
+        # what the model itself can't do is refused before a device is asked for
+        _assemble(written or _made_recipe(args, model), args, model)
+        devices = count_devices()
+        return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
 
     def __post_init__(self) -> None:
         _check_text_part(self)
-        assembled, stack = _assemble(self.recipe, self.args, self.model)
+        assembled, notice = _assemble(self.recipe, self.args, self.model)
         plan = make_plan(self.recipe, self.model, self.devices, **self.args.state_dtypes)
         object.__setattr__(self, "assembled", assembled)
         object.__setattr__(self, "plan", plan)
-        object.__setattr__(self, "stored", plan.stacked(*stack) if stack else plan)
+        object.__setattr__(self, "notice", notice)
+        object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
 
     @functools.cached_property
@@ -165,8 +171,15 @@ def effective_recipe(args: TrainingArguments) -> Recipe:
         UserError: no such recipe, or an override that it can't take.
     """
     recipe = load_recipe(args.recipe)
-    if args.mesh is not None:
-        recipe = recipe.with_mesh(args.mesh)
+    return _overridden(recipe if args.mesh is None else recipe.with_mesh(args.mesh), args)
+
+
+def _made_recipe(args: TrainingArguments, model: PreTrainedModel, devices: int | None = None) -> Recipe:
+    """The recipe made for ``model``, on the axes that ``--mesh`` asks for, with what else ``args`` override."""
+    return _overridden(auto_recipe(model, experts_modules(model), args.mesh, devices).recipe, args)
+
+
+def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
     if args.compute is not None:
         recipe = recipe.with_compute(args.compute)
     if args.bf16 is not None:
@@ -174,10 +187,8 @@ def effective_recipe(args: TrainingArguments) -> Recipe:
     return recipe
 
 
-def _assemble(
-    recipe: Recipe, args: TrainingArguments, model: PreTrainedModel
-) -> tuple[PreTrainedModel, tuple[str, int] | None]:
-    """A copy of ``model`` with kernels chosen and layers stacked; and the stack's name and depth, if there is one."""
+def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
     if args.isolate_documents:
         _check_isolation(recipe, model.config)
     _check_positions(args, model)
@@ -189,19 +200,30 @@ def _assemble(
     _check_experts(recipe, model)
     if compute.experts is not None:
         experts.choose(model, compute.experts)
+    return model, _group_layers(recipe, model)
+
+
+def _group_layers(recipe: Recipe, model: PreTrainedModel) -> str:
+    """Stack or wrap the layers as the recipe says, in place, and return what should be said about it."""
+    compute, notice = recipe.compute, ""
     try:
         if compute.scan:
-            return model, stack_layers(model)
+            stack_layers(model)
+        elif compute.remat != "none":
+            wrap_layers(model)
+    except ValueError as error:
+        notice = f"its layers run one by one: {error}"
         if compute.remat != "none":
             wrap_layers(model)
-        return model, None
-    except ValueError as error:
-        raise UserError(
-            asked=f"recipe {recipe.name}: Compute(scan={compute.scan}, remat={compute.remat!r})",
-            found=str(error),
-            why="only equal layers, in a list named `layers` and without saved buffers, run as one",
-            instead='Compute(scan=False, remat="none"), which leaves the model as it is',
-        ) from error
+    return notice
+
+
+def _stored(plan: ShardingPlan, model: PreTrainedModel) -> ShardingPlan:
+    """The plan of the parameters of ``model``, assembled, from that of the plain model's."""
+    for module in model.modules():
+        if isinstance(module, DecoderLayers):
+            return plan.stacked(module.name, module.stacks, len(module))
+    return plan
 
 
 def _check_text_part(job: Job) -> None:

@@ -28,8 +28,8 @@ from transformers import (
 from trainer.errors import UserError
 from trainer.layout.recipe import Recipe
 
-MOST_LAYERS, MOST_MODULES = 1_000, 100_000  # of a config; both far beyond any model
-MOST_FILLED = 2**26  # numbers of a tensor; more than any table of positions
+MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
+MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
@@ -60,7 +60,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     try:
         if model is None:
             return config_of(recipe.model or {})
-        _check_layers(PretrainedConfig.get_config_dict(model)[0])
+        _check_sizes(PretrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
     # whichever it is, what the user named has no config that can be read.
@@ -78,19 +78,25 @@ def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
     """The config of these values, ``model_type`` among them.
 
     Raises:
-        ValueError: more layers than any model has. Other errors, of many types: transformers refuses a value.
+        ValueError: more layers, or wider ones, than any model has. Other errors, of many types: transformers refuses a
+            value.
     """
-    _check_layers(values)
+    _check_sizes(values)
     return AutoConfig.for_model(**values)
 
 
-def _check_layers(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number of layers that no list of layers can have: some configs make a list at once."""
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for more layers than a list can have, or a width whose tables would fill the host.
+
+    Some configs make a list of layers at once; RoPE's frequencies are computed, unlike weights, on meta too.
+    """
     for name, value in values.items():
         if isinstance(value, Mapping):
-            _check_layers(value)
+            _check_sizes(value)
         elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
+        elif str(name).endswith("dim") and isinstance(value, int) and value > MOST_WIDE:
+            raise ValueError(f"{name} is {str(value)[:40]}; {MOST_WIDE:,} is the widest")
 
 
 @contextlib.contextmanager
@@ -107,6 +113,21 @@ def _bounded() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """While it is active, tensors of more elements than any buffer has are made on meta at once.
+
+    Without it a weight takes memory until it is a parameter: 30 GB for all experts of a layer of 671 B parameters.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full):
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(size) > MOST_BUFFER:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -224,26 +245,11 @@ def _empty(module: nn.Module, kept: set[int]) -> None:
             setattr(module, name, nn.Identity())
 
 
-class _FilledWithoutMemory(TorchFunctionMode):
-    """Very large zeros and ones take one element's memory: they become parameters, which are filled and then dropped.
-
-    Llama-4's experts would take 8 GB a layer.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.zeros, torch.ones) and args:
-            size = args if isinstance(args[0], int) else args[0]
-            if math.prod(size) > MOST_FILLED:
-                return func(1, **kwargs).expand(*size)
-        return func(*args, **kwargs)
-
-
 def _on_meta(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
     """The model that ``auto``, one of transformers' auto classes, makes of ``config``."""
     try:
         # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
-        with init_empty_weights(include_buffers=False), _bounded(), _FilledWithoutMemory():
+        with init_empty_weights(include_buffers=False), _bounded(), _LargeOnMeta():
             # a copy: choosing a model's kernels writes into its config
             model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost

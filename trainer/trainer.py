@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 
-from trainer.arguments import DEFAULT_RATE, TrainingArguments
+from trainer.arguments import DEFAULT_RATE
 from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import random_state, set_random_state, versions
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder
@@ -20,8 +20,8 @@ from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
 from trainer.data.batches import Batch, TrainingBatches, heldout_batches
 from trainer.data.corpus import Corpus
-from trainer.data.tokenizer import check_vocabulary
 from trainer.data.unigram import unigram_loss
+from trainer.endings import best_unread, farewell, not_finite, other_devices, set_aside
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.lock import FolderLock
@@ -30,6 +30,7 @@ from trainer.report.bars import tracked
 from trainer.report.curve import loss_curve
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
+from trainer.state import is_evaluated, loss_before, note_if_best, state_at_the_start
 from trainer.step.build import build
 from trainer.step.meter import Meter
 from trainer.step.train_step import StepMetrics
@@ -77,19 +78,17 @@ class Trainer:
     ) -> None:
         self.job, self.args, self.corpus, self.resume = job, job.args, corpus, resume
         self.heldout = corpus.heldout.spread(self.args.max_eval_rows)
-        self.console = console or Console()
+        self.console, self.stop = console or Console(), StopRequests()
         self.folder = Folder(str(self.args.output_dir))
         self.lock = lock or FolderLock(self.folder, self.console)
 
         # ---- batches, and where they go on ----
-        check_vocabulary(corpus.tokenizer, job.config.get_text_config().vocab_size)
+        corpus.check_fits(self.args.sequence_length, job.config.get_text_config().vocab_size)
         self.mesh = build_mesh(job.recipe.mesh)
-        _check_devices(job, self.mesh.size())
+        if self.mesh.size() != job.devices:
+            raise other_devices(job, self.mesh.size())
         self._share = batch_share(self.mesh, job.recipe.batch)
-        index, count = self._share
-        self.batches = TrainingBatches(
-            corpus.train, job.rows, seed=self.args.seed, process_index=index, process_count=count
-        )
+        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *self._share)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.whole, self.args.seed)
         if resume is not None:
@@ -110,10 +109,9 @@ class Trainer:
         if resume is not None:
             self.train_step.metrics_read = resume.host["metrics_read"]
             self.schedule.skip(resume.step)
-        self.state, self.control = _state_at_the_start(self.args, resume), TrainerControl()
+        self.state, self.control = state_at_the_start(self.args, resume), TrainerControl()
         flow = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
-        self.stop = StopRequests()
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
@@ -148,9 +146,8 @@ class Trainer:
             after = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self._write_curve(unigram)
-        history, compiles = self.state.log_history, compile_count()
-        before = next((entry["eval_loss"] for entry in history if "eval_loss" in entry and not entry["step"]), None)
-        self.console.print(closing_table((before, after, unigram), history, compiles, str(self.folder)))
+        losses = loss_before(self.state), after, unigram
+        self.console.print(closing_table(losses, self.state.log_history, compile_count(), str(self.folder)))
         if problem is not None:
             raise problem
         return self.state
@@ -191,7 +188,7 @@ class Trainer:
         finally:
             self._event("on_train_end")
         if self.stop.any:
-            say(self.console, self._farewell())
+            say(self.console, farewell(self.stop.interrupted, self.state.global_step))
 
     def _ends(self) -> bool:
         done = self.state.global_step >= self.args.max_steps
@@ -209,8 +206,8 @@ class Trainer:
                 self._evaluate_and_log()
             return
         due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
-        if args.eval_strategy == "steps" and due and not self._evaluated():
-            self._note_if_best(self._evaluate_and_log())
+        if args.eval_strategy == "steps" and due and not is_evaluated(state):
+            self._evaluate_for_best()
             if state.best_global_step == state.global_step:
                 state.best_model_checkpoint = noted(self.resume.folder, self.folder)
 
@@ -251,7 +248,7 @@ class Trainer:
         if control.should_log or control.should_evaluate or control.should_training_stop:
             self._log_metrics()
         if self.control.should_evaluate:
-            self._note_if_best(self._evaluate_and_log())
+            self._evaluate_for_best()
         if self.control.should_epoch_stop and int(self.batches.epoch) == self._epoch:
             self.batches.skip_epoch()  # before a save, whose cursor says which batch comes next
         wanted = self.stop.preempted or (self.stop.interrupted and self.args.save_strategy != "no")
@@ -262,13 +259,6 @@ class Trainer:
             self._log_saved(self.checkpoints.finished())
         if self.stop.interrupted:
             self._log_metrics()
-
-    def _farewell(self) -> str:
-        word, step = "interrupted" if self.stop.interrupted else "preempted (SIGTERM)", self.state.global_step
-        if not step:
-            return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
-        what = "saving what was learned" if self.stop.interrupted else "the same command resumes from there"
-        return f"{word} after step {step}: {what}"
 
     # ---- evaluation and logs ----
 
@@ -294,15 +284,9 @@ class Trainer:
         self._event("on_evaluate", metrics={"eval_loss": loss, "epoch": self.state.epoch})
         return loss
 
-    def _note_if_best(self, loss: float | None) -> None:
-        state = self.state
-        if loss is not None and math.isfinite(loss) and (state.best_metric is None or loss < state.best_metric):
-            state.best_metric, state.best_global_step = loss, state.global_step
+    def _evaluate_for_best(self) -> None:
+        if note_if_best(self.state, self._evaluate_and_log()):
             self.control.should_save |= self.args.save_strategy == "best"
-
-    def _evaluated(self) -> bool:
-        """Whether this step's held-out loss is known."""
-        return any("eval_loss" in entry and entry["step"] == self.state.global_step for entry in self.state.log_history)
 
     def _log_metrics(self) -> None:
         """Read and log what the steps since the last log line came to, if there were any."""
@@ -323,13 +307,7 @@ class Trainer:
 
     def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
         self.state.global_step = metrics.bad_step - 1
-        raise UserError(
-            asked=f"step {metrics.bad_step} of {self.args.max_steps}",
-            found=f"its loss or gradient norm is not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm})",
-            why="training on would spread it to every weight; the weights are as step "
-            f"{metrics.bad_step - 1} left them, saved in {self.args.output_dir}/model",
-            instead="a lower --learning_rate, some --warmup_steps, --max_grad_norm 1.0, or --bf16 false",
-        )
+        raise not_finite(metrics, self.args)
 
     # ---- what it saves and leaves ----
 
@@ -360,12 +338,7 @@ class Trainer:
         for name, content in self.job.as_texts().items():
             self.folder.write(name, as_json(content))
         if aside := self.checkpoints.begin(self.resume):
-            names = ", ".join(folder_of(self.folder, step).name for step in aside)
-            say(
-                self.console,
-                f"set aside: {names} of {self.folder}, which this run does not go on from: their paths still resume, "
-                "`latest` does not find them, and one is replaced when this run comes to its step",
-            )
+            say(self.console, set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
@@ -390,13 +363,7 @@ class Trainer:
             self._write_out(unigram, source)
         except UserError as error:
             self._write_out(unigram)
-            return UserError(
-                asked=f"--load_best_model_at_end, with the weights of step {self.state.best_global_step}",
-                found=f"{error.asked}: {error.found}",
-                why=f"they can't be read, so {self.folder}/model has those of the last step, {self.state.global_step}",
-                instead="the same command with --resume_from_checkpoint latest, once that checkpoint is back as it "
-                "was; with --load_best_model_at_end false the last step's weights are what is asked for",
-            )
+            return best_unread(error, self.state, self.folder)
         # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
         parameters = self.placed.parameters
         parameters.clear()
@@ -420,23 +387,3 @@ class Trainer:
 
     def _write_curve(self, unigram: float) -> None:
         self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
-
-
-def _check_devices(job: Job, devices: int) -> None:
-    if devices != job.devices:
-        raise UserError(
-            asked=f"a job for {job.devices} devices",
-            found=f"this process has {devices}",
-            why="its plan and its batches are made for that number",
-            instead=f"Job.resolve(args, lambda: {devices}), or as many devices (CPU_NUM_DEVICES)",
-        )
-
-
-def _state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None) -> TrainerState:
-    """A new run's state, or that of the run to go on with, which counts on towards this run's steps."""
-    state = TrainerState() if resume is None else resume.trainer_state
-    state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
-    state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        setattr(state, name, getattr(args, name))
-    return state

@@ -211,7 +211,7 @@ def test_an_activation_line_that_matches_no_module_is_refused():
 
 def test_stacking_puts_layers_in_front_and_moves_every_shard():
     plan = small_plan()
-    stacked = plan.stacked("layers", 3)
+    stacked = plan.stacked("layers", ["*"], 3)
     assert [p.name for p in stacked.parameters] == [
         "scale",
         "embed.weight",
@@ -240,7 +240,7 @@ BY_LAYER |= {"layers.0.up.bias": {"tensor": Shard(0)}, "layers.[12].up.bias": {}
 @pytest.mark.parametrize(
     ("table", "model", "message"),
     [
-        (BY_LAYER, Small, "layers 0 and 1"),
+        (BY_LAYER, Small, "layers.0 and layers.1"),
         (TABLE, lambda: Small((24, 24, 48)), r"\[24, 8\] .* and \[48, 8\]"),
         (TABLE, tied_layers, "layers.2.up.weight is tied"),
     ],
@@ -249,15 +249,27 @@ def test_layers_that_differ_or_share_cannot_be_stacked(table, model, message):
     with torch.device("meta"):
         plan = small_plan(table, model())
     with pytest.raises(UserError, match=message) as error:
-        plan.stacked("layers", 3)
+        plan.stacked("layers", ["*"], 3)
     assert "scan=False" in error.value.instead
 
 
+def test_a_stack_may_hold_a_slice_of_the_layers():
+    plan = small_plan()
+    stacked = plan.stacked("layers", ["0:4:2"], 3)
+    assert [p.name for p in stacked.parameters if p.name.endswith("up.weight")] == [
+        "layers.0:4:2.up.weight",
+        "layers.1.up.weight",
+    ]
+    assert stacked["layers.0:4:2.up.weight"].shape == (2, 24, 8)
+    assert stacked.members("layers.0:4:2.up.weight") == ["layers.0.up.weight", "layers.2.up.weight"]
+    assert stacked.totals == plan.totals
+
+
 def test_stacking_more_layers_than_there_are_is_refused():
-    with pytest.raises(UserError, match="layers 0 and 3"):
-        small_plan().stacked("layers", 4)
+    with pytest.raises(UserError, match=r"layers\.0 and layers\.3"):
+        small_plan().stacked("layers", ["*"], 4)
     with pytest.raises(UserError, match="any parameter"):
-        small_plan().stacked("blocks", 1)
+        small_plan().stacked("blocks", ["*"], 1)
 
 
 def test_a_partition_spec_keeps_both_axes_of_a_dimension_in_mesh_order():
@@ -290,7 +302,7 @@ def test_each_shipped_recipe_plans_its_own_model_and_its_families_on_8_devices(n
     recipe = load_recipe(name)
     own = meta_model(load_config(None, recipe))
     plan = make_plan(recipe, own, 8)
-    assert plan.stacked("model.layers", own.config.num_hidden_layers).totals == plan.totals
+    assert plan.stacked("model.layers", ["*"], own.config.num_hidden_layers).totals == plan.totals
     for values in DENSE if name.startswith("llama") else SPARSE:
         plan = make_plan(recipe, meta_model(AutoConfig.for_model(**{**TINY, **values})), 8)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if values.get("tie_word_embeddings") else {}

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
+from models.calls import as_given, as_passed
+from models.experts import interface as experts
 from models.layers import stack_layers
-from tests.support.jobs import job_of
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.layout.recipe import Compute, Recipe
+from tests.support.random_layers import compare
+from trainer.layout.stacking import layer_names
 from trainer.model import meta_model
 
 SMALL = {
@@ -24,27 +24,52 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# every layer has experts, and their router a buffer that is saved
-DEEPSEEK_OF_EXPERTS = DeepseekV3Config(**SMALL, first_k_dense_replace=0, n_routed_experts=8, n_group=1, topk_group=1)
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# one dense layer, then layers of experts, whose routers have a buffer that is saved
+DEEPSEEK = DeepseekV3Config(**{**SMALL, **MLA, **EXPERTS, "num_hidden_layers": 4, "num_key_value_heads": 4})
 
 
 def test_a_stacked_parameter_has_the_recipes_own_name_and_a_dimension_of_layers_in_front():
     model = meta_model(LlamaConfig(**SMALL))
     plain = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert stack_layers(model) == ("model.layers", 3)
+    stack_layers(model)
     stacked = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert stacked["model.layers.*.self_attn.q_proj.weight"] == (3, *plain["model.layers.1.self_attn.q_proj.weight"])
     assert {name.replace(".0.", ".*.") for name in plain if ".1." not in name and ".2." not in name} == stacked.keys()
     assert sum(p.numel() for p in model.parameters()) == sum(torch.Size(s).numel() for s in plain.values())
 
 
-def test_the_trace_does_not_grow_with_depth():
-    runners = []
+def test_layers_that_repeat_are_stored_once_whatever_their_number():
+    children = []
     for layers in (2, 6):
         model = meta_model(LlamaConfig(**{**SMALL, "num_hidden_layers": layers}))
         stack_layers(model)
-        runners.append(len(list(model.model.layers[: model.config.num_hidden_layers])))
-    assert runners == [1, 1]
+        children.append([name for name, _ in model.model.layers.named_children()])
+    assert children == [["*"], ["*"]]
+
+
+def test_a_stack_is_named_by_the_slice_of_the_list_that_it_holds_and_its_buffers_are_stacked():
+    model = meta_model(DEEPSEEK)
+    experts.choose(model, "dense")
+    plain = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    stack_layers(model)
+    assert [name for name, _ in model.model.layers.named_children()] == ["0", "1:4"]
+    stored = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    for name, shape in stored.items():
+        members = layer_names(name, shape[0])
+        assert [plain.pop(member) for member in members] == [shape if members == [name] else shape[1:]] * len(members)
+    assert plain == {}
+    assert stored["model.layers.1:4.mlp.gate.e_score_correction_bias"] == (3, 8)
+
+
+def test_a_layer_of_the_new_list_has_the_attributes_and_the_class_of_the_old_one():
+    model = meta_model(Gemma2Config(**{**SMALL, "num_hidden_layers": 4}, head_dim=8))
+    before = list(model.model.layers)
+    stack_layers(model)
+    assert [layer.self_attn.is_sliding for layer in model.model.layers] == [True, False, True, False]
+    assert len(model.model.layers) == len(model.model.layers[:4]) == 4
+    assert isinstance(model.model.layers[1], type(before[1]))
 
 
 def test_a_copy_of_a_stacked_model_has_its_names_and_shapes_and_is_independent():
@@ -56,44 +81,57 @@ def test_a_copy_of_a_stacked_model_has_its_names_and_shapes_and_is_independent()
     assert {name: p.shape for name, p in other.named_parameters()} == shapes
     assert not {id(module) for module in model.modules()} & {id(module) for module in other.modules()}
     assert not {id(p) for p in model.parameters()} & {id(p) for p in other.parameters()}
-    (runner,), (copied,) = model.model.layers, other.model.layers
-    assert copied.layer is other.get_submodule("model.layers.*")
-    runner.graphs["a call"] = "graphs of this model"
-    assert copied.graphs == copy.deepcopy(runner).graphs == {}
+    (run,), (copied,) = model.model.layers.runs, other.model.layers.runs
+    assert copied.parts[0].layer is other.get_submodule("model.layers.*")
+    run.graphs["a call"] = "graphs of this model"
+    assert copied.graphs == copy.deepcopy(run).graphs == {}
     other.model.layers.configure(lambda name, parameter: {}, "none")
-    assert runner.prepare("x", 1) == {"x": 1}
-    assert runner.partition is not copied.partition
-
-
-def test_a_model_whose_layers_have_saved_buffers_is_refused_with_the_buffers_name_and_left_as_it_was():
-    model = meta_model(DEEPSEEK_OF_EXPERTS)
-    names = [name for name, _ in model.named_parameters()]
-    with pytest.raises(ValueError, match=r"model.layers.0 has the buffer mlp.gate.e_score_correction_bias"):
-        stack_layers(model)
-    assert [name for name, _ in model.named_parameters()] == names
+    assert run.prepare("x", 1) == {"x": 1}
+    assert run.partition is not copied.partition
 
 
 def test_a_model_without_a_layer_list_is_refused():
-    with pytest.raises(ValueError, match="no module list named 'layers'"):
+    with pytest.raises(ValueError, match="no list of layers"):
         stack_layers(nn.Sequential(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize(
-    ("config", "cause"),
-    [
-        (DeepseekV3Config(**SMALL, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1), "mlp"),
-        (Gemma2Config(**SMALL, head_dim=8), "attention_type|is_sliding|layer_type"),
-        (DEEPSEEK_OF_EXPERTS, "the buffer mlp.gate.e_score_correction_bias"),
-    ],
-    ids=["dense then experts", "sliding then full", "saved buffers"],
-)
-def test_layers_that_cannot_be_stacked_are_refused_with_the_cause_and_the_way_out(config, cause):
-    recipe = Recipe(
-        mesh=Mesh(fsdp=-1),
-        batch=("fsdp",),
-        parameters={},
-        optional={".".join("*" * depth): {} for depth in range(1, 9)},
-        compute=Compute(scan=True, experts="dense" if hasattr(config, "n_routed_experts") else None),
-    )
-    with pytest.raises(UserError, match=rf"(?s)({cause}).*Compute\(scan=False"):
-        job_of(recipe, config)
+class Backwards(nn.Module):
+    """A decoder that runs its layers from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, device="meta")
+        self.layers = nn.ModuleList(nn.Linear(4, 4, device="meta") for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in reversed(list(self.layers)):
+            x = layer(x)
+        return x
+
+
+def test_a_decoder_that_is_no_loop_over_its_layers_is_refused_with_the_reason_and_left_as_it_was():
+    model = Backwards()
+    with pytest.raises(ValueError, match="calls layer 2 after 0 others"):
+        stack_layers(model)
+    assert isinstance(model.layers[0], nn.Linear)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("scan", "remat"), [(True, "full"), (True, "none"), (False, "full")])
+def test_random_layers_give_plain_gradients_scanned_or_not_with_remat_or_without(seed, scan, remat):
+    worst, where, children = compare(100 + seed, scan=scan, remat=remat)
+    assert worst < 1e-5, (where, children)
+
+
+def test_what_a_layer_is_given_arrives_exactly():
+    """Bools, integers of 64 bits, complex numbers: through a scan or not, whatever float32 could hold of them."""
+    given = [
+        torch.tensor([True, False]),
+        torch.tensor([2**62 + 1, -(2**62) - 1]),
+        torch.tensor([1 + 2j, 3 - 4j]),
+        torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        torch.tensor([255, 0], dtype=torch.uint8),
+    ]
+    for tensor in given:
+        assert torch.equal(as_given(as_passed(tensor), tensor.dtype), tensor)

@@ -97,12 +97,12 @@ class Lives:
 
 
 def write_text(folder: Path) -> None:
-    """Writes a dataset of ten short files, and beside it the config of a tiny model."""
+    """Writes a dataset of ten short files, and beside it the config of a tiny model, in which dropout is at work."""
     (folder / "text").mkdir()
     for i in range(10):
         lines = [f"{a} plus {i} makes {a + i}, and {a} times {i} makes {a * i}." for a in range(60)]
         (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps({**TINY, "attention_dropout": 0.1}))
 
 
 def tiny_run(folder: Path) -> list[object]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.plain_pickle import Made, Name, read_pickle
-from trainer.layout.stacking import is_stacked
+from trainer.layout.stacking import is_stacked, numbers_of
 
 # semi-private: torch/distributed/checkpoint/{metadata,filesystem}.py and torch/serialization.py, torch 2.9
 _DCP = "torch.distributed.checkpoint.metadata."
@@ -106,6 +106,8 @@ def _entry(name: str, value: Any, places: dict[tuple[str, tuple[int, ...]], tupl
         raise ValueError(f"the chunks of {shown} do not tile its shape {list(size)}: they overlap or are not all there")
     if is_stacked(name) and (not size or len(chunks) < size[0]):
         raise ValueError(f"the stack {shown} of shape {list(size)} has fewer chunks than layers")
+    if is_stacked(name) and len(numbers_of(name) or range(size[0])) != size[0]:
+        raise ValueError(f"the stack {shown} of shape {list(size)} has other layers than its name says")
     return Entry(size, dtype, chunks)
 
 

@@ -8,6 +8,7 @@ written one at a time. Tensors are read by slices, under any layout and whether 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from trainer.arrays import Array, Slices, Stack
+from trainer.arrays import Array, Layer, Slices, Stack
 from trainer.checkpoint.listing import Chunk, Entry, read_listing
 from trainer.checkpoint.manifest import METADATA, Checksum, damaged
 from trainer.checkpoint.records import read_record
-from trainer.layout.stacking import is_stacked, layer_name, layer_names, possible_stacks
+from trainer.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
 from trainer.storage import Folder, StorageError
 
 Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, values) of each shard of a tensor
@@ -127,8 +128,8 @@ class _Hashed(io.RawIOBase):
 class StoredTensors:
     """The tensors of a checkpoint: name -> an array, of which a slice reads only the shards that it touches.
 
-    A name is found whether layers were stacked or not when it was written: ``model.layers.3.x`` is read from
-    ``model.layers.*.x``, and the other way round.
+    A name is found however layers were stacked when it was written: ``model.layers.3.x`` is read from
+    ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round.
 
     Args:
         files: name -> bytes of the files of tensors.
@@ -143,28 +144,34 @@ class StoredTensors:
             self.entries = read_listing(folder.read(METADATA), files)
         except ValueError as error:
             raise damaged(folder, f"{METADATA} is no list of tensors ({error})") from None
+        # name of a layer's tensor -> the stack that it is in, and where
+        self._layers = {
+            member: (name, index)
+            for name, entry in self.entries.items()
+            if is_stacked(name)
+            for index, member in enumerate(layer_names(name, entry.size[0]))
+        }
 
     def names(self) -> list[str]:
         """Returns every tensor's name; of a stack, the names of its layers."""
-        return [
-            member
-            for name, entry in self.entries.items()
-            for member in (layer_names(name, entry.size[0]) if is_stacked(name) else [name])
-        ]
+        return [*(name for name in self.entries if not is_stacked(name)), *self._layers]
 
     def __call__(self, name: str) -> Array:
         """Returns the array of that name; KeyError if there is none."""
         if name in self.entries:
             return self._stored(name)
+        if name in self._layers:
+            stack, index = self._layers[name]
+            return Layer(self._stored(stack), index)
         if is_stacked(name):
             layers: list[Array] = []
-            while (layer := layer_name(name, len(layers))) in self.entries:
-                layers.append(self._stored(layer))
-            if layers:
+            for layer in numbers_of(name) or itertools.count():
+                member = layer_name(name, layer)
+                if member not in self.entries and member not in self._layers:
+                    break
+                layers.append(self(member))
+            if len(layers) == len(numbers_of(name) or layers) > 0:
                 return Stack(layers)
-        for stack, index in possible_stacks(name):
-            if stack in self.entries and index < self.entries[stack].size[0]:
-                return _Layer(self._stored(stack), index)
         raise KeyError(name)
 
     def _stored(self, name: str) -> Array:
@@ -209,14 +216,3 @@ class _Stored:
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> Slices:
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-
-
-class _Layer:
-    """The array of one layer of a stack, without the stack's first dimension."""
-
-    def __init__(self, stack: Array, layer: int) -> None:
-        self.stack, self.layer = stack, layer
-        self.shape, self.dtype = tuple(stack.shape[1:]), stack.dtype
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        return self.stack[(slice(self.layer, self.layer + 1), *where)][0]

@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer.compile.hlo.collectives import Collective, Traffic
 from trainer.compile.lowered import Argument, Lowered
+from trainer.layout.stacking import is_stacked
 
 _NOTABLE_BYTES = 64 * 2**20  # a step; a collective that moves less is not flagged
 _DIMS = re.compile(r"\[([\d,]*)\]")
@@ -121,7 +122,6 @@ class Parameters:
 
     def __init__(self, lowered: Lowered) -> None:
         self.mesh = lowered.mesh
-        self.layers = lowered.layers
         self.weights = [a for a in lowered.arguments if a.kind == "weights" and len(a.shape) > 1]
         batches = [a for a in lowered.arguments if a.kind == "batch"]
         self.batch_axes = {axis for a in batches for axes in self._axes_of(a) for axis in axes}
@@ -145,14 +145,14 @@ class Parameters:
         sharded = {axis for names in self._axes_of(weight) for axis in names}
         if not axes <= sharded:
             return ""
-        stacked = self._stacked(weight)
+        layers = weight.shape[0] if is_stacked(weight.name) else 1
         local = math.prod(weight.shape) // math.prod(self.mesh[axis] for axis in sharded)
         whole = local * math.prod(self.mesh[axis] for axis in axes)
         if kind in ("all-gather", "all-reduce", "reduce-scatter"):
-            if (whole // self.layers if stacked else whole) in sizes:
+            if whole // layers in sizes:
                 return "weights" if kind == "all-gather" else "gradients"
-            return "stack" if stacked and whole in sizes and kind == "all-gather" else ""
-        handed_round = kind == "collective-permute" and (local // self.layers if stacked else local) in sizes
+            return "stack" if layers > 1 and whole in sizes and kind == "all-gather" else ""
+        handed_round = kind == "collective-permute" and local // layers in sizes
         return "weights" if handed_round else ""
 
     def shaped_like(self, shape: str) -> str:
@@ -162,16 +162,13 @@ class Parameters:
         for weight in self.weights:
             splits = (math.prod(self.mesh[axis] for axis in axes) for axes in self._axes_of(weight))
             local = tuple(size // split for size, split in zip(weight.shape, splits, strict=True))
-            if dims == local or (self._stacked(weight) and dims == local[1:]):
+            if dims == local or (is_stacked(weight.name) and dims == local[1:]):
                 return weight.name
         return ""
 
     def holds_batch(self, key: Collective) -> bool:
         """Does it move an array with at least as many elements as the global batch has tokens?"""
         return any(size >= max(self.batch_elements, 2) for size in _elements(key.shape))
-
-    def _stacked(self, weight: Argument) -> bool:
-        return self.layers > 1 and weight.shape[0] == self.layers
 
     def _axes_of(self, argument: Argument) -> tuple[tuple[str, ...], ...]:
         return axes_of_dimensions(argument.sharding, len(argument.shape), tuple(self.mesh.items()))

@@ -36,7 +36,7 @@ class Lowered:
         arguments: its parameters, in order.
         outputs: each output's sharding, in HLO's text.
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
-        layers: how often the loop over the layer stack runs.
+        layers: how often the longest loop over layers runs.
         graph: which of the run's graphs it is.
     """
 

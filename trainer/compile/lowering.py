@@ -158,8 +158,8 @@ def _batch(job: Job, rows: int) -> Tensors:
 
 
 def _layers(job: Job) -> int:
-    stacks = [module for module in job.assembled.modules() if isinstance(module, DecoderLayers)]
-    return next((stack.count for stack in stacks if stack.count), 1)
+    lists = [module for module in job.assembled.modules() if isinstance(module, DecoderLayers)]
+    return max((run.count for layers in lists for run in layers.runs), default=1)
 
 
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:

@@ -81,10 +81,10 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
 
     def needed(result: CompileReport | Tried) -> float | None:
         """Bytes that it requires. The compiler rounds them in its messages, so its verdict decides near the limit."""
-        needed = result.required_bytes if isinstance(result, Tried) else result.largest_graph.needed_bytes
-        if needed is None:
+        found = result.required_bytes if isinstance(result, Tried) else result.largest_graph.needed_bytes
+        if found is None:
             return None
-        return min(needed, limit) if result.fits else max(needed, limit + 1)
+        return min(found, limit) if result.fits else max(found, limit + 1)
 
     most = largest_batch(
         report.argument_bytes,

@@ -49,7 +49,6 @@ class TrainingBatches:
         self,
         rows: Rows,
         batch_size: int,
-        *,
         seed: int,
         process_index: int = 0,
         process_count: int = 1,

@@ -28,7 +28,8 @@ from trainer.data.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_
 from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, Packer
 from trainer.data.row_stream import StreamedRows
 from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
-from trainer.data.tokenizer import check_tokenizer, tokenizer_fingerprint, trained_tokenizer
+from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
+from trainer.errors import UserError
 
 CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
 
@@ -71,6 +72,24 @@ class Corpus:
     train: Rows
     heldout: StoredRows
     tokenizer: PreTrainedTokenizerBase
+
+    def check_fits(self, length: int, vocab_size: int) -> None:
+        """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
+
+        Of rows that are stored the first is looked at.
+
+        Raises:
+            UserError: names both numbers.
+        """
+        check_vocabulary(self.tokenizer, vocab_size)
+        for rows in (self.train, self.heldout):
+            if isinstance(rows, StoredRows) and len(rows) and (found := len(rows.dataset[0]["input_ids"])) != length:
+                raise UserError(
+                    asked=f"a job with rows of {length} tokens",
+                    found=f"a corpus with rows of {found}",
+                    why="positions, slots of experts and memory were checked for the job's",
+                    instead=f"sequence_length={found} in the job's arguments, or DataOptions(sequence_length={length})",
+                )
 
 
 def load_corpus(

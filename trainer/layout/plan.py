@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from trainer.layout.checks import check_activations, check_dimensions, check_div
 from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
 from trainer.layout.placement import Placement, Shard
 from trainer.layout.recipe import Layout, Recipe, layout_text
-from trainer.layout.stacking import is_stacked, layer_names, stack_name
+from trainer.layout.stacking import layer_names, numbers_of, stack_name
 
 _MOMENTS = 2  # AdamW keeps two of every weight
 
@@ -82,7 +82,7 @@ class ShardingPlan:
 
     def members(self, name: str) -> list[str]:
         """The model's own names of a parameter: of a stack its layers' names, of any other its name alone."""
-        return layer_names(name, self[name].shape[0]) if is_stacked(name) else [name]
+        return layer_names(name, self[name].shape[0])
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -129,53 +129,65 @@ class ShardingPlan:
             "totals": self.totals,
         }
 
-    def stacked(self, prefix: str, count: int) -> ShardingPlan:
-        """The plan of the model with its ``count`` layers stacked: ``PREFIX.0.REST``, … become one ``PREFIX.*.REST``.
+    def stacked(self, prefix: str, slices: Sequence[str], depth: int) -> ShardingPlan:
+        """The plan of the model with layers of the list ``prefix`` stacked: ``PREFIX.0.REST``, … are one tensor.
 
-        A stack has shape ``[count, ...]``, so each axis splits one dimension further than in the layer.
+        A stack of n layers has shape ``[n, ...]``, so each axis splits one dimension further than in the layer.
+
+        Args:
+            slices: which layers are in each stack, as `trainer.layout.stacking` names them.
+            depth: how many layers the list has.
 
         Raises:
-            UserError: the layers differ in parameters, shapes or layouts, or share a parameter.
+            UserError: the layers of a stack differ in parameters, shapes or layouts, or share a parameter.
         """
-        layers: list[dict[str, ParameterPlan]] = [{} for _ in range(count)]
-        place = {f"{prefix}.{index}": layer for index, layer in enumerate(layers)}
-        depth = prefix.count(".") + 2
+        parts = prefix.count(".") + 2
+        layers: dict[str, dict[str, ParameterPlan]] = {f"{prefix}.{index}": {} for index in range(depth)}
 
         def split(name: str) -> tuple[str, str]:
-            parts = name.split(".")
-            return ".".join(parts[:depth]), ".".join(parts[depth:])
+            words = name.split(".")
+            return ".".join(words[:parts]), ".".join(words[parts:])
 
-        for name in (name for pair in self.aliases.items() for name in pair):
-            if split(name)[0] in place:
-                raise _not_alike(prefix, f"{name} is tied to another parameter")
         for parameter in self.parameters:
-            layer_name, rest = split(parameter.name)
-            if layer_name in place:
-                place[layer_name][rest] = parameter
-        for index, layer in enumerate(layers):
-            _check_alike(prefix, layers[0], layer, index)
+            layer, rest = split(parameter.name)
+            if layer in layers:
+                layers[layer][rest] = parameter
+        stacks: dict[str, tuple[str, int]] = {}  # name of a layer -> of its stack, and how many layers that has
+        for which in slices:
+            names = layer_names(stack_name(prefix, which, ""), len(numbers_of(f"{prefix}.{which}.") or range(depth)))
+            inside = [name.removesuffix(".") for name in names]
+            for name in (name for pair in self.aliases.items() for name in pair):
+                if split(name)[0] in inside:
+                    raise _not_alike(prefix, f"{name} is tied to another parameter")
+            for name in inside:
+                _check_alike(prefix, (inside[0], layers[inside[0]]), (name, layers[name]))
+            stacks |= {name: (which, len(inside)) if name == inside[0] else ("", 0) for name in inside}
         parameters: list[ParameterPlan] = []
         for parameter in self.parameters:
-            layer_name, rest = split(parameter.name)
-            if layer_name not in place:
+            layer, rest = split(parameter.name)
+            which, count = stacks.get(layer, ("", 1))
+            if count == 1:
                 parameters.append(parameter)
-            elif layer_name == f"{prefix}.0":
-                parameters.append(_stack(stack_name(prefix, rest), parameter, count))
+            elif which:
+                parameters.append(_stack(stack_name(prefix, which, rest), parameter, count))
         return replace(self, parameters=tuple(parameters))
 
 
-def _check_alike(prefix: str, first: dict[str, ParameterPlan], layer: dict[str, ParameterPlan], index: int) -> None:
-    """Raises UserError unless layers 0 and ``index`` have the same parameters in shape, dtype and layout."""
-    for rest in sorted(first.keys() ^ layer.keys()) or ([] if first else ["any parameter"]):
-        raise _not_alike(prefix, f"layers 0 and {index} do not both have {rest}")
-    for rest, one in first.items():
-        other = layer[rest]
+def _check_alike(
+    prefix: str, first: tuple[str, dict[str, ParameterPlan]], layer: tuple[str, dict[str, ParameterPlan]]
+) -> None:
+    """Raises UserError unless two layers, each a name and what it has, have the same shapes, dtypes and layouts."""
+    (name, mine), (other_name, theirs) = first, layer
+    for rest in sorted(mine.keys() ^ theirs.keys()) or ([] if mine else ["any parameter"]):
+        raise _not_alike(prefix, f"{name} and {other_name} do not both have {rest}")
+    for rest, one in mine.items():
+        other = theirs[rest]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             shapes = f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
-            raise _not_alike(prefix, f"{rest} is {shapes} in layers 0 and {index}")
+            raise _not_alike(prefix, f"{rest} is {shapes} in {name} and {other_name}")
         if one.layout != other.layout:
             layouts = f"{layout_text(one.layout)} and {layout_text(other.layout)}"
-            raise _not_alike(prefix, f"{rest} is placed as {layouts} in layers 0 and {index}")
+            raise _not_alike(prefix, f"{rest} is placed as {layouts} in {name} and {other_name}")
 
 
 def _not_alike(prefix: str, found: str) -> UserError:

@@ -1,35 +1,52 @@
-"""Names of stacks: the tensor ``model.layers.*.x`` holds ``model.layers.0.x``, ``model.layers.1.x`` and so on."""
+"""Names of stacks of layers: the tensor ``model.layers.0:24:2.x`` holds ``model.layers.0.x``, ``model.layers.2.x``, ….
+
+What stands for the layers' numbers is a slice as Python writes it, or ``*`` for all layers of the list.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-_STAR = ".*."
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_STACK = re.compile(r"(?<=\.)(?:\*|(\d{1,4}):(\d{1,4})(?::([1-9]\d{0,3}))?)(?=\.)")
 
 
 def is_stacked(name: str) -> bool:
     """Whether ``name`` is a stack's."""
-    return _STAR in name
+    return _STACK.search(name) is not None
 
 
-def stack_name(layers: str, rest: str) -> str:
-    """The name of the stack of ``rest`` in every layer of the list ``layers``."""
-    return f"{layers}{_STAR}{rest}"
+def stack_name(layers: str, which: str, rest: str) -> str:
+    """The name of the stack of ``rest`` in the layers ``which`` of the list ``layers``."""
+    return f"{layers}.{which}.{rest}"
+
+
+def numbers_of(name: str) -> range | None:
+    """The numbers of the layers in the stack ``name``; None if it holds all layers of its list."""
+    found = _STACK.search(name)
+    assert found is not None
+    start, stop, step = found.groups()
+    return None if start is None else range(int(start), int(stop), int(step or 1))
 
 
 def layer_name(name: str, layer: int) -> str:
-    """The name of one layer's parameter in the stack ``name``. A name that is no stack's is returned as it is."""
-    return name.replace(_STAR, f".{layer}.", 1)
+    """The name of the parameter of layer number ``layer`` in the stack ``name``."""
+    return _STACK.sub(str(layer), name, count=1)
 
 
-def layer_names(name: str, layers: int) -> list[str]:
-    """The names of all layers' parameters in the stack ``name``. A name that is no stack's is the only one."""
-    return [layer_name(name, layer) for layer in range(layers)] if is_stacked(name) else [name]
+def layer_names(name: str, count: int) -> list[str]:
+    """The names of all layers' parameters in the stack ``name`` of ``count`` layers, or ``name`` if it is no stack's.
+
+    Raises:
+        ValueError: the name says another number of layers.
+    """
+    if not is_stacked(name):
+        return [name]
+    numbers = numbers_of(name) or range(count)
+    if len(numbers) != count:
+        raise ValueError(f"{name} has {count} layers")
+    return [layer_name(name, layer) for layer in numbers]
 
 
-def possible_stacks(name: str) -> Iterator[tuple[str, int]]:
-    """Each stack that may hold ``name``, and the layer that it would be: ``a.3.b`` may be layer 3 of ``a.*.b``."""
-    for number in _NUMBER.finditer(name):
-        yield f"{name[: number.start()]}*{name[number.end() :]}", int(number[0])
+def first_name(name: str) -> str:
+    """The name of the first layer's parameter in the stack ``name``, or ``name`` if it is no stack's."""
+    return layer_name(name, (numbers_of(name) or range(1))[0]) if is_stacked(name) else name

@@ -25,7 +25,7 @@ from models.partial_gradients import SUFFIX, Tensors
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
 from trainer.layout.recipe import Layout, matches
-from trainer.layout.stacking import layer_name
+from trainer.layout.stacking import first_name
 from trainer.model import experts_modules
 from trainer.step.eval_step import EvalStep
 from trainer.step.loss import Loss
@@ -138,7 +138,7 @@ class _Prepare:
             spec = self.partials[name.removesuffix(SUFFIX)].spec
             return {name: sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])}
         # cast first, so that what is gathered across devices is the smaller dtype
-        entry, partial = self.job.plan[layer_name(name, 0)], self.partials.get(name)
+        entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
         placed = self._constrain(parameter.to(self.dtype), entry.layout)
         recipe = self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:

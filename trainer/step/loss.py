@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from models import partial_gradients, randomness, side_outputs
 from models.attention.interface import masks_without_reads
+from models.calls import LoopChanged
 from models.local_ops import LocalOps
 from models.partial_gradients import Tensors
 from trainer.errors import UserError
@@ -106,6 +107,13 @@ class Loss:
                 found=str(error),
                 why="it must be the same where the backward computes it again, and in a run that is resumed",
                 instead="a config that switches it off (its rate 0), or a model that draws by dropout or `uniform_`",
+            ) from error
+        except LoopChanged as error:
+            raise UserError(
+                asked=f"to run the layers of {type(self.model).__name__} in one go where they repeat",
+                found=str(error),
+                why="tried without data, its decoder did something else",
+                instead="--compute scan=False, with which they run one by one",
             ) from error
         self._known.add(training)
         return result

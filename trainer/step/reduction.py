@@ -22,7 +22,7 @@ from trainer.layout.partition import PartitionSpec, axes_of, partition_spec, sha
 from trainer.layout.placement import Shard
 from trainer.layout.plan import ParameterPlan
 from trainer.layout.recipe import Layout, Recipe
-from trainer.layout.stacking import is_stacked, layer_name
+from trainer.layout.stacking import first_name, is_stacked
 from trainer.model import experts_modules
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
@@ -149,7 +149,7 @@ def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> 
     experts_inside = experts_modules(model)
     found = {}
     for name, _ in model.named_parameters():
-        entry = job.plan[layer_name(name, 0)]
+        entry = job.plan[first_name(name)]
         if job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
             continue  # the kernel leaves its gradients reduced
         axes = token_axes(name, entry, job.recipe, experts_inside)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.arrays import Array, Slices
+from trainer.arrays import Array, Layer, Slices
 from trainer.layout.plan import ParameterPlan, ShardingPlan
-from trainer.layout.stacking import is_stacked
+from trainer.layout.stacking import is_stacked, layer_names
 from trainer.weights.place import layer_batches, read_layer
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh
@@ -38,6 +38,13 @@ class LiveWeights:
             for entry in batch
             for index, member in enumerate(plan.members(entry.name))
         }
+        # name of a layer's buffer in a stack -> the stack, and where
+        self._buffers = {
+            member: (buffer, layer)
+            for name, buffer in model.named_buffers()
+            if is_stacked(name)
+            for layer, member in enumerate(layer_names(name, len(buffer)))
+        }
         self._rows: tuple[object, dict[str, torch.Tensor]] = (None, {})  # of one layer, on the devices
 
     def __call__(self, name: str) -> Array:
@@ -46,6 +53,9 @@ class LiveWeights:
         if name in self._row_of:
             entry, _, _ = self._row_of[name]
             return _Fetched(entry.shape[1:], entry.dtype, lambda: self._row(name))
+        if name in self._buffers:
+            buffer, layer = self._buffers[name]
+            return Layer(_Fetched(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
         tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
         return _Fetched(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 

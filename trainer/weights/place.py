@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from trainer.arrays import Array, Stack
 from trainer.layout.plan import ParameterPlan, ShardingPlan
-from trainer.layout.stacking import is_stacked
+from trainer.layout.stacking import is_stacked, layer_names
 from trainer.weights.sources import Source
 from trainer.xla import sharding
 from trainer.xla.mesh import AbstractMesh, DeviceMesh
@@ -146,9 +147,9 @@ def _place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
     """Replicates the buffers. Most are in no checkpoint (RoPE's frequencies) and were built with the model."""
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
-        # models.layers.stack_layers refuses layers with buffers of their own
-        assert not (name in saved and is_stacked(name)), f"{name} has other values in each layer"
-        values = source(name) if name in saved else buffer.cpu()
+        values: Array = buffer.cpu()
+        if name in saved:
+            values = Stack([source(n) for n in layer_names(name, len(buffer))]) if is_stacked(name) else source(name)
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner)._buffers[key] = sharding.place(
             name, values, mesh, (None,) * buffer.dim(), buffer.dtype

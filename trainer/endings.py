@@ -1,0 +1,62 @@
+"""What a run says where it ends otherwise than at its last step, and where it can't begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import TrainerState
+
+from trainer.arguments import TrainingArguments
+from trainer.errors import UserError
+from trainer.job import Job
+from trainer.step.train_step import StepMetrics
+from trainer.storage import Folder
+
+
+def other_devices(job: Job, devices: int) -> UserError:
+    """The error of a process that has another number of devices than ``job`` is for."""
+    return UserError(
+        asked=f"a job for {job.devices} devices",
+        found=f"this process has {devices}",
+        why="its plan and its batches are made for that number",
+        instead=f"Job.resolve(args, lambda: {devices}), or as many devices (CPU_NUM_DEVICES)",
+    )
+
+
+def set_aside(names: Iterable[str], output: Folder) -> str:
+    """What is said of the checkpoints ``names`` in ``output`` that the run does not go on from."""
+    return (
+        f"set aside: {', '.join(names)} of {output}, which this run does not go on from: their paths still resume, "
+        "`latest` does not find them, and one is replaced when this run comes to its step"
+    )
+
+
+def farewell(interrupted: bool, step: int) -> str:
+    """What is said when a signal ended the run after ``step``: Ctrl-C if ``interrupted``, else SIGTERM."""
+    word = "interrupted" if interrupted else "preempted (SIGTERM)"
+    if not step:
+        return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
+    what = "saving what was learned" if interrupted else "the same command resumes from there"
+    return f"{word} after step {step}: {what}"
+
+
+def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:
+    """The error of a run whose step ``metrics.bad_step`` had a loss or a gradient norm that is not finite."""
+    return UserError(
+        asked=f"step {metrics.bad_step} of {args.max_steps}",
+        found=f"its loss or gradient norm is not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm})",
+        why="training on would spread it to every weight; the weights are as step "
+        f"{metrics.bad_step - 1} left them, saved in {args.output_dir}/model",
+        instead="a lower --learning_rate, some --warmup_steps, --max_grad_norm 1.0, or --bf16 false",
+    )
+
+
+def best_unread(error: UserError, state: TrainerState, output: Folder) -> UserError:
+    """The error of a run in ``output`` that could not read the best weights, because of ``error``."""
+    return UserError(
+        asked=f"--load_best_model_at_end, with the weights of step {state.best_global_step}",
+        found=f"{error.asked}: {error.found}",
+        why=f"they can't be read, so {output}/model has those of the last step, {state.global_step}",
+        instead="the same command with --resume_from_checkpoint latest, once that checkpoint is back as it "
+        "was; with --load_best_model_at_end false the last step's weights are what is asked for",
+    )
