@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from trainer import model
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.model import load_config, meta_model, most_positions

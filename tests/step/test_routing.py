@@ -13,8 +13,8 @@ import torch_xla
 from transformers import AfmoeConfig, DeepseekV3Config, PretrainedConfig
 
 from models.experts.routing import routers
+from scripts.measure.against_plain import unstacked
 from tests.support.cases import LENGTH, ROWS, Case, make_batch, make_case, relative, small_config
-from tests.support.fetched import unstacked
 from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe
 from trainer.layout.mesh import Mesh

@@ -10,8 +10,8 @@ import torch_xla
 from rich.console import Console
 from transformers import AutoModelForImageTextToText, BlipConfig
 
+from scripts.measure.against_plain import unstacked
 from tests.support.cases import LENGTH, ROWS, relative
-from tests.support.fetched import unstacked
 from tests.support.hub_models import tensors_in
 from tests.support.jobs import job_of
 from tests.support.multimodal import FAMILIES, IMAGE_TOKEN, config_of, plain, save
