@@ -43,7 +43,8 @@ class Compute:
         remat: what the backward computes again: nothing (``none``), whole layers (``full``), or all but the matrix
             products (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a
             TPU.
-        scan: store equal decoder layers stacked, and run them as one scanned layer.
+        scan: store decoder layers that repeat stacked, and run them as one scanned layer, or one scanned period of
+            layers. Layers that do not repeat run one by one.
         reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates
             more; it is for models whose gradients fit on a device only when the batch axes split them. With one
             micro-batch the two are the same.
