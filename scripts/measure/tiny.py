@@ -126,6 +126,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     },
     "emu3": {
         "text_config": {
+            "attention_dropout": 0.0,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,

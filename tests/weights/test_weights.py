@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
 import torch
+from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from tests.support.cases import make_batch, make_case, small_config
+from tests.support.jobs import job_of
+from trainer.layout.auto import auto_recipe
 from trainer.layout.load import load_recipe
+from trainer.layout.stacking import is_stacked
 from trainer.model import meta_model
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import seeded_init
+from trainer.xla.mesh import build_mesh
 
 
 @pytest.fixture
@@ -34,6 +40,21 @@ def test_what_is_placed_comes_back_from_the_devices_under_the_models_own_names(r
     for name, parameter in case.reference.named_parameters():
         assert (live(name).shape, live(name).dtype) == (tuple(parameter.shape), parameter.dtype)
         assert torch.equal(whole(live(name)), parameter), name
+
+
+def test_stacks_of_different_depth_are_each_placed_and_read_back_whole():
+    """Three pairs of layers and then two alike: the shallower stacks hold parameters as large as the deeper ones."""
+    kinds = [*["sliding_attention", "full_attention"] * 3, "sliding_attention", "sliding_attention"]
+    config = tiny_config("gemma2", num_hidden_layers=len(kinds), layer_types=kinds)
+    model = meta_model(config)
+    job = job_of(auto_recipe(model, []).recipe, config)
+    assert {parameter.shape[0] for parameter in job.stored.parameters if is_stacked(parameter.name)} == {2, 3}
+    mesh, weights = build_mesh(job.recipe.mesh), seeded_init(model, 0)
+    placed = copy.deepcopy(job.assembled)
+    parameters = place_parameters(placed, job.stored, mesh, weights)
+    live = LiveWeights(placed, job.stored, mesh, parameters)
+    for name, _ in model.named_parameters():
+        assert torch.equal(whole(live(name)), weights(name)), name
 
 
 def test_other_weights_take_the_place_of_those_before_and_never_lie_beside_them():

@@ -91,9 +91,11 @@ def _write_stacks(
     The layer's number goes in as data, so each batch of parameters is compiled once, for all layers.
     """
     specs = plan.specs
-    for index in range(batches[0][0].shape[0]):
+    for index in range(max(batch[0].shape[0] for batch in batches)):
         where = sharding.place("layer", torch.tensor([index]), mesh, (None,))
         for batch in batches:
+            if index >= batch[0].shape[0]:
+                continue
             rows = {}
             for entry in batch:
                 name = plan.members(entry.name)[index]
@@ -130,12 +132,16 @@ def read_layer(
 
 
 def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]:
-    """Groups parameters into few batches, so that one layer of a batch takes no more than the largest parameter's."""
+    """Groups stacks into few batches, each of stacks as deep as one another.
+
+    One layer of a batch takes no more than the largest parameter's.
+    """
     sizes = {entry.name: entry.dtype.itemsize * math.prod(entry.shape[1:]) for entry in stacked}
     batches: list[list[ParameterPlan]] = []
     for entry in sorted(stacked, key=lambda entry: -sizes[entry.name]):
         for batch in batches:
-            if sum(sizes[other.name] for other in batch) + sizes[entry.name] <= max(sizes.values()):
+            alike = batch[0].shape[0] == entry.shape[0]
+            if alike and sum(sizes[other.name] for other in batch) + sizes[entry.name] <= max(sizes.values()):
                 batch.append(entry)
                 break
         else:
