@@ -1,7 +1,8 @@
-"""Two operations of routers, computed with one-hots in place of the scatters that torch_xla lowers them to.
+"""Operations that torch_xla lowers badly or not at all, computed in other ways.
 
-For a scatter over tokens the partitioner gathers the indices of the whole batch on every device. A router chooses
-among few experts, so the one-hots are small, and the compiler fuses them away.
+Two are those of routers, with one-hots in place of scatters. For a scatter over tokens the partitioner gathers the
+indices of the whole batch on every device. A router chooses among few experts, so the one-hots are small, and the
+compiler fuses them away. The third, `torch.polar`, would fall back to the host, in the middle of a step.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ class _TopK(torch.autograd.Function):
 
 
 class LocalOps(TorchFunctionMode):
-    """Replaces, while it is active, `torch.topk` over the last dimension and `torch.histc` of integers."""
+    """Replaces, while it is active, `torch.topk` over the last dimension, `torch.histc` of integers and `torch.polar`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):
             return _top_k(func, *args, **(kwargs or {}))
         if func in (torch.histc, torch.Tensor.histc):
             return _histogram(func, *args, **(kwargs or {}))
+        if func is torch.polar:
+            return _polar(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -52,3 +55,7 @@ def _histogram(func: Any, input: torch.Tensor, bins: int = 100, min: float = 0, 
     if (min, max) != (0, bins) or input.is_floating_point():
         return func(input, bins=bins, min=min, max=max)
     return (input.flatten().unsqueeze(-1) == torch.arange(bins, device=input.device)).to(torch.float32).sum(0)
+
+
+def _polar(abs: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(torch.stack((abs * angle.cos(), abs * angle.sin()), dim=-1))

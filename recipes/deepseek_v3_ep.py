@@ -6,7 +6,7 @@ is split by its inputs and the second by its outputs: their widths are multiples
 command:   python scripts/train.py --recipe deepseek_v3_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    4.13 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
-           REAL
+           DeepSeek-V3 on 256 devices: 39.07 GiB
 expected:  held-out loss 7.66 -> 5.66 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 

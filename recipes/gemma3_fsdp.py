@@ -3,7 +3,7 @@
 command:   python scripts/train.py --recipe gemma3_fsdp
 hardware:  8 devices as fsdp=8; 8 virtual CPU devices where there is no TPU
 memory:    7.18 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
-           REAL
+           Gemma-3-27B on 16 devices: 25.17 GiB
 expected:  held-out loss 7.65 -> 6.09 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
