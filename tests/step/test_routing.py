@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
+from against_plain import unstacked
 from transformers import AfmoeConfig, DeepseekV3Config, PretrainedConfig
 
 from models.experts.routing import routers
-from scripts.measure.against_plain import unstacked
 from tests.support.cases import LENGTH, ROWS, Case, make_batch, make_case, relative, small_config
 from tests.support.jobs import job_of
 from trainer.layout.load import load_recipe

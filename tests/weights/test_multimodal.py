@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 import torch_xla
+from against_plain import unstacked
 from rich.console import Console
 from transformers import AutoModelForImageTextToText, BlipConfig
 
-from scripts.measure.against_plain import unstacked
 from tests.support.cases import LENGTH, ROWS, relative
 from tests.support.hub_models import tensors_in
 from tests.support.jobs import job_of
