@@ -32,7 +32,7 @@ class _TopK(torch.autograd.Function):
 
 
 class LocalOps(TorchFunctionMode):
-    """Replaces, while it is active, `torch.topk` over the last dimension, `torch.histc` of integers and `torch.polar`."""
+    """Replaces, while it is active, `torch.topk` over the last dimension, `torch.histc` of integers, `torch.polar`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):
