@@ -21,6 +21,7 @@ from models.attention.interface import masks_without_reads
 from models.likeness import described
 
 ROWS, LENGTH = 3, 16  # of the tokens that the decoder is tried on
+UNUSED = ""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Shape:
     """What a layer returns, with no values.
 
     Args:
-        leaves: of its output, flattened: for a tensor the path of an argument of the same shape and dtype, or None.
+        leaves: of its output, flattened: for a tensor the path of an argument of the same shape and dtype; for one that
+            nobody uses, and that is like no argument, :data:`UNUSED`; None for what is no tensor.
         spec: how they are put together.
     """
 
@@ -150,11 +152,14 @@ class _Loop(TorchFunctionMode):
         older = {id(t) for earlier in self.notes[: max(index - 1, 0)] for t in earlier.tensors} - before.keys()
         skips = any(id(leaf) in older for leaf in notes.arguments.values())
         follows = bool(chain) and not skips and not self.used.get(index - 1)
-        after = self.notes[index + 1] if index + 1 < self.count else None
+        paths = iter(_paths(notes, self._next(index)))
         return Seen(
             given=(str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()]),
             chain=tuple(sorted(chain.items())),
-            shape=_shape(notes, after),
+            shape=Shape(
+                tuple(next(paths) if isinstance(leaf, torch.Tensor) else None for leaf in notes.output),
+                notes.output_spec,
+            ),
             follows=follows,
             alone=self._alone(index, notes),
         )
@@ -167,28 +172,27 @@ class _Loop(TorchFunctionMode):
         kept = [at for at, leaf in enumerate(notes.output) if leaf is not None and not isinstance(leaf, torch.Tensor)]
         if kept:
             return f"it returns an object ({type(notes.output[kept[0]]).__name__})"
-        shapes = {_kind(leaf) for leaf in notes.arguments.values() if isinstance(leaf, torch.Tensor)}
-        if any(_kind(tensor) not in shapes for tensor in notes.tensors):
-            return "it returns a tensor of a shape that it was not given"
+        after = self._next(index)
+        passed = {id(leaf) for leaf in after.arguments.values()} if after else set()
+        for number, (tensor, path) in enumerate(zip(notes.tensors, _paths(notes, after), strict=True)):
+            if path == UNUSED and (number in self.used.get(index, ()) or id(tensor) in passed):
+                return "it returns a tensor of a shape that it was not given"
         return ""
+
+    def _next(self, index: int) -> _Notes | None:
+        return self.notes[index + 1] if index + 1 < self.count else None
 
 
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else described(leaf)
 
 
-def _shape(notes: _Notes, after: _Notes | None) -> Shape:
-    """What the layer returns, each tensor like an argument: best like the one that the next layer gets it as."""
-    leaves: list[str | None] = []
-    for leaf in notes.output:
-        path = None
-        if isinstance(leaf, torch.Tensor):
-            alike = [
-                p
-                for p, given in notes.arguments.items()
-                if isinstance(given, torch.Tensor) and _kind(given) == _kind(leaf)
-            ]
-            passed = [p for p, given in after.arguments.items() if given is leaf] if after else []
-            path = next((p for p in passed if p in alike), next(iter(alike), None))
-        leaves.append(path)
-    return Shape(tuple(leaves), notes.output_spec)
+def _paths(notes: _Notes, after: _Notes | None) -> list[str]:
+    """For each tensor that the layer returns an argument like it: best the one that the next layer gets it as."""
+    found = []
+    for tensor in notes.tensors:
+        given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, torch.Tensor)}
+        alike = [path for path, leaf in given.items() if _kind(leaf) == _kind(tensor)]
+        passed = [path for path, leaf in after.arguments.items() if leaf is tensor] if after else []
+        found.append(next((path for path in passed if path in alike), next(iter(alike), UNUSED)))
+    return found

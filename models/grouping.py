@@ -85,7 +85,9 @@ def group(model: nn.Module, name: str) -> Grouping:
         if why_alone := call.alone or shared.get(index, ""):
             apart[index] = why_alone
         own = [line for line in _structure(layer, numbers=True) if (index, line[0]) not in ignored]
-        signatures.append((index if why_alone else None, own, call.given, str(call.shape)))
+        # like which argument an output is, matters not: of the last layer's no next layer tells
+        returned = (str(call.shape.spec), [path and "a tensor" for path in call.shape.leaves])
+        signatures.append((index if why_alone else None, own, call.given, returned))
     runs = cut(signatures, [call.chain if call.follows else None for call in seen])
     return Grouping(tuple(runs), tuple(seen), stacked, apart)
 

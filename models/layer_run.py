@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from models import partial_gradients, randomness, scopes, side_outputs
 from models.calls import Call, Input, LoopChanged, Sorted, as_given, as_passed, sort_calls
-from models.decoder_loop import Shape
+from models.decoder_loop import UNUSED, Shape
 from models.layer_graph import Flat, LayerGraph
 from models.partial_gradients import Tensors
 from models.remat import REMAT
@@ -45,6 +45,14 @@ class Part:
     stacked: frozenset[str] = frozenset()
     shape: Shape | None = None
 
+    @property
+    def used(self) -> list[int] | None:
+        """The numbers of the tensors of its output that may be used; None: of any may."""
+        if self.shape is None:
+            return None
+        tensors = [path for path in self.shape.leaves if path is not None]
+        return [number for number, path in enumerate(tensors) if path != UNUSED]
+
 
 class LayerRun:
     """A run of a decoder's layers: the layers of ``parts``, ``count`` times over.
@@ -60,11 +68,13 @@ class LayerRun:
         # for each kind of call: the period's layers, traced
         self.graphs: dict[Any, list[_Traced]] = {}
         self._calls: list[Call] = []
-        self._promised: list[torch.Tensor] = []  # by the layer called last: they stand for what is not computed yet
+        # What the layer called last returned, which stands for what is not computed yet: id -> number in its output
+        self._promised: dict[int, int] = {}
+        self._kept: list[torch.Tensor | None] = []  # the same, so that no id is given to another tensor
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes for a copy. It has no graphs, because those here run this run's layers."""
-        return {**vars(self), "graphs": {}, "_calls": [], "_promised": []}
+        return {**vars(self), "graphs": {}, "_calls": [], "_promised": {}, "_kept": []}
 
     @property
     def size(self) -> int:
@@ -78,22 +88,24 @@ class LayerRun:
             LoopChanged: the decoder's loop is not as it was when the layers were grouped.
         """
         if offset == 0:
-            self._calls, self._promised = [], []
+            self._calls, self._promised, self._kept = [], {}, []
         if offset != len(self._calls):
             raise LoopChanged(f"layer {self.first + offset} is not called after the layer before it")
-        call = Call(args, kwargs, {id(t): k for k, t in enumerate(self._promised)})
+        call = Call(args, kwargs, self._promised)
         self._calls.append(call)
         if offset + 1 < self.size:
             return self._promise(self.parts[offset % len(self.parts)], call)
-        calls, self._calls, self._promised = self._calls, [], []
+        calls, self._calls, self._promised, self._kept = self._calls, [], {}, []
         return self._run(calls)
 
     def _promise(self, part: Part, call: Call) -> Any:
         """Output that stands for one to be computed. It is NaN, so that a use before is seen in the loss."""
         assert part.shape is not None
         given = dict(zip(call.paths, call.leaves, strict=True))
-        leaves = [None if path is None else _stand_in(given[path]) for path in part.shape.leaves]
-        self._promised = [leaf for leaf in leaves if leaf is not None]
+        leaves = [_stand_in(given[path]) if path else None for path in part.shape.leaves]
+        tensors = [leaf for leaf, path in zip(leaves, part.shape.leaves, strict=True) if path is not None]
+        self._promised = {id(tensor): k for k, tensor in enumerate(tensors) if tensor is not None}
+        self._kept = tensors
         return tree_unflatten(leaves, part.shape.spec)
 
     def _run(self, calls: list[Call]) -> Any:
@@ -125,7 +137,7 @@ class LayerRun:
         traced = []
         for j, part in enumerate(self.parts):
             if self.size == 1:
-                outputs = None
+                outputs = part.used
             else:
                 after = tensors.inputs[j + 1] if j + 1 < len(self.parts) else []
                 outputs = sorted({i.index for i in after if i.source == "chain"}) if after else sorted({*tensors.loop})

@@ -1,13 +1,17 @@
 """Print where a recipe puts every parameter of a model, and what a device holds; needs no device, no weights.
 
 python scripts/plan.py --recipe mixtral_ep --model docs/configs/mixtral_8x7b.json --devices 64
+python scripts/plan.py --recipe auto --model docs/configs/qwen3_30b_a3b.json --write my_recipe.py
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 import sys
+from pathlib import Path
 
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
@@ -17,32 +21,92 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli import Parser
-from trainer.errors import exit_code
+from trainer.errors import UserError, exit_code
+from trainer.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ParameterPlan, ShardingPlan, make_plan
 from trainer.layout.recipe import layout_text
-from trainer.model import load_config, meta_model
+from trainer.layout.source import recipe_source
+from trainer.model import experts_modules, load_config, meta_model
 from trainer.report.lines import say
 from trainer.report.units import size
 
 
 def main() -> int | None:
     parser = Parser(__doc__)
-    parser.add_argument("--recipe", required=True, help="name in recipes/, or path of a .py file")
+    parser.add_argument(
+        "--recipe",
+        required=True,
+        help="name in recipes/, or path of a .py file; or auto: made from --model's own parallel plan and shapes",
+    )
     parser.add_argument("--model", help="hub id, folder, or config.json; default: the recipe's own small model")
     parser.add_argument("--devices", type=int, default=8, help="devices in the mesh (default: 8)")
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe)
-    if arguments.mesh:
-        recipe = recipe.with_mesh(arguments.mesh)
-    plan = make_plan(recipe, meta_model(load_config(arguments.model, recipe)), arguments.devices)
+    if arguments.write is not None:
+        _check_new(arguments)
+    made = None
+    if arguments.recipe == AUTO:
+        model = meta_model(load_config(arguments.model, UNMADE))
+        made = auto_recipe(model, experts_modules(model), arguments.mesh, arguments.devices)
+        recipe = made.recipe
+    else:
+        recipe = load_recipe(arguments.recipe)
+        recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
+        model = meta_model(load_config(arguments.model, recipe))
+    plan = make_plan(recipe, model, arguments.devices)
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=2))
     else:
         print_plan(plan)
+        if made is not None and made.undivided:
+            say(Console(), "\ncut elsewhere, or left whole")
+            for pattern, text in made.undivided.items():
+                say(Console(), f"  {pattern}: {text}")
+    if made is not None and arguments.write is not None:
+        _write(made, plan, type(model).__name__, arguments)
     return None
+
+
+def _check_new(arguments: argparse.Namespace) -> None:
+    """Raises UserError unless ``--write`` names a new recipe file, and the recipe is one that is made."""
+    path = Path(arguments.write)
+    refusals = {
+        "a file that is there already": os.path.lexists(path),
+        "a name that does not end in .py": path.suffix != ".py",
+        f"no folder {path.parent}": not os.path.isdir(path.parent),
+    }
+    if arguments.recipe != AUTO:
+        raise UserError(
+            asked=f"--write {path} with --recipe {arguments.recipe}",
+            found="a recipe that is a file already",
+            why="what is written is the recipe made from a model",
+            instead=f"--recipe {AUTO}; or a copy of that file",
+        )
+    for found in (found for found, holds in refusals.items() if holds):
+        raise UserError(
+            asked=f"--write {path}",
+            found=found,
+            why="a recipe is a new file whose name ends in .py; nothing is ever written over",
+            instead="another name, such as my_recipe.py",
+        )
+
+
+def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: argparse.Namespace) -> None:
+    """Writes the recipe to the new file ``--write``, and says how to use it."""
+    command = f"python scripts/train.py --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
+    sizes = " × ".join(f"{axis}={count}" for axis, count in plan.mesh.items())
+    docstring = (
+        f"{model_class}: made from its own parallel plan and shapes by scripts/plan.py --recipe {AUTO}, and yours to "
+        f"edit.\n\ncommand:   {command}\nhardware:  {plan.devices} devices as {sizes}\n"
+        f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and AdamW state, by "
+        "scripts/plan.py\n"
+    )
+    with open(arguments.write, "x", encoding="utf-8") as file:
+        file.write(recipe_source(made, docstring))
+    say(Console(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {command}")
 
 
 def print_plan(plan: ShardingPlan) -> None:

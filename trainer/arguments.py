@@ -95,7 +95,10 @@ class TrainingArguments:
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps."""
 
     recipe: str = field(
-        metadata={"help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`."}
+        metadata={
+            "help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from "
+            "--model's own parallel plan and shapes, on the axes of --mesh."
+        }
     )
     model: str | None = option(
         None,
@@ -121,7 +124,11 @@ class TrainingArguments:
     isolate_documents: bool = option(
         False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
     )
-    mesh: str | None = option(None, "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`.")
+    mesh: str | None = option(
+        None,
+        "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`; of auto any of the axes data, fsdp, inner, "
+        "expert, tensor.",
+    )
     compute: str | None = option(
         None, "Another compute policy than the recipe's, e.g. `remat=offload,capacity_factor=1.25`."
     )

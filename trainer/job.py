@@ -20,6 +20,7 @@ from models.experts.capacity import Capacity
 from models.layers import DecoderLayers, stack_layers, wrap_layers
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.layout.auto import AUTO, UNMADE, auto_recipe
 from trainer.layout.load import load_recipe
 from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
@@ -66,11 +67,13 @@ class Job:
         Raises:
             UserError: as the class; no such recipe or model.
         """
-        recipe = effective_recipe(args)
-        config = load_config(args.model, recipe)
+        written = None if args.recipe == AUTO else effective_recipe(args)
+        config = load_config(args.model, written or UNMADE)
         model = meta_model(config)
-        _assemble(recipe, args, model)  # what the model itself can't do is refused before a device is asked for
-        return cls(recipe, args, count_devices(), config, model)
+        # what the model itself can't do is refused before a device is asked for
+        _assemble(written or _made_recipe(args, model), args, model)
+        devices = count_devices()
+        return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
 
     def __post_init__(self) -> None:
         assembled, notice = _assemble(self.recipe, self.args, self.model)
@@ -131,8 +134,15 @@ def effective_recipe(args: TrainingArguments) -> Recipe:
         UserError: no such recipe, or an override that it can't take.
     """
     recipe = load_recipe(args.recipe)
-    if args.mesh is not None:
-        recipe = recipe.with_mesh(args.mesh)
+    return _overridden(recipe if args.mesh is None else recipe.with_mesh(args.mesh), args)
+
+
+def _made_recipe(args: TrainingArguments, model: PreTrainedModel, devices: int | None = None) -> Recipe:
+    """The recipe made for ``model``, on the axes that ``--mesh`` asks for, with what else ``args`` override."""
+    return _overridden(auto_recipe(model, experts_modules(model), args.mesh, devices).recipe, args)
+
+
+def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
     if args.compute is not None:
         recipe = recipe.with_compute(args.compute)
     if args.bf16 is not None:

@@ -18,7 +18,9 @@ from trainer.data.sources import locate
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
+from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
+from trainer.model import experts_modules
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
@@ -133,6 +135,10 @@ def _say_what_runs(job: Job, console: Console) -> None:
     say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
     if job.notice:
         say(console, f"         {job.notice}")
+    if job.args.recipe == AUTO:
+        made = auto_recipe(job.model, experts_modules(job.model), job.args.mesh, job.devices)
+        for pattern, text in made.undivided.items():
+            say(console, f"recipe:  {pattern}: {text}")
 
 
 def _say_where_it_goes_on(resume: RunCheckpoint, args: TrainingArguments, console: Console) -> None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from transformers import DeepseekV2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    GemmaConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from tests.support.cases import RECIPES, SMALL, after_steps, make_batch, make_case, relative, small_config
 from trainer import Compute, Mesh, Recipe, Shard
+from trainer.layout.auto import auto_recipe
 from trainer.layout.load import load_recipe
+from trainer.model import experts_modules, meta_model
 
 QWEN2 = {
     "vocab_size": 256,
@@ -82,6 +91,31 @@ def test_qwen3_moe_with_its_query_and_key_norms_under_mixtral_ep():
         **QWEN2, num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     )
     check_gradients(make_case("mixtral_ep", config))
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    [
+        (
+            Qwen3MoeConfig(
+                **QWEN2,
+                num_key_value_heads=4,
+                head_dim=16,
+                moe_intermediate_size=32,
+                num_experts=6,
+                num_experts_per_tok=2,
+            ),
+            "fsdp=2,expert=2,tensor=2",
+        ),
+        (GemmaConfig(**QWEN2, num_key_value_heads=1, head_dim=16), "fsdp=2,tensor=4"),
+    ],
+    ids=["qwen3_moe", "gemma"],
+)
+def test_a_recipe_made_from_the_model_itself(config, mesh):
+    model = meta_model(config)
+    recipe = auto_recipe(model, experts_modules(model), mesh, 8).recipe
+    config.num_local_experts = getattr(config, "num_experts", None)
+    check_gradients(make_case(recipe, config))
 
 
 def test_tied_llama_under_llama_fsdp():

@@ -31,12 +31,10 @@ FEATURES = (
     "index",  # the layer's own number, which it reads
     "part",  # its own part of a tensor that is learned
     "shared",  # a tensor that is learned, the same for all
-    "nothing",  # None for some kinds of layers
     "nested",  # a dictionary of tensors
     "residual",  # a second tensor that goes from layer to layer
-    "extra",  # a second output that nobody uses
+    "extra",  # a second output that nobody uses, of a shape of its own
     "unused",  # a weight that takes no part
-    "between",  # the decoder does something between layers
 )
 
 
@@ -75,6 +73,8 @@ class Layer(nn.Module):
             y = y * (1 + given["numbers"] % 1009).to(y.dtype).unsqueeze(-1) / 1009
         if "rotation" in given:
             y = torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * given["rotation"]).flatten(-2)
+        if "nested" in given:
+            y = y + given["nested"]["deep"][0]
         if "shared" in given:
             y = y * given["shared"]
         if part is not None:
@@ -84,7 +84,7 @@ class Layer(nn.Module):
             y = residual.sin()
         x = x + self.second(y)
         outputs = (x, residual) if "residual" in self.kind else (x,)
-        outputs = (*outputs, y * 2) if "extra" in self.kind else outputs
+        outputs = (*outputs, y.transpose(-2, -1) * 2) if "extra" in self.kind else outputs
         return outputs if len(outputs) > 1 else x
 
 
@@ -95,10 +95,11 @@ class Decoder(nn.Module):
         super().__init__()
         draw = random.Random(seed)
         everywhere = frozenset(f for f in ("residual",) if draw.random() < 0.3)
-        self.between = draw.random() < 0.1
+        self.between = draw.random() < 0.05  # the decoder does something between layers
 
         def kind() -> frozenset[str]:
-            return everywhere | {f for f in FEATURES if f not in ("residual", "between") and draw.random() < 0.25}
+            drawn = {f for f in FEATURES if draw.random() < (0.03 if f == "index" else 0.2)}
+            return everywhere | (drawn - {"residual"})
 
         period = [kind() for _ in range(draw.choice([1, 1, 2, 3]))]
         kinds = [kind() for _ in range(draw.choice([0, 0, 1, 2]))] + period * draw.choice([2, 2, 3])
@@ -119,7 +120,7 @@ class Decoder(nn.Module):
             "numbers": torch.tensor(self.numbers[:length], device=device).expand(rows, length),
             "rotation": torch.polar(torch.ones_like(angles), angles),
             "shared": self.shared * 2,
-            "spare": None,
+            "nested": {"deep": (angles[:, :1].cos(), None)},
         }
         residual = None
         for index, layer in enumerate(self.blocks):
