@@ -4,7 +4,7 @@ command:   python scripts/train.py --recipe llama4_ep
 hardware:  8 devices as fsdp=2 × expert=4; 8 virtual CPU devices where there is no TPU
 memory:    8.66 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
            Llama-4-Scout on 64 devices: 25.16 GiB
-expected:  held-out loss TODO nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
+expected:  held-out loss 7.66 nats a token at the start, on the default data (a unigram model: 6.32)
 """
 
 from trainer import Compute, Mesh, Recipe, Shard
