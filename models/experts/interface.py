@@ -25,13 +25,13 @@ _KERNEL = "_shardwright_experts_kernel"
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity`` or ``dropless``.
+    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity``, ``dropless`` or transformers' ``eager``.
 
     transformers refuses a name that is not registered; who calls this has imported the module that registers it.
     """
     scaled = [module for module in model.modules() if isinstance(module, ScaledExperts)]
     for experts in scaled:
-        experts.implementation = name
+        experts.implementation = "dense" if name == "eager" else name  # exact too; transformers has no eager for them
     if not scaled:
         model.set_experts_implementation(name)
 
