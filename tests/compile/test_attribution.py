@@ -57,7 +57,7 @@ ENTRY %main (a: bf16[3,4,1024,1024], b: bf16[4,1024,8192], c: bf16[8192,8192]) -
 """
     )
     batch = Argument("input_ids", "batch", (8, 8192), "int32", "{devices=[8,1]<=[8]}", None)
-    weight = Argument("experts", "weights", (3, 4, 1024, 8192), "float32", "{devices=[1,1,1,8]<=[8]}", 0)
+    weight = Argument("layers.*.experts", "weights", (3, 4, 1024, 8192), "float32", "{devices=[1,1,1,8]<=[8]}", 0)
     lowered = Lowered(b"", (weight, batch), (), MESH, 3)
     lines = collective_lines(count(module, MESH, 3, V5P).collectives, lowered, exchange="expert")
     flagged = [line.unplanned for line in lines]

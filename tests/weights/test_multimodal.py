@@ -30,7 +30,7 @@ from trainer.xla.batch import place_batch
 from trainer.xla.mesh import build_mesh
 
 ANY = {".".join("*" * depth): {} for depth in range(2, 9)}
-COMPUTE = {"llama4": {"scan": False, "remat": "none"}}  # whose layers differ: some have no rotation
+COMPUTE = {"llama4": {"experts": "dense"}}
 RECIPE = """
 from trainer import Compute, Mesh, Recipe, probe
 anything = {".".join("*" * depth): {} for depth in range(2, 9)}
