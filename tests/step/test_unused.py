@@ -44,7 +44,7 @@ ERNIE = Ernie4_5_MoeConfig(
 )
 
 
-def check(case, steps=3):
+def check(case, steps=3, learning_rate=1e-2):
     """Loss, gradients and weights after ``steps`` equal the plain model's."""
     # a key's bias has no gradient but rounding noise, which Adam makes as large as any other
     batch, noise = make_batch(case.config), "k_proj.bias"
@@ -52,7 +52,7 @@ def check(case, steps=3):
     expected_loss, expected = case.reference_gradients(batch)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert gradients.keys() == expected.keys()
-    train_both(case, steps, learning_rate=1e-2)
+    train_both(case, steps, learning_rate=learning_rate)
     for ours, theirs, tolerance in (
         (gradients, expected, 1e-5),
         (case.parameters(), dict(case.reference.named_parameters()), 1e-4),
@@ -97,7 +97,8 @@ def test_a_stack_trains_the_layers_that_take_part_in_the_loss_and_no_other():
 
 def test_a_bias_that_only_chooses_experts_is_left_as_it_is():
     case = make_case(RECIPE, ERNIE, experts="dense")
-    check(case, steps=1)
+    # Adam's first step is as long for a gradient of rounding as for any other: a router's, of experts not chosen
+    check(case, steps=1, learning_rate=1e-3)
     bias = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
     assert bias not in case.gradients(make_batch(case.config))[1]
 
