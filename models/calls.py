@@ -11,6 +11,8 @@ import torch
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from models.kv_sharing import shared_in
+
 
 class LoopChanged(ValueError):
     """A decoder's loop does not do what it was seen to do when its layers were grouped."""
@@ -27,6 +29,7 @@ class Call:
         found, self.spec = tree_flatten_with_path((args, kwargs))
         self.paths, self.leaves = [keystr(path) for path, _ in found], [leaf for _, leaf in found]
         self.chain = {at: promised[id(leaf)] for at, leaf in enumerate(self.leaves) if id(leaf) in promised}
+        self.shared = shared_in(args, kwargs)
 
     def settings(self) -> list[Any]:
         """All leaves, with None for each tensor."""

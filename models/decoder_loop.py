@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
+from models import kv_sharing  # noqa: F401  # its mappings are flattened here
 from models.attention.interface import masks_without_reads
 from models.likeness import described
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from models import partial_gradients, randomness, scopes, side_outputs
 from models.calls import Call, Input, LoopChanged, Sorted, as_given, as_passed, sort_calls
 from models.decoder_loop import UNUSED, Shape
+from models.kv_sharing import shared_in, stored
 from models.layer_graph import Flat, LayerGraph
 from models.partial_gradients import Tensors
 from models.remat import REMAT
@@ -133,7 +134,10 @@ class LayerRun:
                     tensors.give(j, keys[j :: len(self.parts)] if self.count > 1 else keys[j], "key")
         last, sides = run_stages([stage.stage for stage in traced], tensors, self.count > 1)
         side_outputs.replay([stage.side(side) for stage, side in zip(traced, sides, strict=True)], self.count)
-        return traced[-1].output(last, tensors.loop if self.count > 1 else None)
+        output, stores = traced[-1].output(last, tensors.loop if self.count > 1 else None)
+        for mapping, entries in zip(calls[-1].shared, stores, strict=True):
+            mapping.update(entries)
+        return output
 
     def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
         """Each of the period's layers, traced on what ``tensors`` gives it."""
@@ -154,7 +158,7 @@ class LayerRun:
                 calls[j].leaves[i.name].detach().requires_grad_() if i.source == "chain" else sources[i.source][i.index]
                 for i in tensors.inputs[j]
             ]
-            layer = _Traced(part, calls[j], tensors.inputs[j], outputs)
+            layer = _Traced(part, calls[j], tensors.inputs[j], outputs, self.size == 1)
             layer.trace(given, self.prepare, self.partition, self.first + j)
             traced.append(layer)
         return traced
@@ -165,17 +169,20 @@ class _Traced:
 
     Args:
         outputs: the numbers of the tensors of its output that are wanted; None: all.
+        single: whether it is a run by itself, so that it may store what later layers read.
 
     Attributes:
         keyed: whether it takes a key of random numbers, as its last input. Only a layer that draws does.
     """
 
-    def __init__(self, part: Part, call: Call, inputs: Sequence[Input], outputs: Sequence[int] | None) -> None:
-        self.part, self.inputs, self.outputs = part, list(inputs), outputs
+    def __init__(
+        self, part: Part, call: Call, inputs: Sequence[Input], outputs: Sequence[int] | None, single: bool
+    ) -> None:
+        self.part, self.inputs, self.outputs, self.single = part, list(inputs), outputs, single
         self.settings, self.call_spec = call.settings(), call.spec
         self.keyed = False
         self._leaves: list[Any] = []  # of the output: a number for each tensor, or what else there is
-        self._specs: tuple[Any, Any] = (None, None)  # of the output and of side outputs
+        self._specs: tuple[Any, Any] = (None, None)  # of the output with what is stored, and of side outputs
 
     def trace(self, given: Flat, prepare: Prepare, partition: Callable[..., Any], number: int) -> None:
         """Trace the layer, the decoder's layer ``number``, on tensors like those ``given``."""
@@ -202,11 +209,11 @@ class _Traced:
         """The side outputs as :func:`models.side_outputs.collect` gave them."""
         return tree_unflatten(flat, self._specs[1])
 
-    def output(self, last: Flat, loop: Sequence[int] | None) -> Any:
-        """The layer's output.
+    def output(self, last: Flat, loop: Sequence[int] | None) -> tuple[Any, list[dict[Any, Any]]]:
+        """The layer's output, and what it stores for later layers.
 
         Args:
-            last: tensors of it.
+            last: tensors of both.
             loop: the numbers of those; None: all are there. Nobody uses the others, which are NaN.
         """
         numbers = self.outputs if loop is None else loop
@@ -215,10 +222,11 @@ class _Traced:
         leaves = [
             found.get(leaf.number, _stand_in(last[0])) if isinstance(leaf, _Number) else leaf for leaf in self._leaves
         ]
-        return tree_unflatten(leaves, self._specs[0])
+        output: tuple[Any, list[dict[Any, Any]]] = tree_unflatten(leaves, self._specs[0])
+        return output
 
     def _function(self, flat: Flat, prepare: Prepare) -> Flat:
-        """The layer as a function of its inputs: the outputs that are wanted, and side outputs."""
+        """The layer as a function of its inputs: the outputs that are wanted, what it stores, and side outputs."""
         leaves, weights, buffers, real = list(self.settings), {}, {}, None
         for i, t in zip(self.inputs, flat, strict=False):
             if i.target == "leaf":
@@ -230,16 +238,23 @@ class _Traced:
             else:
                 buffers[i.name] = as_given(t, i.dtype)
         args, kwargs = tree_unflatten(leaves, self.call_spec)
+        shared = shared_in(args, kwargs)
+        before = [dict(mapping) for mapping in shared]
         with randomness.drawing(*flat[len(self.inputs) :]), side_outputs.given(real):
             output, side = self._run_once(weights, buffers, args, kwargs, prepare)
+        stores = stored(before, shared)
+        for mapping, known in zip(shared, before, strict=True):
+            mapping.data = known
         after = tree_flatten((args, kwargs))
-        if [*map(id, after[0])] != [*map(id, leaves)]:
+        if [*map(id, after[0])] != [*map(id, leaves)] or (any(stores) and not self.single):
             raise LoopChanged(f"{self.part.name} changes an argument that it is given")
-        found, spec = tree_flatten(output)
+        found, spec = tree_flatten((output, stores))
         tensors = [t for t in found if isinstance(t, torch.Tensor)]
         numbers = iter(range(len(tensors)))
         self._leaves = [_Number(next(numbers)) if isinstance(t, torch.Tensor) else t for t in found]
-        self.outputs = range(len(tensors)) if self.outputs is None else self.outputs
+        returned = len([t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)])
+        wanted = range(returned) if self.outputs is None else self.outputs
+        self.outputs = sorted({*wanted, *range(returned, len(tensors))})
         sides, side_spec = tree_flatten(side)
         self._specs = (spec, side_spec)
         return [*(tensors[k] for k in self.outputs), *sides]

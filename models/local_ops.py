@@ -2,7 +2,8 @@
 
 Two are those of routers, with one-hots in place of scatters. For a scatter over tokens the partitioner gathers the
 indices of the whole batch on every device. A router chooses among few experts, so the one-hots are small, and the
-compiler fuses them away. The third, `torch.polar`, would fall back to the host, in the middle of a step.
+compiler fuses them away. `torch.polar` would fall back to the host, in the middle of a step. `torch.std` has no
+gradient on XLA: torch_xla 2.9 replaces it below autograd, which warns and goes on without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _TopK(torch.autograd.Function):
 
 
 class LocalOps(TorchFunctionMode):
-    """While active, replaces `torch.topk` over the last dimension, `torch.histc` of integers and `torch.polar`."""
+    """While active, replaces `topk` over the last dimension, `histc` of integers, `polar` and `std` of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):
@@ -41,6 +42,8 @@ class LocalOps(TorchFunctionMode):
             return _histogram(func, *args, **(kwargs or {}))
         if func is torch.polar:
             return _polar(*args, **(kwargs or {}))
+        if func in (torch.std, torch.Tensor.std):
+            return _root(torch.var(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
@@ -59,3 +62,9 @@ def _histogram(func: Any, input: torch.Tensor, bins: int = 100, min: float = 0, 
 
 def _polar(abs: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(torch.stack((abs * angle.cos(), abs * angle.sin()), dim=-1))
+
+
+def _root(variance: torch.Tensor) -> torch.Tensor:
+    """The square root, with a gradient of 0 where it is 0, as `torch.std` has."""
+    positive = variance > 0
+    return torch.where(positive, torch.where(positive, variance, 1).sqrt(), 0)

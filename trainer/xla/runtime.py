@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -131,6 +132,8 @@ def _refuse_several(processes: int) -> None:
 def _prepare() -> str:
     """Set flags and threads for the devices that will be opened; the kind of those devices."""
     _set_compiler_flags()
+    # such as `selu`: torch_xla 2.9 replaces it below autograd, and gradients would stop there without a word
+    warnings.filterwarnings("error", ".*an autograd kernel was not registered")
     kind = device_kind()
     if kind == "TPU":  # before they are opened: that waits for the other hosts
         _refuse_several(processes_told(os.environ))
