@@ -22,7 +22,7 @@ from models.attention.interface import masks_without_reads
 from models.likeness import described
 
 ROWS, LENGTH = 3, 16  # of the tokens that the decoder is tried on
-UNUSED = ""
+UNUSED, UNLIKE = "", "?"  # no path is such
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shape:
 
     Args:
         leaves: of its output, flattened: for a tensor the path of an argument of the same shape and dtype; for one that
-            nobody uses, and that is like no argument, :data:`UNUSED`; None for what is no tensor.
+            is like no argument :data:`UNLIKE`, and :data:`UNUSED` if nobody uses it; None for what is no tensor.
         spec: how they are put together.
     """
 
@@ -153,7 +153,7 @@ class _Loop(TorchFunctionMode):
         older = {id(t) for earlier in self.notes[: max(index - 1, 0)] for t in earlier.tensors} - before.keys()
         skips = any(id(leaf) in older for leaf in notes.arguments.values())
         follows = bool(chain) and not skips and not self.used.get(index - 1)
-        paths = iter(_paths(notes, self._next(index)))
+        paths = iter(self._paths(index, notes))
         return Seen(
             given=(str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()]),
             chain=tuple(sorted(chain.items())),
@@ -173,27 +173,22 @@ class _Loop(TorchFunctionMode):
         kept = [at for at, leaf in enumerate(notes.output) if leaf is not None and not isinstance(leaf, torch.Tensor)]
         if kept:
             return f"it returns an object ({type(notes.output[kept[0]]).__name__})"
-        after = self._next(index)
-        passed = {id(leaf) for leaf in after.arguments.values()} if after else set()
-        for number, (tensor, path) in enumerate(zip(notes.tensors, _paths(notes, after), strict=True)):
-            if path == UNUSED and (number in self.used.get(index, ()) or id(tensor) in passed):
-                return "it returns a tensor of a shape that it was not given"
+        if UNLIKE in self._paths(index, notes):
+            return "it returns a tensor of a shape that it was not given"
         return ""
 
-    def _next(self, index: int) -> _Notes | None:
-        return self.notes[index + 1] if index + 1 < self.count else None
+    def _paths(self, index: int, notes: _Notes) -> list[str]:
+        """For each tensor that the layer returns an argument like it: best the one that the next layer gets it as."""
+        after = self.notes[index + 1].arguments if index + 1 < self.count else {}
+        found = []
+        for number, tensor in enumerate(notes.tensors):
+            given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, torch.Tensor)}
+            alike = [path for path, leaf in given.items() if _kind(leaf) == _kind(tensor)]
+            passed = [path for path, leaf in after.items() if leaf is tensor]
+            unlike = UNLIKE if passed or number in self.used.get(index, ()) else UNUSED
+            found.append(next((path for path in passed if path in alike), next(iter(alike), unlike)))
+        return found
 
 
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else described(leaf)
-
-
-def _paths(notes: _Notes, after: _Notes | None) -> list[str]:
-    """For each tensor that the layer returns an argument like it: best the one that the next layer gets it as."""
-    found = []
-    for tensor in notes.tensors:
-        given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, torch.Tensor)}
-        alike = [path for path, leaf in given.items() if _kind(leaf) == _kind(tensor)]
-        passed = [path for path, leaf in after.arguments.items() if leaf is tensor] if after else []
-        found.append(next((path for path in passed if path in alike), next(iter(alike), UNUSED)))
-    return found

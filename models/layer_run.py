@@ -149,13 +149,13 @@ class LayerRun:
                 after = tensors.inputs[j + 1] if j + 1 < len(self.parts) else []
                 outputs = sorted({i.index for i in after if i.source == "chain"}) if after else sorted({*tensors.loop})
             sources = {
-                "slot": [t.detach().requires_grad_(t.is_floating_point()) for t in tensors.slots],
+                "slot": [_computed(t) for t in tensors.slots],
                 "learned": tensors.learned,
                 "fixed": tensors.fixed,
                 "own": [_of_a_turn(t) for t in tensors.own[j]] if self.count > 1 else tensors.own[j],
             }
             given = [
-                calls[j].leaves[i.name].detach().requires_grad_() if i.source == "chain" else sources[i.source][i.index]
+                _computed(calls[j].leaves[i.name]) if i.source == "chain" else sources[i.source][i.index]
                 for i in tensors.inputs[j]
             ]
             layer = _Traced(part, calls[j], tensors.inputs[j], outputs, self.size == 1)
@@ -289,6 +289,11 @@ def _add_state(tensors: Sorted, j: int, part: Part) -> None:
             tensors.give(j, as_passed(buffer), "buffer", name, buffer.dtype)
         else:
             tensors.inputs[j].append(tensors.share(buffer, "buffer", name))
+
+
+def _computed(t: torch.Tensor) -> torch.Tensor:
+    """``t`` as what a layer computed: it has a gradient if it is of floating point."""
+    return t.detach().requires_grad_(t.is_floating_point())
 
 
 def _of_a_turn(stacked: torch.Tensor) -> torch.Tensor:
