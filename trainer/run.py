@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,12 +69,15 @@ def _run(
     console: Console,
 ) -> Trainer:
     # ---- devices, data, weights ----
+    started = time.perf_counter()
     _say_what_runs(job, console)
     if resume is not None:
         _say_where_it_goes_on(resume, job.args, console)
     corpus = _load_data(job, tokenizer, console)
+    reading_took = time.perf_counter() - started
     with reading(source, console) if source else contextlib.nullcontext():
         trainer = Trainer(job, corpus, source=source, resume=resume, callbacks=callbacks, console=console, lock=lock)
+    trainer.watch.began(earlier=reading_took)
     say(console, f"output:  {lock.folder}")
     trainer.train()
     return trainer
