@@ -25,6 +25,7 @@ from trainer.model import experts_modules
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
+from trainer.trackers import open_trackers
 from trainer.trainer import Trainer
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
 from trainer.weights.sources import has_weights
@@ -44,6 +45,7 @@ def train(
     console = console or Console()
 
     # ---- what can be refused, cheapest first; until here nothing is written and no device is opened ----
+    callbacks = [*callbacks, *open_trackers(args.report_to, console)]
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
     output = find_output(args, job.recipe.name)
