@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from tests.support.browser import Browser
 from tests.support.jobs import job_of
 from tests.test_routing_run import corpus
 from trainer.checkpoint.read import open_checked
+from trainer.errors import UserError
 from trainer.model import training_flops
 from trainer.output import find_output
 from trainer.report.goodput import read_lives
@@ -90,7 +95,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             inner.setattr(Folder, "write", full)
             live(output, Console(file=printed, width=200))
         assert not (output / "report.html").exists()
-        trainer, reader = live(output, Console(quiet=True), resume=output / "checkpoint-2", max_steps=6)
+        trainer, reader = live(
+            output, Console(quiet=True), resume=output / "checkpoint-2", max_steps=6, profile_steps="5:6"
+        )
     return Run(output, trainer, reader.seen, printed.getvalue())
 
 
@@ -191,6 +198,30 @@ def test_seconds_are_charged_to_what_they_went_to_and_add_up_to_the_life(run: Ru
 def test_a_page_that_can_not_be_written_is_said_once_and_the_run_goes_on(run: Run) -> None:
     assert run.said.count("report.html can't be written, and the run goes on") == 1
     assert (run.output / "checkpoint-4").is_dir()
+
+
+XPROF = """
+import collections, json, sys
+from xprof.convert import raw_to_tool_data
+data, _ = raw_to_tool_data.xspace_to_tool_data(sys.argv[1:], "trace_viewer", {})
+names = collections.Counter(event.get("name") for event in json.loads(data)["traceEvents"])
+print(names["PjRtComputationClient::ExecuteReplicated"], names["PjRtCpuExecutable::ExecuteHelper"])
+"""
+
+
+@pytest.mark.slow
+def test_the_trace_of_two_steps_opens_in_xprof_and_has_these_on_all_devices_and_nothing_else(run: Run) -> None:
+    (trace,) = (run.output / "profile").glob("plugins/profile/*/*.xplane.pb")
+    if find_spec("xprof") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no xprof: pip install --no-deps xprof")
+    done = subprocess.run([sys.executable, "-c", XPROF, trace], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "16"], done.stderr
+
+
+def test_steps_to_trace_that_are_none_of_the_run_are_refused() -> None:
+    for wrong in ("3", "0:2", "4:3", "9:11", "a:b", "1:2:3"):
+        with pytest.raises(UserError, match=f"--profile_steps {wrong}"):
+            job_of(ANY_MOE, deepseek(), max_steps=10, profile_steps=wrong)
 
 
 def test_a_compile_report_that_lies_in_the_output_folder_does_not_make_it_taken(tmp_path: Path) -> None:

@@ -186,6 +186,9 @@ class TrainingArguments:
     )
     run_name: str | None = option(None, "The run's name in trackers. Default: theirs.")
     project: str = option("huggingface", "The project in trackio; wandb's is WANDB_PROJECT.")
+    profile_steps: str | None = option(
+        None, "Trace these steps for xprof, the last one too: `10:13`. The trace goes to profile/ of --output_dir."
+    )
     eval_strategy: str = option(
         "no", "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps."
     )
@@ -242,6 +245,9 @@ class TrainingArguments:
         for name in ("recipe", "model", "dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
             self._check_path(name)
         self._read_schedule()
+        if self.profile_steps is not None:
+            first, last = self.profiled
+            self._check("profile_steps", 1 <= first <= last <= self.max_steps, "it is a part of the run's steps", "2:4")
         self._choose("router_balance", ["sequence", "batch"])
         self._choose("eval_strategy", ["no", "steps"])
         self._choose("save_strategy", ["no", "steps", "epoch", "best"])
@@ -334,6 +340,12 @@ class TrainingArguments:
         raise UserError(
             asked=asked, found=found, why="the best weights are those of a step evaluated and saved", instead=instead
         )
+
+    @property
+    def profiled(self) -> tuple[int, int]:
+        """The first and the last step of ``profile_steps``; two zeros if it says none."""
+        found = re.fullmatch(r"(\d{1,10}):(\d{1,10})", self.profile_steps or "")
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:

@@ -1,4 +1,4 @@
-"""Callbacks that only look on (``--report_to``): none can end a run that has begun."""
+"""Callbacks that only look on (``--report_to``, ``--profile_steps``): none can end a run that has begun."""
 
 from __future__ import annotations
 

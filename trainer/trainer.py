@@ -35,6 +35,7 @@ from trainer.step.meter import Meter, least_seconds
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
+from trainer.trackers import Tracker
 from trainer.unused import notice
 from trainer.watch import Watch
 from trainer.weights.hub_write import export
@@ -43,6 +44,7 @@ from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source, part_and_rest, part_of, seeded_init
 from trainer.xla.batch import batch_share
 from trainer.xla.mesh import build_mesh
+from trainer.xla.profile import ProfileCallback
 from trainer.xla.runtime import chip, compile_count
 
 
@@ -112,6 +114,8 @@ class Trainer:
             self.schedule.skip(resume.step)
         self.state, self.control = state_at_the_start(self.args, resume), TrainerControl()
         flow = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
+        if self.args.profile_steps is not None:
+            flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
