@@ -24,9 +24,9 @@ from trainer.cli import Parser
 from trainer.errors import UserError, exit_code
 from trainer.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
 from trainer.layout.load import load_recipe
-from trainer.layout.plan import ParameterPlan, ShardingPlan, make_plan
-from trainer.layout.recipe import layout_text
+from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.source import recipe_source
+from trainer.layout.table import PLAN_HEADER, held_by_a_device, plan_rows
 from trainer.model import experts_modules, load_config, meta_model
 from trainer.report.lines import say
 from trainer.report.units import size
@@ -116,47 +116,22 @@ def print_plan(plan: ShardingPlan) -> None:
         console = Console(width=200)
     sizes = " × ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     say(console, f"mesh: {sizes} = {plan.devices} devices\n")
-    console.print(_table(_rows(plan), console.width))
-    totals = plan.totals
-    held = {
-        "parameters": totals["parameters_bytes"],
-        "gradients": totals["gradients_bytes"],
-        "AdamW state": totals["optimizer_bytes"],
-        "together": sum(totals.values()),
-    }
+    console.print(_table(plan_rows(plan), console.width))
+    held = held_by_a_device(plan)
     say(console, "\na device holds")
-    for what, count in held.items():
+    for what, count in [*held, ("together", sum(count for _, count in held))]:
         say(console, f"  {what:<12} {size(count, decimals=2):>11}")
     axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch) or "no axis splits it"
     say(console, f"the global batch must be divisible by {plan.batch_shards} ({axes})")
 
 
-def _rows(plan: ShardingPlan) -> list[list[str]]:
-    """The table's cells: a row for each pattern and shape, with the bytes of all its parameters together."""
-    groups: dict[tuple[str, tuple[int, ...]], list[ParameterPlan]] = {}
-    for parameter in plan.parameters:
-        groups.setdefault((parameter.pattern, parameter.shape), []).append(parameter)
-    return [
-        [
-            pattern,
-            str(len(parameters)),
-            "×".join(map(str, shape)) or "scalar",
-            "\n".join(f"{axis}: {text}" for axis, text in layout_text(parameters[0].layout).items()) or "replicated",
-            "×".join(map(str, parameters[0].local_shape)) or "scalar",
-            size(sum(parameter.bytes_per_device for parameter in parameters), decimals=2),
-        ]
-        for (pattern, shape), parameters in groups.items()
-    ]
-
-
 def _table(rows: list[list[str]], width: int) -> Table:
     """A table of at most ``width`` characters. Where that is too narrow, patterns are broken at their dots."""
-    titles = ["pattern", "match", "shape", "placements", "on a device", "bytes"]
-    columns = list(zip(titles, *rows, strict=True))
+    columns = list(zip(PLAN_HEADER, *rows, strict=True))
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    room = max(width - sum(widths[1:]) - 2 * len(titles), 12)
+    room = max(width - sum(widths[1:]) - 2 * len(PLAN_HEADER), 12)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in titles:
+    for title in PLAN_HEADER:
         number = title in ("match", "bytes")
         table.add_column(title, justify="right" if number else "left", no_wrap=title != "pattern")
     for pattern, *cells in rows:

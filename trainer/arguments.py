@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from types import NoneType
@@ -18,6 +19,7 @@ from trainer.errors import UserError, did_you_mean
 from trainer.schedule import KINDS, Schedule
 
 _MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
@@ -177,6 +179,16 @@ class TrainingArguments:
     optimizer_dtype: str = option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
     logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
     logging_first_step: bool = option(False, "Log step 1 too.")
+    report_to: str = option(
+        "none",
+        "Trackers that the log goes to as well, with commas between them: tensorboard, wandb, trackio, mlflow, or "
+        "another integration of transformers. Keys and servers are set as each package says, in its environment.",
+    )
+    run_name: str | None = option(None, "The run's name in trackers. Default: theirs.")
+    project: str = option("huggingface", "The project in trackio; wandb's is WANDB_PROJECT.")
+    profile_steps: str | None = option(
+        None, "Trace these steps for xprof, the last one too: `10:13`. The trace goes to profile/ of --output_dir."
+    )
     eval_strategy: str = option(
         "no", "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps."
     )
@@ -210,6 +222,8 @@ class TrainingArguments:
     logging_strategy = IntervalStrategy.STEPS
     eval_delay = 0
     greater_is_better = False
+    hub_private_repo = trackio_space_id = trackio_bucket_id = None
+    trackio_static_space_id = False  # nothing is pushed to the hub
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -231,6 +245,9 @@ class TrainingArguments:
         for name in ("recipe", "model", "dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
             self._check_path(name)
         self._read_schedule()
+        if self.profile_steps is not None:
+            first, last = self.profiled
+            self._check("profile_steps", 1 <= first <= last <= self.max_steps, "it is a part of the run's steps", "2:4")
         self._choose("router_balance", ["sequence", "batch"])
         self._choose("eval_strategy", ["no", "steps"])
         self._choose("save_strategy", ["no", "steps", "epoch", "best"])
@@ -325,10 +342,32 @@ class TrainingArguments:
         )
 
     @property
+    def profiled(self) -> tuple[int, int]:
+        """The first and the last step of ``profile_steps``; two zeros if it says none."""
+        found = re.fullmatch(r"(\d{1,10}):(\d{1,10})", self.profile_steps or "")
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+    @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes that weights and moments are stored in, as `make_plan` takes them."""
         return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}
 
     def as_dict(self) -> dict[str, Any]:
-        """The options and their values, JSON-able."""
-        return asdict(self)
+        """The options and their values, JSON-able, for anybody to read: ``user:password@`` in a URL is left out.
+
+        Keys of hubs and trackers are no options: they come from the environment.
+        """
+        values = asdict(self).items()
+        return {name: _CREDENTIALS.sub("", value) if isinstance(value, str) else value for name, value in values}
+
+    # what transformers' integrations ask for
+    to_dict = as_dict
+
+    def to_json_string(self) -> str:
+        """The options as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The options as trackers take them that know numbers and texts alone."""
+        known = (bool, int, float, str)
+        return {name: value if type(value) in known else str(value) for name, value in self.as_dict().items()}

@@ -12,6 +12,8 @@ from trainer.errors import UserError
 from trainer.lock import LOCK, FolderLock
 from trainer.storage import Folder, StorageError
 
+COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand: the run's page links it
+
 
 def find_output(args: TrainingArguments, recipe_name: str) -> Folder:
     """The run's output folder; ``args.output_dir`` then names it. Nothing is written.
@@ -25,7 +27,7 @@ def find_output(args: TrainingArguments, recipe_name: str) -> Folder:
     args.output_dir = str(folder)
     if not folder.remote and os.path.isfile(str(folder)):
         raise _taken(folder, "a file", "")
-    entries = [name for name in folder.names() if name != LOCK]
+    entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]
     if entries and not args.overwrite_output_dir and not _resumes_in(args.resume_from_checkpoint, folder):
         raise _taken(
             folder,
@@ -70,7 +72,7 @@ def _resumes_in(asked: str | None, folder: Folder) -> bool:
 
 
 def _holds_something(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+    return path.is_file() or (path.is_dir() and any(entry.name != COMPILE_PAGE for entry in path.iterdir()))
 
 
 def _taken(folder: Folder, found: str, more: str) -> UserError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from trainer.model import experts_modules
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
+from trainer.trackers import open_trackers
 from trainer.trainer import Trainer
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
 from trainer.weights.sources import has_weights
@@ -43,6 +45,7 @@ def train(
     console = console or Console()
 
     # ---- what can be refused, cheapest first; until here nothing is written and no device is opened ----
+    callbacks = [*callbacks, *open_trackers(args.report_to, console)]
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
     output = find_output(args, job.recipe.name)
@@ -68,12 +71,15 @@ def _run(
     console: Console,
 ) -> Trainer:
     # ---- devices, data, weights ----
+    started = time.perf_counter()
     _say_what_runs(job, console)
     if resume is not None:
         _say_where_it_goes_on(resume, job.args, console)
     corpus = _load_data(job, tokenizer, console)
+    reading_took = time.perf_counter() - started
     with reading(source, console) if source else contextlib.nullcontext():
         trainer = Trainer(job, corpus, source=source, resume=resume, callbacks=callbacks, console=console, lock=lock)
+    trainer.watch.began(earlier=reading_took)
     say(console, f"output:  {lock.folder}")
     trainer.train()
     return trainer

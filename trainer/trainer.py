@@ -27,24 +27,25 @@ from trainer.job import Job
 from trainer.lock import FolderLock
 from trainer.preemption import StopRequests
 from trainer.report.bars import tracked
-from trainer.report.curve import loss_curve
-from trainer.report.expert_load import as_record, load_picture
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
 from trainer.state import is_evaluated, loss_before, note_if_best, state_at_the_start
 from trainer.step.build import build
-from trainer.step.meter import Meter
+from trainer.step.meter import Meter, least_seconds
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
+from trainer.trackers import Tracker
 from trainer.unused import notice
+from trainer.watch import Watch
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source, part_and_rest, part_of, seeded_init
 from trainer.xla.batch import batch_share
 from trainer.xla.mesh import build_mesh
-from trainer.xla.runtime import compile_count
+from trainer.xla.profile import ProfileCallback
+from trainer.xla.runtime import chip, compile_count
 
 
 class Trainer:
@@ -82,6 +83,7 @@ class Trainer:
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = Folder(str(self.args.output_dir))
         self.lock = lock or FolderLock(self.folder, self.console)
+        self.watch = Watch(self.folder, job, self.console, resume, self.lock.check_held)
 
         # ---- batches, and where they go on ----
         corpus.check_fits(self.args.sequence_length, job.config.get_text_config().vocab_size)
@@ -112,11 +114,13 @@ class Trainer:
             self.schedule.skip(resume.step)
         self.state, self.control = state_at_the_start(self.args, resume), TrainerControl()
         flow = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
+        if self.args.profile_steps is not None:
+            flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
-        self.meter = Meter(built.step, job.tokens, self._saved)
+        self.meter = Meter(built.step, job.tokens, self._saved, least_seconds(job, chip()))
         self._event("on_init_end")
 
     @lasting_output()
@@ -130,7 +134,7 @@ class Trainer:
         """
         with waiting(self.console, "counting tokens for the unigram model …"):
             vocabulary = self.job.config.get_text_config().vocab_size
-            unigram = unigram_loss(self.corpus.train, self.heldout, vocabulary)
+            unigram = self.watch.unigram = unigram_loss(self.corpus.train, self.heldout, vocabulary)
         with self.lock, self.checkpoints, self.stop.listen():
             self._take_over_the_folder()
             try:
@@ -139,14 +143,14 @@ class Trainer:
             except Exception as why:
                 try:
                     if not self.train_step.guard.first:  # before the first step nothing was learned
-                        self._write_out(unigram)
+                        self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this
                     say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
                 raise why from None
-            problem = self._write_out_with(best, unigram)
+            problem = self._write_out_with(best)
             after = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
-            self._write_curve(unigram)
+            self.watch.finish(self.state, self.meter.expert_load)
         losses = loss_before(self.state), after, unigram
         self.console.print(closing_table(losses, self.state.log_history, compile_count(), str(self.folder)))
         if problem is not None:
@@ -183,10 +187,12 @@ class Trainer:
         self.meter.begin()
         try:
             self._evaluate_first()
+            self.watch.clock.turn_to("steps")
             while not self._ends():
                 self._run_epoch()
             self._log(self.meter.summary())
         finally:
+            self.watch.clock.turn_to("save")
             self._event("on_train_end")
         if self.stop.any:
             say(self.console, farewell(self.stop.interrupted, self.state.global_step))
@@ -228,7 +234,8 @@ class Trainer:
         """One optimizer step and its events: those of what lies inside its computation come right before and after."""
         state, step = self.state, self.state.global_step + 1
         self._event("on_step_begin")
-        batch = next(self.batches)
+        with self.watch.clock.on("data"):
+            batch = next(self.batches)
         for _ in range(self.args.gradient_accumulation_steps - 1):
             self._event("on_substep_end")
         self._event("on_pre_optimizer_step")
@@ -276,7 +283,8 @@ class Trainer:
     def _evaluate_and_log(self) -> float | None:
         """The held-out loss, logged and told to the callbacks; None, and neither, if a signal cut it short."""
         started = time.perf_counter()
-        loss = self.eval_step(self._heldout_batches(stoppable=True))
+        with self.watch.clock.on("evaluation"):
+            loss = self.eval_step(self._heldout_batches(stoppable=True))
         self.meter.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
         if self.stop.any:
@@ -301,6 +309,7 @@ class Trainer:
         logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._event("on_log", logs=logs)
+        self.watch.update(self.state, self.meter.expert_load)
 
     def _log_saved(self, saved: Saved | None) -> None:
         if saved is not None:
@@ -330,7 +339,8 @@ class Trainer:
         }
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         everything = {**self.train_step.state, **saved_buffers(self.model)}
-        pause, before = self.checkpoints.save(everything, host, state)
+        with self.watch.clock.on("save"):
+            pause, before = self.checkpoints.save(everything, host, state)
         self._log_saved(before)
         self._log({"save_pause": pause})
         self._event("on_save")
@@ -340,6 +350,7 @@ class Trainer:
             self.folder.write(name, as_json(content))
         if aside := self.checkpoints.begin(self.resume):
             say(self.console, set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
+        self.watch.update(self.state, ())
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
@@ -350,20 +361,20 @@ class Trainer:
         self._log_saved(self.checkpoints.wait())
         return noted_folder(best, self.folder)
 
-    def _write_out_with(self, best: Folder | None, unigram: float) -> UserError | None:
+    def _write_out_with(self, best: Folder | None) -> UserError | None:
         """Write out with the weights in ``best``, and place them on the devices, though not before all is written.
 
         If they can't be read, the last step's weights are written, and the error to end with is returned.
         """
         if best is None:
-            self._write_out(unigram)
+            self._write_out()
             return None
         try:
             source = open_checked(best, self.console)
             source.check_model(self.job.model, self.job.config)
-            self._write_out(unigram, source)
+            self._write_out(source)
         except UserError as error:
-            self._write_out(unigram)
+            self._write_out()
             return best_unread(error, self.state, self.folder)
         # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
         parameters = self.placed.parameters
@@ -372,22 +383,16 @@ class Trainer:
         say(self.console, f"the best weights are those of {best}")
         return None
 
-    def _write_out(self, unigram: float, source: Source | None = None) -> None:
+    def _write_out(self, source: Source | None = None) -> None:
         """Write the state and, unless preempted or stopped before anything was learned, the model; wait for the
-        checkpoint under way; write the curve.
+        checkpoint under way; write the pictures and the page.
         """
         self.lock.check_held()
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.save_model(self.folder / "model", source)
         self._log_saved(self.checkpoints.wait())
-        self._write_curve(unigram)
+        self.watch.finish(self.state, self.meter.expert_load)
 
     def _write_state(self) -> None:
         self.folder.write("trainer_state.json", as_json(asdict(self.state)))
-
-    def _write_curve(self, unigram: float) -> None:
-        self.folder.write("loss_curve.png", loss_curve(self.state.log_history, unigram))
-        if loads := self.meter.expert_load:
-            self.folder.write("expert_load.json", as_json(as_record(loads, self.state.global_step)))
-            self.folder.write("expert_load.png", load_picture(loads, self.state.log_history))

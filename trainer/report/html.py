@@ -12,6 +12,9 @@ _LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b
 _DARK = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8")
 
 
+COLORS = len(_LIGHT)
+
+
 def _variables(colors: Sequence[str]) -> str:
     return "".join(f"--c{number}: {color}; " for number, color in enumerate(colors))
 
@@ -47,16 +50,22 @@ pre { overflow-x: auto; font-size: .85rem; }
 )
 
 
-def html_page(title: str, body: Iterable[str]) -> str:
+def html_page(
+    title: str, body: Iterable[str], style: str = "", script: str = "", reload_seconds: int | None = None
+) -> str:
     """The whole file.
 
     Args:
         title: plain text; it is escaped here.
         body: pieces of HTML, in order.
+        style, script: further CSS, and JavaScript that runs once the body is there.
+        reload_seconds: a browser that shows the page reads it anew after so many.
     """
+    reload = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">'
+    body = [*body, f"<script>{script}</script>"] if script else body
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+        f"{reload}<title>{escape(title)}</title><style>{STYLE}{style}</style>"
     )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 

@@ -21,6 +21,7 @@ _FORMATS = {
     "learning_rate": "lr {:.3g}",
     "grad_norm": "grad norm {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
     "dropped_fraction": "dropped {:.2%}",
     "expert_load_max": "busiest expert {:.2f}× mean",
     "expert_load_entropy": "load entropy {:.3f}",

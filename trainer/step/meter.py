@@ -5,9 +5,18 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from trainer.job import Job
+from trainer.model import training_flops
 from trainer.report.expert_load import ExpertLoad, log_entries
 from trainer.step.train_step import StepMetrics, TrainStep
+from trainer.xla.chips import Chip
 from trainer.xla.runtime import compile_count
+
+
+def least_seconds(job: Job, chip: Chip | None) -> float | None:
+    """Seconds that a step would take if all devices did nothing but its model FLOPs, at their peak; None: not known."""
+    flops = training_flops(job.model, job.config, job.rows, job.args.sequence_length)
+    return None if chip is None or flops is None else flops / (job.devices * chip.flops)
 
 
 class Meter:
@@ -17,13 +26,15 @@ class Meter:
         step: what is measured.
         tokens: tokens a step.
         last: the step after which nothing has been read yet.
+        least_seconds: of a step whose model FLOPs all devices do at their peak; None: the peak is not known, and so no
+            MFU.
 
     Attributes:
         expert_load: that of the last reading.
     """
 
-    def __init__(self, step: TrainStep, tokens: int, last: int) -> None:
-        self._step, self._tokens, self._last = step, tokens, last
+    def __init__(self, step: TrainStep, tokens: int, last: int, least_seconds: float | None = None) -> None:
+        self._step, self._tokens, self._last, self._least = step, tokens, last, least_seconds
         self._clock = self._began = time.perf_counter()
         self._loss_sum, self._steps = 0.0, 0
         self.expert_load: tuple[ExpertLoad, ...] = ()
@@ -48,6 +59,8 @@ class Meter:
             "tokens_per_second": metrics.steps * self._tokens / (now - self._clock),
             "compiles": compile_count(),
         }
+        if self._least is not None:
+            logs["mfu"] = metrics.steps * self._least / (now - self._clock)
         if metrics.dropped_fraction is not None:
             logs["dropped_fraction"] = metrics.dropped_fraction
         logs |= metrics.router_losses | log_entries(metrics.expert_load)

@@ -16,7 +16,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
 
 from trainer.errors import UserError
-from trainer.xla.chips import CHIPS
+from trainer.xla.chips import CHIPS, Chip
 
 VIRTUAL_DEVICES = 8
 _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails beyond it
@@ -86,6 +86,16 @@ def run_now(tensors: list[torch.Tensor]) -> None:
 def compile_count() -> int:
     """XLA compiles of this process so far."""
     return (met.metric_data("CompileTime") or (0,))[0]
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in XLA compiles so far."""
+    return (met.metric_data("CompileTime") or (0, 0.0))[1] / 1e9
+
+
+def chip() -> Chip | None:
+    """The TPU generation of this process's devices; None for others, and for one that is not in the table."""
+    return _chip_on_the_bus() if device_kind() == "TPU" else None
 
 
 def watch_for_preemption() -> bool:
@@ -162,15 +172,19 @@ def _open(kind: str) -> int:
 
 def _set_compiler_flags() -> None:
     """On a TPU host, add the chip's compiler flags to LIBTPU_INIT_ARGS, which libtpu reads once; the user's stay."""
-    # semi-private: jax/_src/hardware_utils.py, jax 0.7.1. It finds the chip on the PCI bus, before libtpu is loaded.
-    from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
-
-    _, version = num_available_tpu_chips_and_device_id()
-    chip = CHIPS.get(version.name) if version is not None else None
+    chip = _chip_on_the_bus()
     if chip is not None:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         missing = [f"--{name}={value}" for name, value in chip.missing_flags(given).items()]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join([*given.split(), *missing])
+
+
+def _chip_on_the_bus() -> Chip | None:
+    # semi-private: jax/_src/hardware_utils.py, jax 0.7.1. It finds the chip on the PCI bus, before libtpu is loaded.
+    from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
+
+    _, version = num_available_tpu_chips_and_device_id()
+    return CHIPS.get(version.name) if version is not None else None
 
 
 def _give_devices_threads(devices: int) -> None:

@@ -1,0 +1,164 @@
+"""A chart of lines over a run's steps, in an HTML page: drawn here as SVG; a script shows the values under the pointer.
+
+A line has at most so many points that a person can see, and all of them are real ones: of each stretch of steps the
+lowest and the highest value stay, so a spike is never lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import groupby
+
+from trainer.report.html import COLORS
+
+Point = tuple[float, float]  # (step, value)
+Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 240, 58, 10, 10, 26  # of the drawing and of its margins
+_FEW = COLORS  # lines that have a colour each; more of them share one, and the pointer finds the nearest
+_POINTS = 6_000  # of all lines of a chart together
+
+STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 1.5rem; }
+figure.chart { margin: 1rem 0; position: relative; }
+figure.chart figcaption { font-weight: 600; }
+figure.chart svg { width: 100%; height: auto; display: block; touch-action: pan-y; }
+figure.chart text { fill: var(--ink); font-size: 11px; }
+figure.chart .grid { stroke: var(--line); stroke-width: 1; }
+figure.chart polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
+figure.chart .many { stroke-width: 1; opacity: .45; }
+figure.chart .cross { stroke: var(--ink); stroke-width: 1; opacity: .5; visibility: hidden; }
+figure.chart output { position: absolute; top: 1.6rem; pointer-events: none; visibility: hidden; white-space: pre;
+  background: var(--paper); border: 1px solid var(--line); padding: .2rem .5rem; font-size: .8rem;
+  font-variant-numeric: tabular-nums; }
+"""
+
+# One listener for all charts. What a chart needs lies in its `data-chart`: the frame of the plot, and its lines.
+SCRIPT = """
+const shown = v => Math.abs(v) >= 1e5 ? Math.round(v).toLocaleString("en-US") : String(Number(v.toPrecision(6)));
+for (const figure of document.querySelectorAll("figure.chart")) {
+  const {x0, x1, y0, y1, plot: [left, top, right, bottom], many, lines} = JSON.parse(figure.dataset.chart);
+  const svg = figure.querySelector("svg"), cross = figure.querySelector(".cross");
+  const box = figure.querySelector("output");
+  const hide = () => { cross.style.visibility = box.style.visibility = "hidden"; };
+  const show = event => {
+    const frame = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / frame.width;
+    const atX = (event.clientX - frame.left) * scale, atY = (event.clientY - frame.top) * scale;
+    const step = x0 + (atX - left) / (right - left) * (x1 - x0);
+    const nearest = points => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
+    let found = lines.map(([name, points]) => [name, ...nearest(points)]);
+    const height = v => bottom - (v - y0) / (y1 - y0) * (bottom - top);
+    if (many) found = [found.reduce((a, b) => Math.abs(height(b[2]) - atY) < Math.abs(height(a[2]) - atY) ? b : a)];
+    const here = found.reduce((a, b) => Math.abs(b[1] - step) < Math.abs(a[1] - step) ? b : a)[1];
+    const x = left + (here - x0) / (x1 - x0) * (right - left);
+    box.value = [`step ${shown(here)}`, ...found.map(([name, at, v]) =>
+      `${name}: ${shown(v)}` + (at === here ? "" : ` (step ${shown(at)})`))].join("\\n");
+    cross.setAttribute("x1", x); cross.setAttribute("x2", x);
+    const offset = x / scale;
+    box.style.left = offset < frame.width / 2 ? `${offset + 8}px` : "auto";
+    box.style.right = offset < frame.width / 2 ? "auto" : `${frame.width - offset + 8}px`;
+    cross.style.visibility = box.style.visibility = "visible";
+  };
+  svg.addEventListener("pointermove", show);
+  svg.addEventListener("pointerdown", show);
+  svg.addEventListener("pointerleave", hide);
+}
+"""
+
+
+def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
+    """A chart of lines over steps that a pointer reads values from; empty if no line has a finite value.
+
+    Args:
+        title: what is drawn, and its unit.
+        lines: name → (step, value), by ascending step.
+        floor: a value that the vertical axis reaches down to.
+    """
+    finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
+    drawn = {name: thinned(points, max(_POINTS // len(lines), 20)) for name, points in finite.items() if points}
+    if not drawn:
+        return ""
+    steps = [step for points in drawn.values() for step, _ in points]
+    values = [value for points in drawn.values() for _, value in points]
+    x0, x1 = min(steps), max(max(steps), min(steps) + 1)
+    ticks = round_ticks(min(values) if floor is None else min(floor, *values), max(values))
+    y0, y1 = ticks[0], ticks[-1]
+    plot = (_LEFT, _TOP, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = plot[0] + (step - x0) / (x1 - x0) * (plot[2] - plot[0])
+        return x, plot[3] - (value - y0) / (y1 - y0) * (plot[3] - plot[1])
+
+    data = {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
+    parts = [_grid(place, (x0, x1), ticks), *_lines(place, drawn)]
+    parts.append(f'<line class="cross" y1="{plot[1]}" y2="{plot[3]}"/>')
+    svg = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(parts)}</svg>'
+    return (
+        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
+        f"<figcaption>{escape(title)}</figcaption>{svg}<output></output>{_legend(list(drawn))}</figure>"
+    )
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most ``most`` of the points, by ascending step: of each stretch the lowest and the highest, and both ends."""
+    if len(points) <= most:
+        return list(points)
+    first, last = points[0][0], points[-1][0]
+    stretches = max(most // 2 - 2, 1)
+    inner = groupby(points[1:-1], lambda p: int((p[0] - first) / max(last - first, 1) * stretches))
+    kept: list[Point] = [points[0]]
+    for _, some in inner:
+        stretch = list(some)
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return [*kept, points[-1]]
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Three to eight round numbers at equal distances, the first at most ``low`` and the last at least ``high``."""
+    span = high - low or abs(high) or 1.0
+    unit = 10.0 ** math.floor(math.log10(span / 4))
+    step = unit * next(factor for factor in (1, 2, 5, 10) if span / 4 <= factor * unit)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [number * step for number in range(first, max(last, first + 1) + 1)]
+
+
+def _grid(place: Place, ends: tuple[float, float], ticks: Sequence[float]) -> str:
+    parts = []
+    for tick in ticks:
+        _, y = place(ends[0], tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+    for tick in round_ticks(*ends):
+        if ends[0] <= tick <= ends[1]:
+            x, _ = place(tick, ticks[0])
+            parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
+    return "".join(parts)
+
+
+def _lines(place: Place, drawn: Mapping[str, Sequence[Point]]) -> list[str]:
+    many = len(drawn) > _FEW
+    parts = []
+    for number, points in enumerate(drawn.values()):
+        color = "c0" if many else f"c{number}"
+        places = [place(*point) for point in points]
+        if len(places) < 40 and not many:  # few enough to be seen each
+            parts += [f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
+        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')
+    return parts
+
+
+def _legend(names: Sequence[str]) -> str:
+    if len(names) > _FEW:
+        return f'<p class="legend">{len(names)} lines; the pointer finds the nearest</p>'
+    marks = (f'<span><i class="k{number}"></i>{escape(name)}</span>' for number, name in enumerate(names))
+    return f'<p class="legend">{"".join(marks)}</p>' if len(names) > 1 else ""
+
+
+def _number(value: float) -> str:
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.6g}"

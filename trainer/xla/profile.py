@@ -1,0 +1,54 @@
+"""A trace of some of a run's steps, for xprof: what host and devices did when."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch_xla.debug.profiler as xp
+from transformers import TrainerCallback
+
+from trainer.storage import Folder
+from trainer.xla.runtime import wait_for_devices
+
+FOLDER = "profile"  # in the output folder
+
+
+class ProfileCallback(TrainerCallback):
+    """Traces the steps from ``first`` to ``last``, both of them too, and writes the trace into ``output``.
+
+    The devices are waited for before and after, so that the trace has all of these steps and no other. A run that goes
+    on from a checkpoint between the two traces what is left of them; one that ends between them writes what it has.
+    """
+
+    def __init__(self, first: int, last: int, output: Folder) -> None:
+        self.first, self.last, self.output = first, last, output
+        self._tracing, self._done = False, False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not (self._tracing or self._done) and self.first <= state.global_step + 1 <= self.last:
+            self._local = tempfile.TemporaryDirectory()
+            wait_for_devices()
+            xp.start_trace(self._local.name)
+            self._tracing = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.last:
+            self._write()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if not self._tracing:
+            return
+        wait_for_devices()
+        xp.stop_trace()
+        self._tracing, self._done = False, True
+        with self._local as local:
+            # plugins/profile/TIME/HOST.xplane.pb, and whatever else: where TensorBoard and xprof look
+            for path in sorted(Path(local).rglob("*")):
+                if path.is_file():
+                    folder = self.output / FOLDER / path.parent.relative_to(local).as_posix()
+                    folder.write(path.name, path.read_bytes())
