@@ -107,8 +107,8 @@ class TrainingArguments:
     )
     dataset: str | None = option(
         None,
-        "Text, JSON-lines or Parquet file or folder, or a hub id (id:configuration, id@commit). Default: the source of "
-        "Python's standard library.",
+        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit). Default: "
+        "the source of Python's standard library.",
     )
     text_column: str = option("text", "Column of the dataset that holds the text.")
     streaming: bool = option(

@@ -39,11 +39,11 @@ class DataOptions:
     """Which text is trained on, and how it becomes rows.
 
     Args:
-        dataset: a text, JSON-lines or Parquet file, a folder of one of these kinds, or a hub id (``id:config`` where
-            the dataset has several, ``id@commit`` for one that does not change). None: the source of this Python's
-            standard library.
+        dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
+            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change). None: the source
+            of this Python's standard library.
         sequence_length: S, tokens a row.
-        text_column: where JSON-lines, Parquet and hub datasets keep their text.
+        text_column: where records keep their text.
         isolate_documents: rows say which document each token belongs to.
         streaming: rows are made as training asks for them and never stored.
         shuffle_rows: rows of a stream that are mixed with one another; 2048 take 32 MiB at 4096 tokens a row.

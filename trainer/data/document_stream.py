@@ -23,6 +23,7 @@ from trainer.data.sources import (
     pick_splits,
     unreadable,
 )
+from trainer.data.tables import streamed_tables
 from trainer.errors import UserError
 
 LOOKED_AT = 64 << 20  # bytes of each file of a stream that are looked at before it begins
@@ -86,9 +87,11 @@ def _identity(where: Files) -> str:
 
 def _open(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:
     """The splits by name, and their identity."""
+    if isinstance(where, Files) and where.kind == "csv":
+        return streamed_tables(where.by_split()), _identity(where)
     if isinstance(where, Files):
         with tempfile.TemporaryDirectory() as cache:  # the builder makes it and leaves nothing in it
-            builder = datasets.load_dataset_builder(where.kind, data_files=where.by_split(), cache_dir=cache)
+            builder = datasets.load_dataset_builder(where.kind, data_files=where.patterns(), cache_dir=cache)
             return builder.as_streaming_dataset(), _identity(where)
     builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
     # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub

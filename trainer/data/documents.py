@@ -23,6 +23,7 @@ from trainer.data.sources import (
     pick_splits,
     unreadable,
 )
+from trainer.data.tables import stored_tables
 from trainer.errors import UserError
 
 # one text file alone is cut at line ends into about a hundred documents, so that some can be held out
@@ -138,12 +139,18 @@ def _record_documents(where: Files, text_column: str) -> Documents:
     def read(scratch: Path) -> Mapping[str, Dataset]:
         check_records(where)
         try:
-            splits = datasets.load_dataset(where.kind, data_files=where.by_split(), cache_dir=str(scratch))
+            splits = _read_records(where, scratch)
         except Exception as error:  # of many types: each file format is malformed in its own ways
             raise unreadable(where, error) from error
         return _checked(_texts(splits, text_column, where.asked), where)
 
     return Documents(where.asked, digest([_stamps(where.files), text_column]), read)
+
+
+def _read_records(where: Files, scratch: Path) -> Mapping[str, Dataset]:
+    if where.kind == "csv":
+        return stored_tables(where.by_split(), scratch)
+    return datasets.load_dataset(where.kind, data_files=where.patterns(), cache_dir=str(scratch))
 
 
 def _hub_documents(where: HubDataset, text_column: str) -> Documents:
