@@ -18,6 +18,7 @@ from trainer.errors import UserError, did_you_mean
 from trainer.schedule import KINDS, Schedule
 
 _MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
+OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # what becomes of a sample longer than a row
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
@@ -110,7 +111,21 @@ class TrainingArguments:
         "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit). Default: "
         "the source of Python's standard library.",
     )
-    text_column: str = option("text", "Column of the dataset that holds the text.")
+    text_column: str | None = option(
+        None,
+        "Column of the dataset that holds plain text. Default: columns say what records are: `messages` or "
+        "`conversations`; `prompt`, `completion`; `instruction`, `output`; `text`; `input_ids`.",
+    )
+    train_on_prompt: bool = option(
+        False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
+    )
+    overflow: str = option(
+        "truncate_right",
+        f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said.",
+    )
+    on_bad_row: str = option(
+        "error", "A record that no sample can be made of stops the run (`error`), or is left out and counted (`skip`)."
+    )
     streaming: bool = option(
         False,
         "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.",
@@ -232,6 +247,8 @@ class TrainingArguments:
             self._check_path(name)
         self._read_schedule()
         self._choose("router_balance", ["sequence", "batch"])
+        self._choose("overflow", list(OVERFLOW))
+        self._choose("on_bad_row", ["error", "skip"])
         self._choose("eval_strategy", ["no", "steps"])
         self._choose("save_strategy", ["no", "steps", "epoch", "best"])
         self._choose("metric_for_best_model", ["eval_loss"])

@@ -6,15 +6,18 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.sources import locate
+from trainer.data.fitting import SampleOptions
+from trainer.data.records import find_shape
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
@@ -45,8 +48,8 @@ def train(
     # ---- what can be refused, cheapest first; until here nothing is written and no device is opened ----
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
+    job = _for_samples(job)
     output = find_output(args, job.recipe.name)
-    locate(args.dataset)
     tokenizer = _tokenizer(job)
     lock = FolderLock(output, console)
     lock.check_free()
@@ -77,6 +80,28 @@ def _run(
     say(console, f"output:  {lock.folder}")
     trainer.train()
     return trainer
+
+
+def _for_samples(job: Job) -> Job:
+    """``job``, whose rows keep samples apart if the dataset's records become samples: refused if the model can't.
+
+    Of the dataset no more is read than shows its columns.
+    """
+    args = job.args
+    if find_shape(args.dataset, args.text_column).is_text or args.isolate_documents:
+        return job
+    args.isolate_documents = True
+    return replace(job, args=args)
+
+
+def _stops(job: Job) -> frozenset[int]:
+    """The tokens that end a generation, as the model's config and its generation config name them."""
+    named: list[Any] = [job.config, job.config.get_text_config()]
+    if job.args.model is not None:
+        with contextlib.suppress(OSError):  # it need not have one
+            named.append(GenerationConfig.from_pretrained(job.args.model))
+    ids = (getattr(config, "eos_token_id", None) for config in named)
+    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
 
 
 def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
@@ -112,6 +137,7 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
         isolate_documents=args.isolate_documents,
         streaming=args.streaming,
         shuffle_rows=args.shuffle_rows,
+        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=_stops(job)),
     )
     with waiting(console, "reading and tokenising the data …"):
         corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
@@ -119,6 +145,8 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
     held, evaluated = len(corpus.heldout), len(corpus.heldout.spread(args.max_eval_rows))
     part = f"{evaluated:,} of them evaluated" if evaluated < held else "all evaluated"
     say(console, f"data:    {tokens} to train on; {held:,} rows held out, {part}")
+    for line in corpus.notes:
+        say(console, f"         {line}")
     return corpus
 
 

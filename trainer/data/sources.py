@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 
@@ -267,19 +266,3 @@ def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
             instead="a dataset with a split called train, or the path of one of its files",
         )
     return train, [name for name in HELDOUT_SPLITS if name in names and name != train][:1]
-
-
-def check_text_column(columns: Mapping[str, Any], text_column: str, asked: str) -> None:
-    """Refuse ``columns`` (name -> feature) unless ``text_column`` is one of them and holds strings.
-
-    Raises:
-        UserError: lists the columns.
-    """
-    if getattr(columns.get(text_column), "dtype", None) not in ("string", "large_string"):
-        tokenised = "; what is tokenised already can't be used" if "input_ids" in columns else ""
-        raise UserError(
-            asked=f"{asked}: the text in its column {text_column!r}",
-            found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
-            why=f"there is no such column of text{tokenised}",
-            instead="--text_column with the name of a column of strings",
-        )
