@@ -38,7 +38,7 @@ from trainer.data.tally import notes
 from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
 from trainer.errors import UserError
 
-CACHE_FORMAT = 3  # part of every cache key: raise it when what is cached changes meaning
+CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
 
 
 @dataclass(frozen=True)

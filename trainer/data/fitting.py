@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from trainer.arguments import OVERFLOW
 from trainer.data.packing import Columns, as_table
 from trainer.data.samples import IGNORE, Encoder, Sample
 from trainer.data.shapes import BadRecord, Shape
@@ -106,7 +105,7 @@ class SamplePacker:
                 asked=f"rows of {size} tokens (--overflow error)",
                 found=f"{self.place_of(document)}: a sample of {length} tokens",
                 why="it does not fit into a row",
-                instead=f"--sequence_length {length}, or --overflow {', '.join(OVERFLOW[:-1])}",
+                instead=f"--sequence_length {length}, or another --overflow",
             )
         self.tally[policy] += 1
         starts = {"truncate_right": [0], "truncate_left": [length - size], "drop": []}
