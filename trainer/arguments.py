@@ -116,6 +116,11 @@ class TrainingArguments:
         "Column of the dataset that holds plain text. Default: columns say what records are: `messages` or "
         "`conversations`; `prompt`, `completion`; `instruction`, `output`; `text`; `input_ids`.",
     )
+    eval_dataset: str | None = option(
+        None,
+        "Hold this out, as --dataset takes it, and none of --dataset. Default: its own held-out split, or a share.",
+    )
+    max_samples: int | None = option(None, "Train on the first so many documents or samples of --dataset alone.")
     train_on_prompt: bool = option(
         False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
     )
@@ -243,10 +248,12 @@ class TrainingArguments:
         least = float(np.finfo(np.float32).tiny)
         self._check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        for name in ("recipe", "model", "dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
+        for name in ("recipe", "model", "dataset", "eval_dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
             self._check_path(name)
         self._read_schedule()
         self._choose("router_balance", ["sequence", "batch"])
+        most = self.max_samples
+        self._check("max_samples", most is None or most >= 1, "nothing would be left to train on", 1000)
         self._choose("overflow", list(OVERFLOW))
         self._choose("on_bad_row", ["error", "skip"])
         self._choose("eval_strategy", ["no", "steps"])

@@ -18,6 +18,7 @@ from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.fitting import SampleOptions
 from trainer.data.records import find_shape
+from trainer.data.sources import locate
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
@@ -88,6 +89,8 @@ def _for_samples(job: Job) -> Job:
     Of the dataset no more is read than shows its columns.
     """
     args = job.args
+    if args.eval_dataset is not None:
+        locate(args.eval_dataset)
     if find_shape(args.dataset, args.text_column).is_text or args.isolate_documents:
         return job
     args.isolate_documents = True
@@ -137,6 +140,8 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
         isolate_documents=args.isolate_documents,
         streaming=args.streaming,
         shuffle_rows=args.shuffle_rows,
+        eval_dataset=args.eval_dataset,
+        max_samples=args.max_samples,
         samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=_stops(job)),
     )
     with waiting(console, "reading and tokenising the data …"):

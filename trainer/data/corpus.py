@@ -33,6 +33,7 @@ from trainer.data.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_
 from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from trainer.data.row_stream import StreamedRows
 from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
+from trainer.data.selection import evaluated_on, first_of, first_of_stream, stream_evaluated_on
 from trainer.data.shapes import Shape
 from trainer.data.tally import notes
 from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
@@ -57,6 +58,9 @@ class DataOptions:
         heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
             A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
             same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
+        eval_dataset: documents to hold out instead, of which none is trained on; as ``dataset``.
+        max_samples: train on so many documents alone, the first; None: all. A share of them is held out where nothing
+            else is.
         samples: how records of other shapes than text become rows, and texts that do not share any.
     """
 
@@ -67,6 +71,8 @@ class DataOptions:
     streaming: bool = False
     shuffle_rows: int = 2048
     heldout_fraction: float = 0.05
+    eval_dataset: str | None = None
+    max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
 
     def makes_samples(self, shape: Shape) -> bool:
@@ -138,6 +144,10 @@ def _stored_corpus(
 ) -> Corpus:
     """Tokenizer and rows from the cache, made if they are not there."""
     documents = find_documents(options.dataset, options.text_column)
+    if options.max_samples is not None:
+        documents = first_of(documents, options.max_samples)
+    if options.eval_dataset is not None:
+        documents = evaluated_on(documents, find_documents(options.eval_dataset, options.text_column))
     _check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
@@ -168,7 +178,9 @@ def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerB
         return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents)
 
     def place_of(document: str) -> str:
-        return find_stream(options.dataset, options.text_column).place_of(document)
+        datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
+        found = (find_stream(each, options.text_column).place_of(document) for each in datasets)
+        return next(filter(None, found), "a record")
 
     return functools.partial(
         SamplePacker,
@@ -237,6 +249,10 @@ def _streamed_corpus(
 ) -> Corpus:
     """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
     stream = find_stream(options.dataset, options.text_column)
+    if options.max_samples is not None:
+        stream = first_of_stream(stream, options.max_samples)
+    if options.eval_dataset is not None:
+        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column))
     _check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:

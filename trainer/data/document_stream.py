@@ -43,13 +43,13 @@ class DocumentStream:
         """All documents, part after part."""
         return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
 
-    def place_of(self, document: str) -> str:
-        """The file and the row, from 1, where a document first stands; for messages, as all is read again."""
+    def place_of(self, document: str) -> str | None:
+        """The file and the row, from 1, where a document first stands; None: nowhere. All is read again for it."""
         for part in range(self.parts):
             for row, (_, text) in enumerate(self.read(part, 0), start=1):
                 if text == document:
                     return f"{self.names[part] if self.names else f'part {part + 1} of {self.parts}'}, row {row}"
-        return self.heldout.place_of(document) if self.heldout else "a record"
+        return self.heldout.place_of(document) if self.heldout else None
 
 
 def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
