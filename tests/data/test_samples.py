@@ -73,6 +73,12 @@ def test_a_stop_token_of_the_models_generation_config_counts_as_one() -> None:
     assert answers({"messages": CHAT}, LLAMA, "<end>", stops=stops) == ["two<|eot|>", "three<|eot|>"]
 
 
+def test_a_letter_that_another_tokenizers_config_calls_a_stop_token_ends_no_turn() -> None:
+    letter = frozenset(byte_tokenizer()("w", add_special_tokens=False)["input_ids"])
+    assert answers({"messages": CHAT}, stops=letter) == ["two<|im_end|>", "three<|im_end|>"]
+    assert answers({"messages": CHAT}, ENDLESS, stops=letter) == ["two\n", "three\n"]
+
+
 def test_turns_that_a_template_leaves_without_a_stop_token_are_counted() -> None:
     _, _, tally = encode({"messages": CHAT}, ENDLESS)
     assert (tally["turns"], tally["turns without stop"]) == (2, 2)

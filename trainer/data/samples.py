@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.chat import Chat, Template, chat_of
 from trainer.data.shapes import BadRecord, Shape
-from trainer.data.tokenizer import plain_tokens
+from trainer.data.tokenizer import plain_tokens, special_ids
 
 IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label
 # how a record of instruction, input and output is asked where there is no chat template
@@ -46,7 +46,8 @@ class Encoder:
 
     Args:
         train_on_prompt: the loss is on every token.
-        stops: tokens that end a generation, beside the tokenizer's end-of-text token.
+        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only its special ones count: a
+            config that was never made for it names a number that is some letter here.
         on_bad: called with each record that no sample can be made of, and why; it may raise.
         tally: what is counted on the way.
 
@@ -65,7 +66,7 @@ class Encoder:
     ) -> None:
         self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
         self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
-        self.stops = stops | {self.end}
+        self.stops = (stops & special_ids(tokenizer)) | {self.end}
         self.template = Template(tokenizer, self.stops) if shape.is_chat else None
         # what the tokenizer puts in front of a text that is asked (Llama's <s>)
         first = tokenizer("", verbose=False)["input_ids"][:1]
