@@ -20,6 +20,7 @@ from trainer.schedule import KINDS, Schedule
 
 _MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
+OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # what becomes of a sample longer than a row
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
@@ -109,10 +110,29 @@ class TrainingArguments:
     )
     dataset: str | None = option(
         None,
-        "Text, JSON-lines or Parquet file or folder, or a hub id (id:configuration, id@commit). Default: the source of "
-        "Python's standard library.",
+        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit). Default: "
+        "the source of Python's standard library.",
     )
-    text_column: str = option("text", "Column of the dataset that holds the text.")
+    text_column: str | None = option(
+        None,
+        "Column of the dataset that holds plain text. Default: columns say what records are: `messages` or "
+        "`conversations`; `prompt`, `completion`; `instruction`, `output`; `text`; `input_ids`.",
+    )
+    eval_dataset: str | None = option(
+        None,
+        "Hold this out, as --dataset takes it, and none of --dataset. Default: its own held-out split, or a share.",
+    )
+    max_samples: int | None = option(None, "Train on the first so many documents or samples of --dataset alone.")
+    train_on_prompt: bool = option(
+        False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
+    )
+    overflow: str = option(
+        "truncate_right",
+        f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said.",
+    )
+    on_bad_row: str = option(
+        "error", "A record that no sample can be made of stops the run (`error`), or is left out and counted (`skip`)."
+    )
     streaming: bool = option(
         False,
         "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.",
@@ -242,13 +262,17 @@ class TrainingArguments:
         least = float(np.finfo(np.float32).tiny)
         self._check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        for name in ("recipe", "model", "dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
+        for name in ("recipe", "model", "dataset", "eval_dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
             self._check_path(name)
         self._read_schedule()
         if self.profile_steps is not None:
             first, last = self.profiled
             self._check("profile_steps", 1 <= first <= last <= self.max_steps, "it is a part of the run's steps", "2:4")
         self._choose("router_balance", ["sequence", "batch"])
+        most = self.max_samples
+        self._check("max_samples", most is None or most >= 1, "nothing would be left to train on", 1000)
+        self._choose("overflow", list(OVERFLOW))
+        self._choose("on_bad_row", ["error", "skip"])
         self._choose("eval_strategy", ["no", "steps"])
         self._choose("save_strategy", ["no", "steps", "epoch", "best"])
         self._choose("metric_for_best_model", ["eval_loss"])

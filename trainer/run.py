@@ -7,14 +7,18 @@ import functools
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
+from trainer.data.fitting import SampleOptions
+from trainer.data.records import find_shape
 from trainer.data.sources import locate
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
@@ -48,8 +52,8 @@ def train(
     callbacks = [*callbacks, *open_trackers(args.report_to, console)]
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
+    job = _for_samples(job)
     output = find_output(args, job.recipe.name)
-    locate(args.dataset)
     tokenizer = _tokenizer(job)
     lock = FolderLock(output, console)
     lock.check_free()
@@ -85,6 +89,30 @@ def _run(
     return trainer
 
 
+def _for_samples(job: Job) -> Job:
+    """``job``, whose rows keep samples apart if the dataset's records become samples: refused if the model can't.
+
+    Of the dataset no more is read than shows its columns.
+    """
+    args = job.args
+    if args.eval_dataset is not None:
+        locate(args.eval_dataset)
+    if find_shape(args.dataset, args.text_column).is_text or args.isolate_documents:
+        return job
+    args.isolate_documents = True
+    return replace(job, args=args)
+
+
+def _stops(job: Job) -> frozenset[int]:
+    """The tokens that end a generation, as the model's config and its generation config name them."""
+    named: list[Any] = [job.config, job.config.get_text_config()]
+    if job.args.model is not None:
+        with contextlib.suppress(OSError):  # it need not have one
+            named.append(GenerationConfig.from_pretrained(job.args.model))
+    ids = (getattr(config, "eos_token_id", None) for config in named)
+    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
+
+
 def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
     name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
@@ -118,6 +146,9 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
         isolate_documents=args.isolate_documents,
         streaming=args.streaming,
         shuffle_rows=args.shuffle_rows,
+        eval_dataset=args.eval_dataset,
+        max_samples=args.max_samples,
+        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=_stops(job)),
     )
     with waiting(console, "reading and tokenising the data …"):
         corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
@@ -125,6 +156,8 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
     held, evaluated = len(corpus.heldout), len(corpus.heldout.spread(args.max_eval_rows))
     part = f"{evaluated:,} of them evaluated" if evaluated < held else "all evaluated"
     say(console, f"data:    {tokens} to train on; {held:,} rows held out, {part}")
+    for line in corpus.notes:
+        say(console, f"         {line}")
     return corpus
 
 

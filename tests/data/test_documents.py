@@ -19,11 +19,14 @@ from tests.support.texts import (
     documents_of,
     load_small,
     run_python,
+    write_arrow,
+    write_csv,
     write_folder,
     write_json,
     write_jsonl,
     write_parquet,
     write_record_folder,
+    write_saved_dataset,
     write_text,
 )
 from trainer.data.corpus import Corpus
@@ -53,6 +56,9 @@ def test_standard_library_is_split_by_file_and_leaves_tests_out(tmp_path: Path) 
         (write_jsonl, "texts.jsonl"),
         (write_json, "texts.json"),
         (write_parquet, "texts.parquet"),
+        (write_arrow, "texts.arrow"),
+        (write_csv, "texts.csv"),
+        (write_saved_dataset, "saved"),
         (write_text, "texts.txt"),
         (write_text, "without_suffix"),
         (write_folder, "folder"),
@@ -69,6 +75,15 @@ def test_every_kind_of_local_dataset_is_read_whole(
     assert sum(f"Story {i}.\n" in text for i in range(300)) >= 297
     assert {len(row) for rows in (corpus.train, corpus.heldout) for row in rows.dataset["input_ids"]} == {32}
     assert len(corpus.heldout) < len(corpus.train)
+
+
+def test_a_cell_of_a_table_is_the_text_that_stands_in_it(tmp_path: Path) -> None:
+    cells = ["NA", "null", 'a "quoted", word', "two\nlines", "", *TEXTS]
+    path = write_csv(tmp_path / "x.csv", cells)
+    splits = documents_of(path, tmp_path / "scratch")
+    found = [*splits["train"]["text"], *splits["heldout"]["text"]]
+    assert sorted(found) == sorted(filter(None, cells))
+    assert [text for _, text in find_stream(str(path), "text").documents()] == cells
 
 
 def test_same_text_is_never_on_both_sides(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tests.support.texts import (
     TEXTS,
     load_small,
     run_python,
+    write_arrow,
+    write_csv,
     write_folder,
     write_json,
     write_jsonl,
@@ -59,6 +61,8 @@ def first_epoch(rows: Any) -> list[list[int]]:
         (write_jsonl, "texts.jsonl"),
         (write_json, "texts.json"),
         (write_parquet, "texts.parquet"),
+        (write_arrow, "texts.arrow"),
+        (write_csv, "texts.csv"),
         (write_text, "texts.txt"),
         (write_folder, "folder"),
         (write_record_folder, "records"),
@@ -100,7 +104,9 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
     assert second == str(TEXTS[197:200])
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_json, write_parquet, write_text], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "write", [write_jsonl, write_json, write_parquet, write_arrow, write_csv, write_text], ids=lambda f: f.__name__
+)
 def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """`datasets` skips exactly so many records in each kind of file, however many it reads at once."""
     stream = find_stream(str(write(tmp_path / f"texts.{write.__name__.removeprefix('write_')}")), "text")

@@ -151,3 +151,27 @@ def test_transformers_own_attention_compiles_once_too(attention):
         if step == 1:
             assert case.step.read_metrics().loss == pytest.approx(expected, rel=1e-5)
     assert (case.step.guard.compiles, case.evaluation.guard.compiles) == (1, 1)
+
+
+def test_a_batch_without_a_scored_token_is_as_if_it_had_not_been_there():
+    """Momentum, weight decay and the router's losses would move weights; a mean over no token would end the run."""
+
+    def after(empty: set[int]):
+        case = make_case("mixtral_ep")
+        done = 0
+        for step in range(1, 4 + len(empty)):
+            batch = make_batch(case.config, seed=done + 1)
+            if step in empty:
+                batch["labels"].fill_(-100)
+            done += step not in empty
+            case.step(batch, step=step, learning_rate=1e-3)
+        return case
+
+    case, expected = after({1, 3}), after(set())
+    for name, values in expected.step.state.items():
+        if name != "metrics":
+            assert torch.equal(sharding.fetch(case.step.state[name].detach()), sharding.fetch(values.detach())), name
+    found, wanted = case.step.read_metrics(), expected.step.read_metrics()
+    assert found == replace(wanted, unscored_steps=2)
+    assert found.steps == 3
+    assert found.loss > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
@@ -35,6 +36,27 @@ def write_json(path: Path) -> Path:
 
 def write_parquet(path: Path, texts: list[str] = TEXTS) -> Path:
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
+    return path
+
+
+def write_csv(path: Path, texts: list[str] = TEXTS) -> Path:
+    with path.open("w", newline="", encoding="utf-8-sig") as file:  # a mark of byte order in front, as spreadsheets do
+        table = csv.writer(file)
+        table.writerows([["text", "number"], *([text, i] for i, text in enumerate(texts))])
+    return path
+
+
+def write_arrow(path: Path, texts: list[str] = TEXTS) -> Path:
+    table = pa.table({"text": pa.array(texts, pa.string())})
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+    return path
+
+
+def write_saved_dataset(path: Path) -> Path:
+    """A folder as `datasets` saves one, with a held-out split."""
+    splits = {"train": TEXTS[:200], "test": TEXTS[200:]}
+    DatasetDict({name: Dataset.from_dict({"text": texts}) for name, texts in splits.items()}).save_to_disk(path)
     return path
 
 
@@ -130,6 +152,9 @@ BAD = {
     ),
     "a path of paths": (lambda d: write_jsonl(d / "a::b.jsonl"), r"'::' in the path"),
     "malformed JSON": (lambda d: written(d / "x.jsonl", b'{"text": nope\n'), "JSON parse error"),
+    "malformed CSV": (lambda d: written(d / "x.csv", b'text\n"a,b\n'), r"x\.csv, line 2: unexpected end"),
+    "too many cells": (lambda d: written(d / "x.csv", b"text,n\na,1\nb,2,3\n"), r"line 3: 3 cells under 2 names"),
+    "malformed Arrow": (lambda d: written(d / "x.arrow", b"ARROWjunk"), r"can't be read as arrow"),
     "malformed Parquet": (lambda d: written(d / "x.parquet", b"PAR1junk"), "[Pp]arquet"),
     "null": (lambda d: written(d / "x.jsonl", b'{"text": "a"}\n null\n'), r"a record of x\.jsonl that is null"),
     "null alone": (lambda d: written(d / "x.json", b"null"), r"a record of x\.json that is null"),
@@ -137,7 +162,10 @@ BAD = {
     "no rows": (lambda d: write_parquet(d / "x.parquet", []), "can't be read as parquet"),
     "mixed kinds": (lambda d: write_mixed(d / "m"), r"json \(a\.jsonl\), text \(notes\.md\)"),
     "other column": (lambda d: write_jsonl(d / "x.jsonl", column="body"), r"columns body \(string\), number \(int64\)"),
-    "tokenised": (lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'), r"input_ids.*\n.*tokenised already"),
+    "tokenised": (
+        lambda d: written(d / "x.jsonl", b'{"input_ids": [1, 2]}\n'),
+        r"one would have to be trained on them",
+    ),
     "on the hub": (lambda d: "someone/absent", "OfflineModeIsEnabled"),
     "too small": (lambda d: write_jsonl(d / "x.jsonl", ["a", "b", "c"]), "tokens in all"),
 }

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from trainer.data.rows import Order, Rows, StoredRows
+from trainer.data.samples import IGNORE
 from trainer.errors import UserError
 
-IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label
 Batch = dict[str, torch.Tensor]
 
 
@@ -26,8 +26,8 @@ class TrainingBatches:
     """Batches without end, epoch after epoch: ``input_ids``, ``labels`` and the rows' other columns, int64 [B, S].
 
     Every row comes once an epoch. Rows that fill no batch at an epoch's end begin the first batch of the next. Labels
-    are the inputs (transformers shifts them by one inside the loss); where documents are isolated, the first token of
-    each further document in a row has -100.
+    are those of the rows, else the inputs (transformers shifts them by one inside the loss); where documents are
+    isolated, the first token of each further document in a row has -100.
 
     A consumer that reads ahead calls ``state_dict()`` right after each ``next()`` and keeps it beside the batch: it is
     the cursor to store once that batch was trained on.
@@ -105,7 +105,7 @@ class TrainingBatches:
                 found=f"the data are {self._data}",
                 why="a place in one is none in the other: rows would be seen twice or never",
                 instead="the --dataset, --tokenizer, --sequence_length, --isolate_documents, --streaming and "
-                "--shuffle_rows of the run that wrote it",
+                "--shuffle_rows, and what else says how samples are made, of the run that wrote it",
             )
         if cursor.get("seed") != self._seed:
             raise UserError(
@@ -146,7 +146,7 @@ def heldout_batches(
 def as_batch(columns: Mapping[str, np.ndarray]) -> Batch:
     """A batch of these columns and their ``labels``, int64 [B, S]."""
     batch = {name: torch.from_numpy(values.astype(np.int64)) for name, values in columns.items()}
-    labels_BS = batch["input_ids"].clone()
+    labels_BS = batch.get("labels", batch["input_ids"]).clone()
     if "segment_ids" in batch:
         segments_BS = batch["segment_ids"]
         labels_BS[:, 1:][segments_BS[:, 1:] != segments_BS[:, :-1]] = IGNORE

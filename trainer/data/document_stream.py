@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-import datasets
-from datasets import Features, IterableDataset
+from datasets import IterableDataset
 
-from trainer.cache import digest
 from trainer.data.documents import text_documents
-from trainer.data.sources import (
-    Files,
-    HubDataset,
-    cause,
-    check_records,
-    check_text_column,
-    locate,
-    not_utf8,
-    pick_splits,
-    unreadable,
-)
+from trainer.data.records import columns_of, identity_of, open_records
+from trainer.data.shapes import Shape, recognise, text_shape
+from trainer.data.sources import Files, HubDataset, cause, locate, not_utf8, pick_splits
 from trainer.errors import UserError
-
-LOOKED_AT = 64 << 20  # bytes of each file of a stream that are looked at before it begins
 
 
 @dataclass(frozen=True)
@@ -38,6 +26,8 @@ class DocumentStream:
         parts: how many files there are; in a folder of text files each is one document.
         read: (part, document) -> (what a document is known by, its text), from that document to the part's end. A text
             file is known by its name, a record by its text.
+        shape: of its records.
+        names: of its parts, where they are files.
         heldout: the documents that the dataset itself holds out.
     """
 
@@ -45,14 +35,24 @@ class DocumentStream:
     identity: str
     parts: int
     read: Callable[[int, int], Iterator[tuple[str, str | None]]]
+    shape: Shape = text_shape()  # noqa: RUF009  (it is frozen)
+    names: tuple[str, ...] = ()
     heldout: DocumentStream | None = None
 
     def documents(self) -> Iterator[tuple[str, str | None]]:
         """All documents, part after part."""
         return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
 
+    def place_of(self, document: str) -> str | None:
+        """The file and the row, from 1, where a document first stands; None: nowhere. All is read again for it."""
+        for part in range(self.parts):
+            for row, (_, text) in enumerate(self.read(part, 0), start=1):
+                if text == document:
+                    return f"{self.names[part] if self.names else f'part {part + 1} of {self.parts}'}, row {row}"
+        return self.heldout.place_of(document) if self.heldout else None
 
-def find_stream(dataset: str | None, text_column: str) -> DocumentStream:
+
+def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
     Raises:
@@ -63,53 +63,30 @@ def find_stream(dataset: str | None, text_column: str) -> DocumentStream:
         names = list(where.files)
         return DocumentStream(
             where.asked,
-            _identity(where),
+            identity_of(where),
             len(names),
             lambda part, document: itertools.islice(text_documents(where, names[part]), document, None),
         )
-    if isinstance(where, Files):
-        check_records(where, LOOKED_AT)
-    try:
-        splits, identity = _open(where)
-    except Exception as error:  # of many types: offline, not found, malformed, …
-        raise unreadable(where, error) from error
+    splits, identity = open_records(where)
     train, heldout = pick_splits(splits, where.asked)
-    streams = [_records(where, splits[name], text_column, identity) for name in [train, *heldout]]
+    shape = recognise(columns_of(where, splits[train]), text_column, where.asked)
+    streams = [_records(where, name, splits[name], (shape, identity)) for name in [train, *heldout]]
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _identity(where: Files) -> str:
-    """A name made of the files' names and sizes alone, so that a copy on another machine is the same data."""
-    sizes = {name: path.stat().st_size for name, path in where.files.items()}
-    return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
-
-
-def _open(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:
-    """The splits by name, and their identity."""
-    if isinstance(where, Files):
-        with tempfile.TemporaryDirectory() as cache:  # the builder makes it and leaves nothing in it
-            builder = datasets.load_dataset_builder(where.kind, data_files=where.by_split(), cache_dir=cache)
-            return builder.as_streaming_dataset(), _identity(where)
-    builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
-    # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
-    identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
-    return builder.as_streaming_dataset(), identity
-
-
-def _records(where: Files | HubDataset, split: IterableDataset, text_column: str, identity: str) -> DocumentStream:
-    """The stream of one split of records."""
-    try:
-        columns = split.features or _columns_of(split)
-    except Exception as error:
-        raise unreadable(where, error) from error
-    check_text_column(columns, text_column, where.asked)
+def _records(where: Files | HubDataset, name: str, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
+    """The stream of one split of records, of ``known`` shape and identity."""
+    shape, identity = known
+    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked)
+    chosen = split.select_columns(shape.required[0]) if shape.is_text else split
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
         # `skip` is exact in every kind of file (a test counts), and drops whole Arrow tables without converting them
-        records = split.select_columns(text_column).shard(split.num_shards, part).skip(document)
+        records: Any = chosen.shard(split.num_shards, part).skip(document)
         try:
             for record in records:
-                yield record[text_column] or "", record[text_column]
+                text = shape.document(record)
+                yield text or "", text
         except UnicodeDecodeError as error:
             raise not_utf8(where, error) from error
         except Exception as error:  # of many types: whatever a network or a file can do
@@ -120,12 +97,7 @@ def _records(where: Files | HubDataset, split: IterableDataset, text_column: str
                 instead="the same command with --resume_from_checkpoint latest, when the data can be read again",
             ) from error
 
-    return DocumentStream(where.asked, f"{identity}, {text_column}", split.num_shards, read)
-
-
-def _columns_of(split: IterableDataset) -> Features:
-    """The columns of the first record, for files whose columns `datasets` does not know before it reads them."""
-    first = next(iter(split), None)
-    if first is None:
-        raise ValueError("no records")
-    return datasets.Dataset.from_list([first]).features
+    files = [path.name for path in where.by_split().get(name, [])] if isinstance(where, Files) else []
+    names = tuple(files) if len(files) == split.num_shards else ()
+    columns = ", ".join(shape.required)
+    return DocumentStream(where.asked, f"{identity}, {columns}", split.num_shards, read, shape, names)

@@ -13,16 +13,18 @@ import pyarrow as pa
 from datasets import Dataset, Features, Value
 
 from trainer.cache import digest
+from trainer.data.records import find_shape
+from trainer.data.shapes import Shape, recognise, text_shape
 from trainer.data.sources import (
     Files,
     HubDataset,
     check_records,
-    check_text_column,
     locate,
     not_utf8,
     pick_splits,
     unreadable,
 )
+from trainer.data.tables import stored_tables
 from trainer.errors import UserError
 
 # one text file alone is cut at line ends into about a hundred documents, so that some can be held out
@@ -38,6 +40,7 @@ class Documents:
     Args:
         asked: what the user asked for, as errors say it.
         fingerprint: changes when the documents do.
+        shape: of its records.
         read: takes a scratch folder, which must outlive the result. Returns the documents to train on as ``train``, and
             those that the dataset itself holds out, if any, under the name of their split. Columns: ``text``, and
             ``name`` if the documents are files.
@@ -45,10 +48,11 @@ class Documents:
 
     asked: str
     fingerprint: str
+    shape: Shape
     read: Callable[[Path], Mapping[str, Dataset]]
 
 
-def find_documents(dataset: str | None, text_column: str) -> Documents:
+def find_documents(dataset: str | None, text_column: str | None) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
@@ -57,7 +61,9 @@ def find_documents(dataset: str | None, text_column: str) -> Documents:
     where = locate(dataset)
     if isinstance(where, HubDataset):
         return _hub_documents(where, text_column)
-    return _text_file_documents(where) if where.kind == "text" else _record_documents(where, text_column)
+    if where.kind == "text":
+        return _text_file_documents(where)
+    return _record_documents(where, find_shape(dataset, text_column))
 
 
 def key_hash(key: str) -> int:
@@ -122,7 +128,7 @@ def _text_file_documents(where: Files) -> Documents:
             raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
         return {"train": made}
 
-    return Documents(where.asked, fingerprint, read)
+    return Documents(where.asked, fingerprint, text_shape(), read)
 
 
 def _line_groups(path: Path) -> Iterator[str]:
@@ -134,36 +140,64 @@ def _line_groups(path: Path) -> Iterator[str]:
             yield "".join(lines)
 
 
-def _record_documents(where: Files, text_column: str) -> Documents:
+def _record_documents(where: Files, shape: Shape) -> Documents:
     def read(scratch: Path) -> Mapping[str, Dataset]:
         check_records(where)
         try:
-            splits = datasets.load_dataset(where.kind, data_files=where.by_split(), cache_dir=str(scratch))
+            splits = _read_records(where, scratch)
         except Exception as error:  # of many types: each file format is malformed in its own ways
             raise unreadable(where, error) from error
-        return _checked(_texts(splits, text_column, where.asked), where)
+        return _texts(_checked(_picked(splits, shape, where.asked), where), shape, scratch)
 
-    return Documents(where.asked, digest([_stamps(where.files), text_column]), read)
+    return Documents(where.asked, digest([_stamps(where.files), *shape.required]), shape, read)
 
 
-def _hub_documents(where: HubDataset, text_column: str) -> Documents:
+def _read_records(where: Files, scratch: Path) -> Mapping[str, Dataset]:
+    if where.kind == "csv":
+        return stored_tables(where.by_split(), scratch)
+    return datasets.load_dataset(where.kind, data_files=where.patterns(), cache_dir=str(scratch))
+
+
+def _hub_documents(where: HubDataset, text_column: str | None) -> Documents:
     try:
         loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
     except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
         raise unreadable(where, error) from error
-    splits = _texts(loaded, text_column, where.asked)
+    train, _ = pick_splits(loaded.keys(), where.asked)
+    shape = recognise(loaded[train].features, text_column, where.asked)
+    splits = _picked(loaded, shape, where.asked)
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
-    return Documents(where.asked, fingerprint, lambda scratch: _checked(splits, where))
+    return Documents(where.asked, fingerprint, shape, lambda scratch: _texts(_checked(splits, where), shape, scratch))
 
 
-def _texts(splits: Mapping[str, Dataset], text_column: str, asked: str) -> dict[str, Dataset]:
-    """The split to train on and the one to hold out, if there is one, each with the one column ``text``."""
+def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str, Dataset]:
+    """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
-    check_text_column(splits[train].features, text_column, asked)
+    for name in [train, *heldout]:
+        recognise(splits[name].features, shape.required[0] if shape.is_text else None, asked)
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}
-    texts = {name: split.select_columns(text_column) for name, split in picked.items()}
-    return {name: split.rename_columns({text_column: "text"}) for name, split in texts.items()}
+    read = (*shape.required, *shape.optional)
+    return {
+        name: split.select_columns([column for column in split.column_names if column in read])
+        for name, split in picked.items()
+    }
+
+
+def _texts(splits: Mapping[str, Dataset], shape: Shape, scratch: Path) -> dict[str, Dataset]:
+    """Splits with the one column ``text``: each record as its one string."""
+    if shape.is_text:
+        return {name: split.rename_columns({shape.required[0]: "text"}) for name, split in splits.items()}
+    return {
+        name: split.map(
+            lambda record: {"text": shape.document(record)},
+            remove_columns=split.column_names,
+            features=Features(text=Value("large_string")),
+            cache_file_name=str(scratch / f"{name}.arrow"),
+            new_fingerprint=digest([split._fingerprint, shape.name]),
+        )
+        for name, split in splits.items()
+    }
 
 
 def _checked(splits: dict[str, Dataset], where: Files | HubDataset) -> dict[str, Dataset]:

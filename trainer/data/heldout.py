@@ -8,6 +8,7 @@ Shape legend: D documents.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from datasets import Dataset
 
 from trainer.data.document_stream import DocumentStream
 from trainer.data.documents import Documents, has_text, key_hash
-from trainer.data.packing import Packer, as_table
+from trainer.data.packing import DOCUMENTS_AT_ONCE, AnyPacker, as_table
 from trainer.data.rows import StoredRows
 from trainer.errors import UserError
 
@@ -78,7 +79,7 @@ def first_documents(stream: DocumentStream, heldout_fraction: float) -> Iterator
 
 
 def heldout_of_stream(
-    stream: DocumentStream, packer: Packer, heldout_fraction: float
+    stream: DocumentStream, packer: AnyPacker, heldout_fraction: float
 ) -> tuple[StoredRows, frozenset[int]]:
     """At most 512 held-out rows of a stream, and the hashes of the documents that must be left out of training.
 
@@ -89,14 +90,14 @@ def heldout_of_stream(
     """
     given = stream.heldout
     documents = first_documents(given, 1.0) if given else first_documents(stream, heldout_fraction)
-    pieces, count, hashes = [packer.rows([])], 0, set()
-    for number, text, held in documents:
-        if held:
-            hashes.add(number)
-            pieces.append(packer.rows([text]))
-            count += len(pieces[-1]["input_ids"])
-        if count >= HELDOUT_ROWS:
-            break
+    pieces, count = [packer.rows([])], 0
+    hashes: set[int] = set()
+    at_once = 1 if packer.groups == 1 else DOCUMENTS_AT_ONCE  # samples that share rows must come together
+    held_out = ((number, text) for number, text, held in documents if held)
+    while count < HELDOUT_ROWS and (group := list(itertools.islice(held_out, at_once))):
+        hashes.update(number for number, _ in group)
+        pieces.append(packer.rows([text for _, text in group]))
+        count += len(pieces[-1]["input_ids"])
     if not count:
         raise UserError(
             asked=f"held-out rows of {packer.length} tokens from the stream {stream.asked}",
@@ -105,4 +106,4 @@ def heldout_of_stream(
             instead="more data, a shorter --sequence_length, or no --streaming: it holds out a share of what there is",
         )
     rows = {name: np.concatenate([piece[name] for piece in pieces])[:HELDOUT_ROWS] for name in packer.columns}
-    return StoredRows(Dataset(as_table(rows))), frozenset() if given else frozenset(hashes)
+    return StoredRows(Dataset(as_table(rows)), packer.tally), frozenset() if given else frozenset(hashes)

@@ -5,7 +5,9 @@ Shape legend: B rows, S tokens in a row (``sequence_length``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +22,41 @@ Columns = dict[str, np.ndarray]
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
 
 
+class AnyPacker(Protocol):
+    """Documents → rows of S tokens.
+
+    Attributes:
+        length: S.
+        rest: tokens that wait for the next call.
+        groups: how many groups of documents are packed in one call.
+        tally: what was counted so far.
+    """
+
+    length: int
+    rest: np.ndarray
+    groups: int
+    tally: Counter[str]
+
+    @property
+    def columns(self) -> list[str]: ...
+
+    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table: ...
+
+    def rows(self, documents: Sequence[str], /) -> Columns: ...
+
+
 class Packer:
-    """Documents → rows of S tokens. Tokens that do not fill a row wait in ``rest`` for the next call."""
+    """Documents of text → rows of S tokens: joined, and cut every S tokens.
+
+    Tokens that do not fill a row wait in ``rest`` for the next call.
+    """
+
+    groups = 1
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool) -> None:
         self.tokenizer, self.length, self.isolate = tokenizer, sequence_length, isolate_documents
         self.rest = np.empty(0, dtype=np.int32)
+        self.tally: Counter[str] = Counter()  # nothing is left out or cut
 
     @property
     def columns(self) -> list[str]:

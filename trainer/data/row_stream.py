@@ -18,7 +18,7 @@ import numpy as np
 from trainer.data.ahead import Ahead, stop_if_the_program_ends
 from trainer.data.document_stream import DocumentStream
 from trainer.data.documents import has_text, key_hash
-from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, Columns, Packer
+from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from trainer.data.rows import ROWS_AT_ONCE, count_in, too_few_rows
 from trainer.errors import UserError
 
@@ -66,7 +66,7 @@ class StreamedRows:
     """
 
     documents: DocumentStream
-    new_packer: Callable[[], Packer]
+    new_packer: Callable[[], AnyPacker]
     left_out: frozenset[int]
     shuffle_rows: int
     fingerprint: str
@@ -151,7 +151,7 @@ class _EpochReader:
             if text and has_text(text) and not (self._rows.left_out and key_hash(key) in self._rows.left_out):
                 texts.append(text)
                 characters += len(text)
-            if len(texts) == DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
+            if len(texts) == DOCUMENTS_AT_ONCE * self._packer.groups or characters >= CHARACTERS_AT_ONCE:
                 break
         stop_if_the_program_ends()
         self._columns = self._packer.rows(texts)

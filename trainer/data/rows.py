@@ -15,7 +15,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from trainer.cache import digest
-from trainer.data.packing import DOCUMENTS_AT_ONCE, Columns, Packer
+from trainer.data.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from trainer.errors import UserError
 
 FINGERPRINT_ROWS = 64  # of stored rows; reading them takes milliseconds
@@ -97,11 +97,13 @@ class StoredRows:
     """Rows that lie in a dataset. An epoch takes all of them, in an order drawn by seed and epoch.
 
     Args:
-        dataset: columns of lists of S integers: ``input_ids``, and perhaps ``segment_ids`` and ``position_ids``.
+        dataset: columns of lists of S integers: ``input_ids``, and perhaps ``labels``, ``segment_ids`` and
+            ``position_ids``.
+        tally: what was counted when they were made.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset, tally: Mapping[str, int] | None = None) -> None:
+        self.dataset, self.tally = dataset, dict(tally or {})
         self._arrays = dataset.with_format("numpy")
 
     def __len__(self) -> int:
@@ -174,32 +176,33 @@ class StoredOrder:
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
 
 
-def write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable[[], Packer], asked: str) -> None:
-    """Write the rows of each split of documents to ``folder``, and last the number of rows, which `load_rows` checks.
+def write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable[[], AnyPacker], asked: str) -> None:
+    """Write the rows of each split of documents to ``folder``, and last how many there are, which `load_rows` checks.
 
     Raises:
         UserError: the documents of a split don't fill one row.
     """
-    counts = {}
+    counts, tallies = {}, {}
     for name, documents in splits.items():
         packer = new_packer()
         packed = documents.map(
             packer,
             batched=True,
-            batch_size=DOCUMENTS_AT_ONCE,
+            batch_size=DOCUMENTS_AT_ONCE * packer.groups,
             features=Features({column: List(Value("int32"), length=packer.length) for column in packer.columns}),
             cache_file_name=str(folder / f"{name}.arrow"),
             new_fingerprint=digest([folder.name, name]),
         )
-        counts[name] = len(packed)
+        counts[name], tallies[name] = len(packed), dict(packer.tally)
         if not counts[name]:
             raise UserError(
                 asked=f"{asked} in rows of {packer.length} tokens",
-                found=f"{len(documents)} {name} documents of {len(packer.rest)} tokens in all",
+                found=f"{len(documents)} {name} documents of {len(packer.rest)} tokens in all"
+                + "".join(f", {count} {what}" for what, count in packer.tally.items() if count),
                 why="they don't fill one row",
                 instead="a larger dataset, or a shorter --sequence_length",
             )
-    (folder / "rows.json").write_text(json.dumps(counts))
+    (folder / "rows.json").write_text(json.dumps({"rows": counts, "tallies": tallies}))
 
 
 def load_rows(folder: Path) -> dict[str, StoredRows]:
@@ -208,8 +211,9 @@ def load_rows(folder: Path) -> dict[str, StoredRows]:
     Raises:
         ValueError: some are missing. Other errors, of many types: a file is absent or damaged.
     """
-    counts = json.loads((folder / "rows.json").read_text())
-    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow"))) for name in counts}
+    written = json.loads((folder / "rows.json").read_text())
+    counts, tallies = written["rows"], written["tallies"]
+    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in counts}
     if counts != {name: len(split) for name, split in rows.items()}:
         raise ValueError(f"rows are missing from {folder}")
     return rows

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 
@@ -20,7 +19,10 @@ SUFFIXES = {
     "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
     "json": [".json", ".jsonl"],
     "parquet": [".parquet"],
+    "arrow": [".arrow"],
+    "csv": [".csv"],
 }
+BINARY = ("parquet", "arrow")  # kinds that have no lines
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
 # what lies beside the data of a dataset in a repository: text that is no data where the data are records, …
@@ -42,7 +44,7 @@ class Files:
     Args:
         asked: what the user asked for, as errors say it.
         files: each file by its path relative to the dataset's folder, sorted by it.
-        kind: text, json or parquet.
+        kind: text, json, parquet, arrow or csv.
         is_folder: the user named a folder, not a file.
         skip_undecodable: a text file that is not UTF-8 is skipped, not refused.
     """
@@ -53,15 +55,16 @@ class Files:
     is_folder: bool = True
     skip_undecodable: bool = False
 
-    def by_split(self) -> dict[str, list[str]]:
-        """The paths of each split's files, as `datasets` takes them: patterns, in which nothing is a wildcard.
-
-        In a folder, file names say the split, as they do on the hub.
-        """
-        paths: dict[str, list[str]] = {}
+    def by_split(self) -> dict[str, list[Path]]:
+        """The paths of each split's files. In a folder, file names say the split, as they do on the hub."""
+        paths: dict[str, list[Path]] = {}
         for name, path in self.files.items():
-            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(glob.escape(str(path)))
+            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(path)
         return paths
+
+    def patterns(self) -> dict[str, list[str]]:
+        """The paths of each split's files, as `datasets` takes them: patterns, in which nothing is a wildcard."""
+        return {split: [glob.escape(str(path)) for path in paths] for split, paths in self.by_split().items()}
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def locate(dataset: str | None) -> Files | HubDataset:
             asked=asked,
             found=f"no such file or folder: {path.absolute()}",
             why="it looks like a path, and nothing lies there",
-            instead="the path of a text, JSON-lines or Parquet file or folder, or a hub id: roneneldan/TinyStories",
+            instead="the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id: "
+            "roneneldan/TinyStories",
         )
     place, _, configuration = dataset.partition(":")
     name, _, revision = place.partition("@")
@@ -137,7 +141,7 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             asked=asked,
             found="an empty file" if path.is_file() else f"nothing in any file that ends in {', '.join(KIND_OF)}",
             why="there is no text to train on",
-            instead="a text, JSON-lines or Parquet file, or a folder of such files",
+            instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
         )
     kind = next(iter(kinds))
     if kind != "text" and "::" in str(path.absolute()):
@@ -176,7 +180,7 @@ def _split_of(name: str) -> str:
 
 def not_utf8(where: Files | HubDataset, error: Exception) -> UserError:
     """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
-    files = where.files.values() if isinstance(where, Files) and where.kind != "parquet" else ()
+    files = where.files.values() if isinstance(where, Files) and where.kind not in BINARY else ()
     lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
     return UserError(
         asked=f"{where.asked}: its text",
@@ -229,7 +233,8 @@ def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
             asked=where.asked,
             found=cause(error),
             why=f"it can't be read as {where.kind}",
-            instead="files with one JSON object a line (.jsonl), or Parquet files",
+            instead="files with one JSON object a line (.jsonl), Parquet or Arrow files, or tables with a first line "
+            "of names (.csv)",
         )
     return UserError(
         asked=where.asked,
@@ -261,19 +266,3 @@ def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
             instead="a dataset with a split called train, or the path of one of its files",
         )
     return train, [name for name in HELDOUT_SPLITS if name in names and name != train][:1]
-
-
-def check_text_column(columns: Mapping[str, Any], text_column: str, asked: str) -> None:
-    """Refuse ``columns`` (name -> feature) unless ``text_column`` is one of them and holds strings.
-
-    Raises:
-        UserError: lists the columns.
-    """
-    if getattr(columns.get(text_column), "dtype", None) not in ("string", "large_string"):
-        tokenised = "; what is tokenised already can't be used" if "input_ids" in columns else ""
-        raise UserError(
-            asked=f"{asked}: the text in its column {text_column!r}",
-            found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
-            why=f"there is no such column of text{tokenised}",
-            instead="--text_column with the name of a column of strings",
-        )

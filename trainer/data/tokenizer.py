@@ -132,7 +132,7 @@ def plain_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     Raises:
         UserError: the tokenizer has no other token for such a word.
     """
-    special = _special_ids(tokenizer)
+    special = special_ids(tokenizer)
     found = _tokenise(tokenizer, texts)
     for i, text in enumerate(texts):
         if not special.isdisjoint(found[i]):
@@ -145,7 +145,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **option
     return tokenizer(list(texts), add_special_tokens=False, verbose=False, **options)["input_ids"] if texts else []
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The ids that no text may have: the special tokens', but not that of unknown words, which many texts hold."""
     ids = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
     return (ids - {tokenizer.unk_token_id}) | {tokenizer.eos_token_id}

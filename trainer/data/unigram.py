@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.data.batches import IGNORE, as_batch
+from trainer.data.batches import as_batch
 from trainer.data.rows import Rows, StoredRows
+from trainer.data.samples import IGNORE
 
 
 def unigram_loss(train: Rows, heldout: StoredRows, vocab_size: int) -> float:
     """Cross entropy, in nats a token, of the held-out targets under add-one-smoothed counts of the training tokens.
 
-    Of a stream the first 1024 rows are counted. The targets are those that a model is scored on: of each row all tokens
-    but the first, and with isolated documents no document's first. What a model gains over this it owes to context.
+    Of a stream the first 1024 rows are counted, and of samples the tokens that the loss is on. The targets are those
+    that a model is scored on: of each row all tokens but the first, and with isolated documents no document's first.
+    What a model gains over this it owes to context.
     """
     counts, targets = np.zeros(vocab_size), np.zeros(vocab_size)
     for columns in train.rows_to_count():
-        counts += np.bincount(columns["input_ids"].ravel(), minlength=vocab_size)
+        tokens = columns.get("labels", columns["input_ids"])
+        counts += np.bincount(tokens[tokens != IGNORE], minlength=vocab_size)
     for columns in heldout.rows_to_count():
         labels = as_batch(columns)["labels"][:, 1:].numpy()
         targets += np.bincount(labels[labels != IGNORE], minlength=vocab_size)

@@ -63,6 +63,8 @@ class Meter:
             logs["mfu"] = metrics.steps * self._least / (now - self._clock)
         if metrics.dropped_fraction is not None:
             logs["dropped_fraction"] = metrics.dropped_fraction
+        if metrics.unscored_steps:
+            logs["unscored_steps"] = metrics.unscored_steps
         logs |= metrics.router_losses | log_entries(metrics.expert_load)
         self.expert_load = metrics.expert_load
         self._clock, self._last = now, step

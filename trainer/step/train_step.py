@@ -31,7 +31,7 @@ from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
 
 MOMENTS = ("first moment", "second moment")
-# behind them stand the shares of `Routing.shares`
+# behind them stand the shares of `Routing.shares`, and last the run's steps without a scored token, never reset
 METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step", "router_z_loss", "router_balance_loss")
 
 
@@ -49,6 +49,7 @@ class StepMetrics:
         router_losses: ``router_z_loss`` and ``router_balance_loss``, means over the steps, without their coefficients;
             empty if none is added.
         expert_load: of each layer with experts, all these steps together.
+        unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
     """
 
     loss: float
@@ -58,6 +59,7 @@ class StepMetrics:
     bad_step: int
     router_losses: dict[str, float]
     expert_load: tuple[ExpertLoad, ...]
+    unscored_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
     A parameter that takes no part in the loss stays as it is, and so do its moments, as torch's optimizers leave one
-    whose ``grad`` is None.
+    whose ``grad`` is None. A batch without a scored token changes nothing but the count of such steps: weights, moments
+    and AdamW's own count of steps are as if it had not been there. The step's number, and so the learning rate, goes
+    on, for it is the data that it counts.
 
     Args:
         placed: the parameters, the very tensors that ``loss`` trains.
@@ -114,7 +118,7 @@ class TrainStep:
                 for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
             )
             self.moments[parameter_name] = first, second
-        metrics = _metrics(restored, len(METRICS) + self.routing.size)
+        metrics = _metrics(restored, len(METRICS) + self.routing.size + 1)
         self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
         self.metrics_read = True  # so the next step begins a new mean
@@ -164,6 +168,7 @@ class TrainStep:
         """Fetch the metrics: a run's one device-to-host transfer, made on logging steps. The means begin anew."""
         values = self.metrics.cpu().tolist()
         loss, grad_norm, dropped, steps, bad_step, *router_losses = values[: len(METRICS)]
+        *shares, unscored = values[len(METRICS) :]
         self.metrics_read |= and_begin_anew
         count = max(int(steps), 1)
         names = METRICS[-len(router_losses) :] if self.loss.router_losses.any else ()
@@ -174,7 +179,8 @@ class TrainStep:
             steps=int(steps),
             bad_step=int(bad_step),
             router_losses={name: value / count for name, value in zip(names, router_losses, strict=False)},
-            expert_load=self.routing.loads(values[len(METRICS) :], capacity=dropped >= 0),
+            expert_load=self.routing.loads(shares, capacity=dropped >= 0),
+            unscored_steps=int(unscored),
         )
 
     def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
@@ -183,15 +189,17 @@ class TrainStep:
         norm = global_norm(gradients.values())
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         good = finite & (self.metrics[METRICS.index("bad_step")] == 0)
+        scored = scored_tokens(batch["labels"]) > 0
+        updates = step - self.metrics[-1]  # AdamW's count of steps
         with torch.no_grad(), scopes.scope("optimizer"):
-            self._update_parameters(gradients, norm, good, (learning_rate, step))
-            self.routing.update_biases(recorded, good)
-            self._update_metrics((loss, norm), recorded, (good, fresh, step))
+            self._update_parameters(gradients, norm, good & scored, (learning_rate, updates))
+            self.routing.update_biases(recorded, good & scored)
+            self._update_metrics((loss, norm), recorded, (good, fresh, step, scored))
 
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """AdamW on every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, number."""
+        """AdamW on every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
         limit = self.options.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
         for name, parameter in self.parameters.items():
@@ -217,28 +225,38 @@ class TrainStep:
         self,
         found: tuple[torch.Tensor, torch.Tensor],
         recorded: Tensors,
-        flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         """Add this step to the metrics.
 
         Args:
             found: this step's loss and gradient norm.
             recorded: what else :meth:`loss_and_gradients` found.
-            flags: whether the step is good, whether the means begin anew (above 0), the step's number.
+            flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
+                token was scored.
         """
-        (loss, norm), (good, fresh, step) = found, flags
+        (loss, norm), (good, fresh, step, scored) = found, flags
         zero = torch.zeros_like(loss)
         dropped = self.routing.dropped_fraction(recorded)
         added = [loss, norm, zero - 1 if dropped is None else dropped, zero + 1, zero]
         added += [recorded.get(name, zero) for name in METRICS[len(added) :]]
-        sums = torch.where(fresh > 0, torch.zeros_like(self.metrics), self.metrics)
+        before, unscored = self.metrics[:-1], self.metrics[-1:]
+        sums = torch.where(fresh > 0, torch.zeros_like(before), before)
         new = torch.stack(added)
         if self.routing.experts:
             new = torch.cat([new, self.routing.shares(recorded)])
-        new = new + sums
+        new = torch.where(scored, new, torch.zeros_like(new)) + sums
+        norm = torch.where(scored, norm, before[METRICS.index("grad_norm")])
         bad_step = self.metrics[METRICS.index("bad_step")]
         bad_step = torch.where(good | (bad_step != 0), bad_step, step)
-        values = (new[:1], norm.view(1), new[2:4], bad_step.view(1), new[5:])
+        values = (
+            new[:1],
+            norm.view(1),
+            new[2:4],
+            bad_step.view(1),
+            new[5:],
+            torch.where(scored, unscored, unscored + 1),
+        )
         self.metrics.copy_(sharding.constrain(torch.cat(values), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
@@ -252,7 +270,7 @@ class TrainStep:
         count = self.options.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
         # and an auxiliary loss, which is a mean already, is averaged.
-        tokens = scored_tokens(batch["labels"]) / count
+        tokens = scored_tokens(batch["labels"]).clamp(min=1) / count  # of none the loss is 0, not 0/0
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
             loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])

@@ -1,0 +1,70 @@
+"""--max_samples and --eval_dataset: the first documents alone, and others held out, stored and streamed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
+from tests.support.texts import TEXTS, write_jsonl
+from trainer.data.corpus import Corpus, DataOptions, load_corpus
+from trainer.data.row_stream import StreamedRows
+from trainer.errors import UserError
+
+TOKENIZER = byte_tokenizer(CHATML)
+pytestmark = pytest.mark.parametrize("streaming", [False, True])
+
+
+def load(path: Path, dataset: Path, streaming: bool, **options) -> Corpus:
+    settings = {"sequence_length": 64, "heldout_fraction": 0.2, "streaming": streaming, **options}
+    return load_corpus(DataOptions(str(dataset), **settings), TOKENIZER, 300, path / "cache")
+
+
+def texts_of(corpus: Corpus) -> tuple[str, str]:
+    """What is trained on, and what is held out."""
+    rows = corpus.train
+    train = rows.first(10_000)["input_ids"] if isinstance(rows, StreamedRows) else rows.dataset["input_ids"][:]
+    return tuple(
+        TOKENIZER.decode([int(t) for row in x for t in row]) for x in (train, corpus.heldout.dataset["input_ids"])
+    )
+
+
+def stories(text: str) -> set[int]:
+    return {i for i in range(300) if f"Story {i}." in text}
+
+
+def test_the_first_documents_alone_are_read(tmp_path: Path, streaming: bool) -> None:
+    folder = tmp_path / "folder"
+    write_jsonl(folder / "a.jsonl", TEXTS[:30])
+    write_jsonl(folder / "b.jsonl", TEXTS[30:])
+    train, held = texts_of(load(tmp_path, folder, streaming, max_samples=50))
+    found = stories(train + held)
+    assert found <= set(range(50))
+    assert len(found) >= 48, "at most an unfinished row of either is lost"
+    assert stories(held)
+
+
+def test_what_is_evaluated_is_the_other_dataset_and_all_of_this_is_trained_on(tmp_path: Path, streaming: bool) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", TEXTS[200:])
+    dataset = write_jsonl(tmp_path / "texts.jsonl", TEXTS[:200])
+    train, held = texts_of(load(tmp_path, dataset, streaming, eval_dataset=str(other)))
+    assert stories(train) >= set(range(199))
+    assert not stories(train) & set(range(200, 300))
+    assert stories(held) >= set(range(200, 299))
+    limited = load(tmp_path, dataset, streaming, eval_dataset=str(other), max_samples=20)
+    assert [stories(text) & {0, 150, 250} for text in texts_of(limited)] == [{0}, {250}]
+
+
+def test_an_evaluation_of_another_shape_is_refused(tmp_path: Path, streaming: bool) -> None:
+    other = write_records(tmp_path / "chats.jsonl", chats(9))
+    with pytest.raises(UserError, match=r"its records are messages \(messages\)"):
+        load(tmp_path, write_jsonl(tmp_path / "texts.jsonl"), streaming, eval_dataset=str(other))
+
+
+def test_a_bad_row_to_evaluate_on_is_named_by_its_file(tmp_path: Path, streaming: bool) -> None:
+    records = chats(9)
+    records[4]["messages"] = []
+    other, dataset = (write_records(tmp_path / f"{n}.jsonl", r) for n, r in (("other", records), ("chats", chats(20))))
+    with pytest.raises(UserError, match=r"other\.jsonl, row 5, column messages: nothing"):
+        load(tmp_path, dataset, streaming, eval_dataset=str(other), isolate_documents=True, sequence_length=512)

@@ -1,0 +1,77 @@
+"""A packed batch has the loss and every gradient of its samples run apart by the plain model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.cases import LENGTH, ROWS, Case, make_case, relative
+from tests.support.chats import byte_tokenizer
+from trainer.data.batches import as_batch
+from trainer.data.fitting import SampleOptions, SamplePacker
+from trainer.data.packing import Columns
+from trainer.data.samples import IGNORE
+from trainer.data.shapes import SHAPES
+
+GIVEN = SHAPES[-1]
+
+
+def packed(count: int, packing: bool) -> Columns:
+    """Rows of samples of 2 to 16 random tokens, of which the first are not scored; in some rows is padding."""
+    rng, tokenizer = np.random.default_rng(0), byte_tokenizer()
+    tokenizer.pad_token = "a"
+    documents = []
+    for _ in range(400):
+        tokens = rng.integers(0, 256, rng.integers(2, rng.choice([6, LENGTH + 1]))).tolist()
+        first = int(rng.integers(0, len(tokens)))
+        documents.append(str(GIVEN.document({"input_ids": tokens, "labels": [IGNORE] * first + tokens[first:]})))
+    columns = SamplePacker(tokenizer, GIVEN, LENGTH, SampleOptions(packing=packing)).rows(documents)
+    # of all kinds, the last too, where samples leave room
+    chosen = np.linspace(0, len(columns["input_ids"]) - 1, count).astype(int)
+    return {name: values[chosen] for name, values in columns.items()}
+
+
+def apart(columns: Columns) -> dict[str, torch.Tensor]:
+    """The samples of packed rows, each in a row of its own, padded on the right."""
+    found = []
+    for tokens, labels, segments in zip(*(columns[n] for n in ("input_ids", "labels", "segment_ids")), strict=True):
+        found += [(tokens[segments == i], labels[segments == i]) for i in range(1, segments.max() + 1)]
+    batch = {name: torch.zeros(len(found), LENGTH, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    batch["labels"] = torch.full_like(batch["input_ids"], IGNORE)
+    for row, (tokens, labels) in enumerate(found):
+        for name, values in {"input_ids": tokens, "labels": labels, "attention_mask": np.ones_like(tokens)}.items():
+            batch[name][row, : len(tokens)] = torch.from_numpy(values.astype(np.int64))
+    return batch
+
+
+def check(case: Case, columns: Columns) -> None:
+    loss, gradients = case.gradients(as_batch(columns))
+    router = {"output_router_logits": True} if case.recipe.compute.router_loss else {}
+    expected = case.reference(**apart(columns), **router, use_cache=False).loss
+    expected.backward()
+    theirs = {name: p.grad for name, p in case.reference.named_parameters() if p.grad is not None}
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    worst, name = relative(gradients, theirs)
+    assert worst < 1e-5, f"{name} is off by {worst}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "compute"),
+    [
+        ("llama_fsdp", {}),
+        ("mixtral_ep", {}),
+        ("mixtral_ep", {"experts": "dropless"}),
+        ("gpt_oss_ep", {}),
+    ],
+    ids=["full attention", "router loss, capacity", "router loss, dropless", "sinks and windows"],
+)
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_samples_apart(recipe: str, compute: dict[str, str]) -> None:
+    columns = packed(ROWS, packing=True)
+    assert columns["segment_ids"].max() > 2
+    assert (columns["segment_ids"] == 0).any()
+    check(make_case(recipe, **compute), columns)
+
+
+def test_padded_rows_of_one_sample_each_have_them_too() -> None:
+    check(make_case("mixtral_ep"), packed(ROWS, packing=False))

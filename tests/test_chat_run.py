@@ -1,0 +1,54 @@
+"""A run on chats: recognised and said, kept apart in rows, and refused where the model can't keep them apart."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import FalconConfig, LlamaConfig
+
+from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
+from trainer.arguments import TrainingArguments
+from trainer.errors import UserError
+from trainer.run import train
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 304}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> dict:
+    byte_tokenizer(CHATML, "<end>").save_pretrained(tmp_path / "tokenizer")
+    # the end of a turn is none of the tokenizer's, and the model's config names it
+    stop = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    LlamaConfig(**SMALL, intermediate_size=32, eos_token_id=[256, stop]).save_pretrained(tmp_path / "model")
+    return {
+        "recipe": "llama_fsdp",
+        "model": str(tmp_path / "model"),
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "dataset": str(write_records(tmp_path / "chats.jsonl", chats(80))),
+        "sequence_length": 512,
+        "max_steps": 2,
+        "output_dir": str(tmp_path / "out"),
+    }
+
+
+@pytest.mark.slow
+def test_a_run_on_chats_says_what_it_found_and_keeps_them_apart(arguments, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    said = io.StringIO()
+    trainer = train(TrainingArguments(**arguments), Console(file=said, width=200))
+    assert "records with messages; trained on: the assistant's turns" in said.getvalue()
+    assert "80 samples in " in said.getvalue()
+    assert "warning" not in said.getvalue(), "every turn ends in a token that the model's config calls an end"
+    assert trainer.state.global_step == 2
+    assert json.loads((tmp_path / "out" / "training_args.json").read_text())["isolate_documents"] is True
+
+
+def test_a_model_that_cannot_keep_chats_apart_is_refused_before_they_are_read(arguments, tmp_path) -> None:
+    FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
+    with pytest.raises(UserError, match="falcon"):
+        train(TrainingArguments(**{**arguments, "recipe": "auto", "model": str(tmp_path / "falcon"), "mesh": "fsdp=8"}))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,154 @@
+"""Samples → rows of S tokens: whole samples side by side, best fit first, or one a row.
+
+Samples of a row are told apart by ``segment_ids`` (1, 2, …; 0 is padding), and each one's ``position_ids`` begin at 0.
+
+Shape legend: B rows, S tokens in a row (``sequence_length``).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.packing import Columns, as_table
+from trainer.data.samples import IGNORE, Encoder, Sample
+from trainer.data.shapes import BadRecord, Shape
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How records become samples, and samples rows.
+
+    Args:
+        train_on_prompt: the loss is on every token, not on the answers alone.
+        overflow: what becomes of a sample longer than a row: one of ``trainer.arguments.OVERFLOW``.
+        packing: several samples share a row; else each has its own.
+        on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
+        stops: tokens that end a generation, beside the tokenizer's end-of-text token.
+    """
+
+    train_on_prompt: bool = False
+    overflow: str = "truncate_right"
+    packing: bool = True
+    on_bad_row: str = "error"
+    stops: frozenset[int] = frozenset()
+
+
+class SamplePacker:
+    """Records → rows of S tokens. It keeps nothing for the next call: the last row of each is filled up.
+
+    Args:
+        shape: of the records.
+        isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
+        place_of: a record's file and row, for messages.
+
+    Attributes:
+        tally: what was counted so far; :func:`trainer.data.tally.notes` says it in words.
+    """
+
+    groups = 16  # of documents are packed together: the more, the fuller the rows
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        shape: Shape,
+        sequence_length: int,
+        options: SampleOptions,
+        isolate: bool = True,
+        place_of: Callable[[str], str] = lambda document: f"a record that begins {document[:60]!r}",
+    ) -> None:
+        self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
+        self.tally: Counter[str] = Counter()
+        self.rest = np.empty(0, dtype=np.int32)  # as a packer of text has: no row holds part of a sample
+        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
+        self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of a row's columns, each int32 [S]."""
+        return ["input_ids", "labels", *(["segment_ids", "position_ids"] if self.isolate else [])]
+
+    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
+        """The rows of the documents in ``batch["text"]``."""
+        return as_table(self.rows([text for text in batch["text"] if text]))
+
+    def rows(self, documents: Sequence[str]) -> Columns:
+        """The rows of ``documents``, each column [B, S]."""
+        samples: list[Sample] = []
+        for document, sample in self.encoder(documents):
+            self.tally["samples"] += 1
+            kept = [piece for piece in self._fitted(document, sample) if piece.scored]
+            self.tally["without target"] += not kept and (self.options.overflow != "drop" or not sample.scored)
+            samples += kept
+        lengths = [len(sample.tokens) for sample in samples]
+        bins = best_fit(lengths, self.length) if self.options.packing else [[i] for i in range(len(samples))]
+        rows = [[samples[i] for i in numbers] for numbers in bins]
+        self.tally["rows"] += len(rows)
+        self.tally["tokens"] += sum(lengths)
+        self.tally["scored"] += sum(sample.scored for sample in samples)
+        return self._filled(rows)
+
+    def _fitted(self, document: str, sample: Sample) -> list[Sample]:
+        """``sample``, or what the policy makes of one that is longer than a row."""
+        length, size, policy = len(sample.tokens), self.length, self.options.overflow
+        if length <= size:
+            return [sample]
+        if policy == "error":
+            raise UserError(
+                asked=f"rows of {size} tokens (--overflow error)",
+                found=f"{self.place_of(document)}: a sample of {length} tokens",
+                why="it does not fit into a row",
+                instead=f"--sequence_length {length}, or another --overflow",
+            )
+        self.tally[policy] += 1
+        starts = {"truncate_right": [0], "truncate_left": [length - size], "drop": []}
+        pieces = starts.get(policy, range(0, length, size))
+        return [Sample(sample.tokens[n : n + size], sample.labels[n : n + size]) for n in pieces]
+
+    def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
+        columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
+        columns["input_ids"][:], columns["labels"][:] = self.padding, IGNORE
+        for row, samples in enumerate(rows):
+            start = 0
+            for number, sample in enumerate(samples, start=1):
+                place = (row, slice(start, start := start + len(sample.tokens)))
+                columns["input_ids"][place], columns["labels"][place] = sample.tokens, sample.labels
+                columns["labels"][row, place[1].start] = IGNORE  # nothing of the sample stands before its first token
+                if self.isolate:
+                    columns["segment_ids"][place] = number
+                    columns["position_ids"][place] = np.arange(len(sample.tokens))
+        return columns
+
+    def _bad(self, document: str, bad: BadRecord) -> None:
+        self.tally["bad"] += 1
+        if self.options.on_bad_row == "error":
+            raise UserError(
+                asked=f"samples of {self.encoder.shape.name}",
+                found=f"{self.place_of(document)}, column {bad.column}: {bad.found}",
+                why="no sample can be made of it",
+                instead="the data mended, or --on_bad_row skip, which leaves such rows out and counts them",
+            )
+
+
+def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Numbers of the lengths that go into each bin of ``size``: longest first, each into the fullest that has room.
+
+    Best-fit decreasing (Johnson 1973): at most 11/9 of the fewest bins, and one.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (what is free, bin), sorted
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = bisect.bisect_left(room, (lengths[i], 0))
+        free, chosen = room.pop(at) if at < len(room) else (size, len(bins))
+        if chosen == len(bins):
+            bins.append([])
+        bins[chosen].append(i)
+        bisect.insort(room, (free - lengths[i], chosen))
+    return [sorted(numbers) for numbers in bins]

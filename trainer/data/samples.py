@@ -1,0 +1,182 @@
+"""Records → samples: tokens, and the targets that the loss is on.
+
+Shape legend: T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.chat import Chat, Template, chat_of
+from trainer.data.shapes import BadRecord, Shape
+from trainer.data.tokenizer import plain_tokens, special_ids
+
+IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label
+# how a record of instruction, input and output is asked where there is no chat template
+_INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
+_INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100 where the loss is not on it."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def scored(self) -> int:
+        """How many targets the loss is on; a first token is none."""
+        return int((self.labels[1:] != IGNORE).sum())
+
+
+# what is tokenised of a record, and what their tokens make
+Draft = tuple[list[str], Callable[[list[list[int]]], Sample]]
+
+
+class Encoder:
+    """Records of one shape → samples.
+
+    Args:
+        train_on_prompt: the loss is on every token.
+        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only its special ones count: a
+            config that was never made for it names a number that is some letter here.
+        on_bad: called with each record that no sample can be made of, and why; it may raise.
+        tally: what is counted on the way.
+
+    Raises:
+        UserError: chats, and the tokenizer has no template for them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        shape: Shape,
+        tally: Counter[str],
+        on_bad: Callable[[str, BadRecord], None],
+        train_on_prompt: bool = False,
+        stops: frozenset[int] = frozenset(),
+    ) -> None:
+        self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
+        self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
+        self.stops = (stops & special_ids(tokenizer)) | {self.end}
+        self.template = Template(tokenizer, self.stops) if shape.is_chat else None
+        # what the tokenizer puts in front of a text that is asked (Llama's <s>)
+        first = tokenizer("", verbose=False)["input_ids"][:1]
+        self.begin = first if first and first == [tokenizer.bos_token_id] else []
+
+    def __call__(self, documents: Sequence[str]) -> list[tuple[str, Sample]]:
+        """``documents``, each a record's one string, with their samples, without those that are bad."""
+        if self.shape.is_text:
+            tokens_of = zip(documents, plain_tokens(self.tokenizer, documents), strict=True)
+            return [(document, self._whole([*tokens, self.end])) for document, tokens in tokens_of]
+        drafts = [(document, draft) for document in documents if (draft := self._tried(document, self._draft))]
+        texts = [text for _, (texts, _) in drafts for text in texts]
+        # verbose=False: no warning that a text is longer than the model's context
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
+        samples = []
+        for document, (texts, make) in drafts:
+            own = [next(tokens) for _ in texts]
+            samples.append((document, self._tried(document, lambda _, make=make, own=own: make(own))))  # type: ignore[misc]
+        return [(document, sample) for document, sample in samples if sample is not None]
+
+    def _tried(self, document: str, make: Callable[[str], Any]) -> Any:
+        try:
+            return make(document)
+        except BadRecord as bad:
+            self.on_bad(document, bad)
+            return None
+
+    def _draft(self, document: str) -> Draft:
+        values: dict[str, Any] = json.loads(document)
+        for name in self.shape.required:
+            if values.get(name) in (None, "", []) and not (name == "prompt" and values.get(name) == ""):
+                raise BadRecord(name, "nothing")
+        if self.shape.name == "input_ids":
+            return [], lambda _: self._given(values)
+        if self.shape.name == "instruction/output":
+            return self._instruction(values)
+        if self.shape.name == "prompt/completion" and isinstance(values["prompt"], str):
+            if isinstance(values["completion"], str):
+                return self._completion(values["prompt"], values["completion"])
+            raise BadRecord("completion", "messages behind a prompt that is a string")
+        return self._chat(chat_of(values))
+
+    def _whole(self, tokens: Sequence[int], first: int = 0) -> Sample:
+        """The loss is on the tokens from ``first`` on."""
+        made = np.array(tokens, dtype=np.int32)
+        labels = made.copy()
+        if not self.train_on_prompt:
+            labels[:first] = IGNORE
+        return Sample(made, labels)
+
+    def _given(self, values: Mapping[str, Any]) -> Sample:
+        """Tokens, and perhaps labels, as the record has them."""
+        arrays = []
+        for name in ("input_ids", "labels"):
+            given = values.get(name, values["input_ids"])
+            least = IGNORE if name == "labels" else 0
+            if not isinstance(given, list) or not all(type(t) is int and least <= t < 1 << 31 for t in given):
+                raise BadRecord(name, "something other than a list of tokens")
+            if any(t >= len(self.tokenizer) for t in given):
+                raise BadRecord(name, f"token {max(given)}, and the tokenizer has {len(self.tokenizer)}")
+            arrays.append(np.array(given, dtype=np.int32))
+        tokens, labels = arrays
+        if tokens.shape != labels.shape:
+            raise BadRecord("labels", f"{len(labels)} labels of {len(tokens)} tokens")
+        return Sample(tokens, tokens.copy() if self.train_on_prompt else labels)
+
+    def _completion(self, prompt: str, completion: str) -> Draft:
+        def make(tokens: list[list[int]]) -> Sample:
+            asked, whole = tokens
+            pairs = zip(asked, whole, strict=False)
+            # the first token that the prompt alone would not have, even if it holds the prompt's last letters too
+            first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
+            self.tally["merged"] += first < len(asked)
+            begin = self.begin if whole[:1] != self.begin else []
+            end = [] if whole[-1:] == [self.end] else [self.end]
+            return self._whole([*begin, *whole, *end], len(begin) + first)
+
+        return [prompt, prompt + completion], make
+
+    def _instruction(self, values: Mapping[str, Any]) -> Draft:
+        for name in ("instruction", "output", "input", "system"):
+            if not isinstance(values.get(name, ""), str):
+                raise BadRecord(name, f"a {type(values[name]).__name__}, not text")
+        if not self.tokenizer.chat_template:
+            form = _INSTRUCTION_INPUT if values.get("input") else _INSTRUCTION
+            system = f"{values['system']}\n\n" if values.get("system") else ""
+            return self._completion(system + form.format(**values), values["output"])
+        asked = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
+        messages = [("system", values.get("system")), ("user", asked), ("assistant", values["output"])]
+        return self._chat(Chat([{"role": role, "content": text} for role, text in messages if text]))
+
+    def _chat(self, chat: Chat) -> Draft:
+        template = self.template = self.template or Template(self.tokenizer, self.stops)
+        if template.marked(chat):
+            tokens, spans = template.marked_spans(chat)
+            # turns of the prompt are not trained on
+            prompt = [template.text(chat, chat.first)] if chat.first else []
+            return prompt, lambda found: self._turns(tokens, [span for span in spans if span[0] >= len(*found or [[]])])
+
+        def make(found: list[list[int]]) -> Sample:
+            return self._turns(found[0], template.spans(chat, found))
+
+        return template.texts(chat), make
+
+    def _turns(self, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Sample:
+        """The loss is on the tokens of ``spans``."""
+        self.tally["turns"] += len(spans)
+        self.tally["turns without stop"] += sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
+        sample = self._whole(tokens, len(tokens))
+        for a, b in [] if self.train_on_prompt else spans:
+            sample.labels[a:b] = sample.tokens[a:b]
+        return sample

@@ -1,0 +1,50 @@
+"""What was counted while samples became rows, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.data.shapes import Shape
+
+_CUT = {
+    "truncate_right": "cut at their end",
+    "truncate_left": "cut at their beginning",
+    "drop": "dropped",
+    "split": "split",
+}
+
+
+def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
+    """Lines for a person: how many samples, what was left of them, and what would train otherwise than they may think.
+
+    Args:
+        tally: of a :class:`trainer.data.fitting.SamplePacker`.
+        length: tokens of a row.
+    """
+    count = {name: f"{value:,}" for name, value in tally.items()}
+    rows = tally.get("rows", 0)
+    if not rows:
+        return []
+    full = tally["tokens"] / (rows * length)
+    share = tally["scored"] / tally["tokens"]
+    lines = [
+        f"{count['samples']} samples in {count['rows']} rows, {full:.1%} full; "
+        f"{count['scored']} of {count['tokens']} tokens are scored ({share:.1%})"
+    ]
+    lines += [
+        f"samples longer than {length} tokens, {words}: {count[name]}"
+        for name, words in _CUT.items()
+        if tally.get(name)
+    ]
+    if tally.get("without target"):
+        lines.append(f"samples without any scored token, dropped: {count['without target']}")
+    if tally.get("bad"):
+        lines.append(f"bad rows, left out: {count['bad']}")
+    if tally.get("merged"):
+        lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
+    if tally.get("turns without stop"):
+        lines.append(
+            f"warning: turns behind which the template writes no token that ends a generation: "
+            f"{count['turns without stop']} of {count['turns']}; from these the model does not learn to stop"
+        )
+    return lines
