@@ -83,6 +83,28 @@ def plan_of(
     return with_factors(base, adapted, dtypes["weight_dtype"])
 
 
+def described(lora: Lora, adapted: PreTrainedModel) -> str:
+    """The adapter in a line: rank, scale, how many weights it stands beside, and how many numbers it has."""
+    size = sum(parameter.numel() for parameter in own_parameters(adapted).values())
+    kind = "rank-stabilised, " if lora.rslora else ""
+    return f"LoRA of rank {lora.r}, {kind}alpha {lora.alpha:g}, beside {len(lora.targets)} weights: {size:,} parameters"
+
+
+def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
+    """Raises UserError unless the checkpoint in ``folder`` is of the adapter ``lora``."""
+    saved = read_config(folder, model)
+    if saved != lora:
+        fields = ("r", "alpha", "rslora", "targets")
+        name = next(name for name in fields if getattr(saved, name) != getattr(lora, name))
+        raise UserError(
+            asked=f"to go on from {folder}",
+            found=f"its adapter's {name} is {str(getattr(saved, name))[:200]}, the run's "
+            f"{str(getattr(lora, name))[:200]}",
+            why="the same factors would mean another model",
+            instead="the options that it was saved with (its training_args.json has them)",
+        )
+
+
 def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
     """Refuse what would change the weights under an adapter, or train an adapter that does nothing.
 
@@ -221,7 +243,7 @@ def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
     if more or not chosen:
         raise UserError(
             asked=asked,
-            found=", ".join(more) or f"none of its targets is a linear layer or an experts' weight of {model.__class__}",
+            found=", ".join(more) or f"none of its targets is a weight of {type(model).__name__} that can be adapted",
             why="two factors beside each adapted weight, and nothing else, is what is trained and merged here",
             instead="an adapter of plain LoRA for this model",
         )

@@ -14,7 +14,6 @@ from trainer.model import meta_model
 from trainer.step.build import build
 from trainer.unused import notice, unused_parameters
 from trainer.xla.mesh import build_mesh
-from trainer.xla.sharding import fetch
 
 RECIPE = Recipe(
     mesh=Mesh(fsdp=-1),
@@ -79,9 +78,7 @@ def test_what_takes_no_part_in_the_loss_stays_as_it_is_and_the_rest_equals_the_p
     after, idle = case.parameters(), {name for name in before if "encoder_attn" in name}
     assert len(idle) == 20
     assert idle == {name for name in before if torch.equal(before[name], after[name])}
-    moments = [both for name, both in case.step.moments.items() if "encoder_attn" in name]
-    assert moments
-    assert not any(fetch(moment).any() for both in moments for moment in both)
+    assert not [name for name in case.step.moments if "encoder_attn" in name]
 
 
 def test_a_stack_trains_the_layers_that_take_part_in_the_loss_and_no_other():

@@ -33,7 +33,8 @@ def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> 
         # of the weight the dimension that the factor has too, and where the factor has it
         kept, long = (rank - 1 - turned, rank - 1) if name.endswith(A) else (rank - 2 + turned, rank - 2)
         layout = _factor_layout(entry, kept, shape, plan, long=long)
-        entries.append(plan_parameter(name, entry.pattern, shape, dtype, layout, plan.mesh))
+        pattern = entry.pattern + name.removeprefix(base)
+        entries.append(plan_parameter(name, pattern, shape, dtype, layout, plan.mesh))
     return replace(plan, parameters=tuple(entries))
 
 

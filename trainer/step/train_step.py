@@ -80,8 +80,8 @@ class StepOptions:
 class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
-    A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None. It
-    has neither gradient nor moments, unless it is a stack of which other layers take part.
+    A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
+    It has neither gradient nor moments, unless it is a stack of which other layers take part.
 
     Args:
         placed: the parameters, the very tensors that ``loss`` trains.
