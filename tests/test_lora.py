@@ -15,6 +15,8 @@ from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.lora import CONFIG, check_same
+from trainer.storage import Folder
 
 
 def test_all_linear_is_linear_layers_and_fused_experts_but_not_router_head_or_embedding():
@@ -71,6 +73,24 @@ def test_a_tied_head_is_refused_and_a_missing_adapter_is_named(tmp_path):
         job_of("llama_fsdp", config, lora_r=4, lora_target="lm_head")
     with pytest.raises(UserError, match=r"adapter_config.json"):
         job_of("llama_fsdp", adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"lora_r": 8}, "its adapter's r is 4, the run's 8"),
+        ({"lora_r": 4, "lora_alpha": 4.0}, "its adapter's alpha is 8.0, the run's 4.0"),
+        ({"lora_r": 4, "use_rslora": True}, "its adapter's rslora is False"),
+        ({"lora_r": 4, "lora_target": "q_proj"}, "its adapter's targets is"),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_its_own_adapter_alone(tmp_path, options, found):
+    saved, other = job_of("llama_tp", lora_r=4), job_of("llama_tp", **options)
+    (tmp_path / CONFIG).write_text(json.dumps(saved.as_texts()[CONFIG]))
+    check_same(Folder(str(tmp_path)), saved.lora, saved.model)
+    with pytest.raises(UserError, match=found):
+        check_same(Folder(str(tmp_path)), other.lora, other.model)
 
 
 def test_plan_py_shows_the_memory_of_an_adapter():

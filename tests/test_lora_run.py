@@ -48,11 +48,9 @@ def runs(tmp_path_factory):
             "whole": [*rank, "--max_steps", 4],
             "rest": [*rank, "--max_steps", 4, "--resume_from_checkpoint", root / "whole" / "checkpoint-2"],
             "next": ["--adapter", root / "whole" / "model", "--max_steps", 1],
-            "other": ["--lora_r", 8, "--max_steps", 4, "--resume_from_checkpoint", root / "whole" / "checkpoint-2"],
         }.items():
             lives.start(root / f"{name}.log", *common, *more, "--output_dir", root / name)
-            code = lives.wait()
-            assert code == (2 if name == "other" else 0), (root / f"{name}.log").read_text()
+            assert lives.wait() == 0, (root / f"{name}.log").read_text()
     return root
 
 
@@ -66,22 +64,11 @@ def test_a_run_that_goes_on_has_the_adapter_of_one_that_never_stopped_bit_for_bi
     assert whole == rest
 
 
-def test_a_checkpoint_holds_the_adapter_and_not_the_model(runs):
-    parameters = 2 * (4 * (32 + 16) * 4 + 4 * 4 * (32 + 64 + 32 + 32))
-    size = sum(path.stat().st_size for path in (runs / "whole" / "checkpoint-4").glob("*.distcp"))
-    base = (runs / "base" / "model.safetensors").stat().st_size
-    assert "weight_lora_A" in (runs / "whole" / "plan.json").read_text()
+def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
     names = (runs / "whole" / "checkpoint-4" / ".metadata").read_bytes()
     assert b"self_attn.q_proj.weight_lora_B second moment" in names
     assert b"embed_tokens" not in names
-    assert parameters * 12 < size
-    assert base > 0
-
-
-def test_another_rank_is_refused_before_anything_is_placed(runs):
-    text = (runs / "other.log").read_text()
-    assert "lora_A" in text
-    assert "placing" not in text
+    assert b"self_attn.q_proj.weight second moment" not in names
 
 
 def test_a_run_that_starts_from_an_adapter_begins_where_that_one_ended(runs):

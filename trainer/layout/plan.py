@@ -125,7 +125,7 @@ class ShardingPlan:
                     "layout": layout_text(parameter.layout),
                     "local_shape": list(parameter.local_shape),
                     "bytes_per_device": parameter.bytes_per_device,
-                    "trained": parameter.trained,
+                    **({} if parameter.trained else {"trained": False}),
                 }
                 for parameter in self.parameters
             ],
