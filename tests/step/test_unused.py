@@ -14,6 +14,7 @@ from trainer.model import meta_model
 from trainer.step.build import build
 from trainer.unused import notice, unused_parameters
 from trainer.xla.mesh import build_mesh
+from trainer.xla.sharding import fetch
 
 RECIPE = Recipe(
     mesh=Mesh(fsdp=-1),
@@ -90,6 +91,22 @@ def test_a_stack_trains_the_layers_that_take_part_in_the_loss_and_no_other():
     worst, worst_name = after_steps(case, 3, learning_rate=1e-2)
     assert worst < 1e-4, f"{worst_name} is off by {worst}"
     assert torch.equal(frozen, case.parameters()[f"model.layers.1.{name}"])
+
+
+def test_moments_that_were_not_saved_because_there_were_none_begin_with_zeros():
+    job, stack = job_of("llama_fsdp"), "model.layers.*.self_attn.q_proj.weight"
+    shapes = {e.name: e.shape for e in (*job.plan.parameters, *job.stored.parameters)}
+
+    def restored(name):
+        if name.startswith((stack, "model.layers.1.self_attn.q_proj")):
+            raise KeyError(name)
+        return torch.ones(shapes.get(name.partition(" ")[0], (99,)))
+
+    built = build(job, build_mesh(job.recipe.mesh), lambda name: torch.zeros(shapes[name]), restored)
+    first = fetch(built.step.moments[stack][0])
+    assert first[[0, 2, 3]].all()
+    assert not first[1].any()
+    assert fetch(built.step.moments["lm_head.weight"][1]).all()
 
 
 def test_a_bias_that_only_chooses_experts_is_left_as_it_is():
