@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from models.block_indexer import chosen_keys
-from models.experts import scaled
+from models.experts import loops, scaled
 
 # class of a module → the forward that it has under our attention: its own numbers, in a way that XLA can run
 FORWARDS: dict[str, Callable[..., Any]] = {
     "Qwen4ExpTextQSAIndexer": chosen_keys,
 }
-# class of a block with experts → what puts these under transformers' experts interface, in place
+# class of a block with experts → what puts these under transformers' experts interface, or makes their shapes static
 EXPERTS: dict[str, Callable[[nn.Module], None]] = {
     "Llama4TextMoe": scaled.route,
+    "DbrxExperts": partial(scaled.swap_methods, mixin=loops.Glu),
+    "JetMoeParallelExperts": partial(scaled.swap_methods, mixin=loops.RowsProducts),
+    "JetMoeTopKGating": partial(scaled.swap_methods, mixin=loops.Rows),
+    "LongcatFlashExperts": partial(scaled.swap_methods, mixin=loops.SomeIdentity),
 }
 
 
 def adapt(model: nn.Module) -> None:
-    """Put all experts of ``model`` under the interface. Parameters keep names and shapes, results their values."""
+    """Make all experts of ``model`` such as XLA can run. Parameters keep names and shapes, results their values."""
     for module in list(model.modules()):
         if entry := EXPERTS.get(type(module).__name__):
             entry(module)

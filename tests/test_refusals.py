@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
@@ -67,6 +68,10 @@ MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "key heads that serve unequally many": ({"model": "heads.json"}, "num_attention_heads=5, num_key_value_heads=2"),
     "an encoder": ({"model": "bert.json"}, "is_decoder is False: it is built as an encoder"),
     "a model that sees what it predicts": ({"model": "cpmant.json"}, "a token's logits depend on later tokens"),
+    "shapes that depend on what the tokens are": (
+        {"recipe": "any.py", "model": "blt.json"},
+        "can't be run without values: RuntimeError: Tensor.item()",
+    ),
     "rows beyond a table of positions": ({"model": "gpt2.json", "sequence_length": 2048}, "has 1024 positions"),
     "isolation that attention does not know": (
         {"isolate_documents": True, "compute": "attention=sdpa"},
@@ -158,6 +163,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "heads.json": config("llama", hidden_size=40, num_attention_heads=5),
         "bert.json": config("bert"),
         "cpmant.json": config("cpmant", dim_head=8),
+        "blt.json": json.dumps(tiny_config("blt").to_dict()),
         "odd.json": config("llama", hidden_act="nothing"),
         "broad.json": config("llama", head_dim=2**27),
         "endless.json": config("llama", num_hidden_layers=10**18),

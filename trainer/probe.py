@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from models.attention.interface import MASKED, NAME, Unsupported, choose, masks_without_reads
 from models.experts import interface as experts
+from trainer.errors import UserError
 from trainer.model import experts_modules, in_short, meta_model, names_in_whole, text_in_whole
 
 _TOKENS = 6  # of each of the two documents
@@ -34,18 +35,25 @@ _NOISE = 1e-5  # relative: what float32 inside a float64 model may differ by
 def our_attention(model: PreTrainedModel, length: int) -> str:
     """The one of our attentions that ``model``, on meta, runs under at ``length`` tokens: no values are computed.
 
-    It is ``portable`` where that runs, for the other one's masks are as large as the sequence's square. It is too where
-    neither runs for a reason that is not attention's: what that is will show.
+    It is ``portable`` where that runs, for the other one's masks are as large as the sequence's square.
 
     Raises:
         Unsupported: attention is asked for what neither supports.
+        UserError: neither runs for a reason that is not attention's: the model looks at values.
     """
     first = _runs_on_meta(model, NAME, min(length, _MOST))
-    if first is None or _runs_on_meta(model, MASKED, min(length, _MOST)) is not None:
-        if isinstance(first, Unsupported):
-            raise first
+    if first is None:
         return NAME
-    return MASKED
+    if _runs_on_meta(model, MASKED, min(length, _MOST)) is None:
+        return MASKED
+    if isinstance(first, Unsupported):
+        raise first
+    raise UserError(
+        asked=f"a model of type {model.config.model_type!r}",
+        found=f"its forward can't be run without values: {in_short(first)}",
+        why="XLA compiles one graph of fixed shapes, before there is a value to look at",
+        instead="a family whose shapes do not depend on its tokens, such as mixtral or llama",
+    ) from first
 
 
 def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Exception | None:

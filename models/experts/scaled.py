@@ -20,9 +20,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 def route(block: nn.Module) -> None:
     """Have ``block``, of the structure of Llama-4's `Llama4TextMoe`, route tokens to its experts, in place."""
-    for module, mixin in ((block, ScaledBlock), (block.get_submodule("experts"), ScaledExperts)):
-        original: Any = type(module)
-        module.__class__ = _with(mixin, original)
+    swap_methods(block, ScaledBlock)
+    swap_methods(block.get_submodule("experts"), ScaledExperts)
+
+
+def swap_methods(module: nn.Module, mixin: type) -> None:
+    """Give ``module`` the methods of ``mixin`` before those of its class, in place."""
+    original: Any = type(module)
+    module.__class__ = _with(mixin, original)
 
 
 @functools.cache

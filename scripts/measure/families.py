@@ -80,7 +80,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="families, with commas between them (all)")
     parser.add_argument("--modes", default=",".join(MODES), help="of scan, unrolled and tensor (all)")
     parser.add_argument("--again", choices=("failed", "stale", "all"), help="run again what has a result already")
-    parser.add_argument("--recipe", default="auto", help="the recipe (auto)")
     parser.add_argument("--results", default="families.jsonl", help="where results are kept (families.jsonl)")
     parser.add_argument("--write", help="the table's file, such as docs/families.md")
     parser.add_argument("--limit", type=int, default=300, help="seconds that a family may take (300)")
@@ -128,7 +127,7 @@ def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterato
     while left:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            worker = _FORKS.Process(target=work, args=(family, left, args.recipe, folder))
+            worker = _FORKS.Process(target=work, args=(family, left, folder))
             worker.start()
             worker.join(args.limit * len(left))
             if late := worker.is_alive():
@@ -145,7 +144,7 @@ def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterato
             yield {"family": family, "mode": left.pop(0), "verdict": "crash", "cause": cause, "seconds": took}
 
 
-def work(family: str, modes: Sequence[str], recipe: str, folder: str) -> None:
+def work(family: str, modes: Sequence[str], folder: str) -> None:
     """Runs the modes of a family in a process of its own, and writes a JSON line for each to ``FOLDER/out``."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.dup2(os.open(Path(folder, "err"), os.O_CREAT | os.O_WRONLY), 2)

@@ -60,6 +60,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     for path in filter(None, (options.report, options.json)):
         _check_writable(path)
     job = CompileJob.of(args, options)
+    if job.job.notice:
+        say(console, f"layers:  {job.job.notice}")
     with waiting(console, f"compiling for {options.topology} …"):
         report = job.compile()
     print_report(report, console)
