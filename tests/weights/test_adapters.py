@@ -141,3 +141,9 @@ def test_experts_that_the_hub_keeps_fused_can_not_be_written_one_by_one():
     job = job_of(load_recipe("gpt_oss_ep"), config, lora_r=2, adapter_format="per_expert")
     with pytest.raises(UserError, match=r"experts.gate_up_proj of a GptOssForCausalLM, on the hub"):
         check_adapter(job)
+
+
+def test_experts_that_peft_would_take_the_wrong_way_round_are_refused():
+    with pytest.raises(UserError, match=r"nothing tells PEFT there which dimension is the input's"):
+        check_adapter(job_of("llama4_ep", lora_r=2, lora_target="experts.down_proj"))
+    check_adapter(job_of("llama4_ep", lora_r=2, lora_target="q_proj,shared_expert.up_proj"))

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from models.adapters.lora import A, B, Lora, base_of
+from models.experts.scaled import ScaledExperts
 from trainer.arrays import Array, Slices
 from trainer.errors import UserError
 from trainer.lora import CONFIG, WEIGHTS, adapted_shapes, as_config
@@ -144,6 +145,14 @@ def check_adapter(job: Job) -> None:
         UserError: as :func:`open_adapter` and :class:`AdapterFiles`.
     """
     if job.lora is not None:
+        for target in job.lora.targets:
+            if isinstance(job.model.get_submodule(target.rpartition(".")[0]), ScaledExperts):
+                raise UserError(
+                    asked=f"an adapter of {target}",
+                    found=f"experts of a {type(job.model).__name__}, which transformers keeps outside its interface",
+                    why="nothing tells PEFT there which dimension is the input's, and it would take the other",
+                    instead="a --lora_target without experts, such as q_proj,k_proj,v_proj,o_proj",
+                )
         weights_of(job, lambda name: torch.empty(0), None)
         shapes = factor_shapes(job.lora, job.model)
         files_of(job).tensors(lambda name: torch.empty(shapes[name], device="meta"))
@@ -154,7 +163,7 @@ class AdapterFiles:
     """How an adapter is written.
 
     Args:
-        model: transformers' own, whose weights are adapted; on meta.
+        model: transformers' own, on meta, whose weights are adapted.
         whole: the model that the adapter will be loaded onto, of which ``model`` may be a part.
         names: the names of ``model`` → those of ``whole``.
         base: hub id or folder of the weights of ``whole``, for PEFT to find; None: unknown.
@@ -275,10 +284,8 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
     generator = torch.Generator().manual_seed(0)
     for target in files.lora.targets:
         probe = torch.randn(shapes[target][-1], _PROBES, generator=generator, dtype=torch.float64)
-        a, b = (
-            array[tuple(slice(0, size) for size in array.shape)].double()
-            for array in (factors(target + suffix) for suffix in (A, B))
-        )
+        arrays = [factors(target + suffix) for suffix in (A, B)]
+        a, b = (array[tuple(slice(0, size) for size in array.shape)].double() for array in arrays)
         expected = files.expected(files.lora.scale * (b @ (a @ probe)), target)
         got = files.actions(found, probe, target)
         if got.keys() != expected.keys() or any(not _alike(got[name], expected[name]) for name in expected):
@@ -290,8 +297,7 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
             )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # to the rounding of float64 sums; factors that are not finite are equal to themselves
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:  # to the rounding of float64 sums
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
