@@ -1,6 +1,7 @@
 """Write a training checkpoint's weights in the hub's format; needs no device, and holds one parameter at a time.
 
 python scripts/export.py --checkpoint output/mixtral_ep/checkpoint-300 --output my-model
+python scripts/export.py --checkpoint runs/lora/checkpoint-300 --output my-model --merge   # else the adapter alone
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def parser() -> Parser:
         "them in memory, experts fused (new); from_pretrained loads both (original)",
     )
     found.add_argument("--max_shard_size", default="5GB", help="of a file of weights (5GB)")
+    found.add_argument("--merge", action="store_true", help="of an adapter and its model make a plain model")
+    found.add_argument(
+        "--adapter_format", choices=["peft", "per_expert"], help="of an adapter; default: as the run would write it"
+    )
     found.add_argument("--dtype", choices=DTYPES, help="what to write; default: what the checkpoint holds")
     return found
 
@@ -46,11 +51,13 @@ def main() -> int | None:
     import transformers
 
     from trainer.checkpoint.read import RunCheckpoint
+    from trainer.lora import read_config, with_lora
     from trainer.model import meta_model, names_in_whole, whole_model
     from trainer.storage import Folder
+    from trainer.weights.adapters import AdapterFiles, merged, save_adapter
     from trainer.weights.hub_read import open_hub_weights
     from trainer.weights.hub_write import ExportFormat, export
-    from trainer.weights.sources import has_weights, part_and_rest, seeded_init
+    from trainer.weights.sources import has_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
@@ -67,13 +74,27 @@ def main() -> int | None:
     config = saved.config
     base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
     model, whole = meta_model(config), whole_model(config)
-    saved.check_model(model, config)
+    lora = read_config(saved.folder, model) if saved.has_adapter else None
+    if arguments.merge and lora is None:
+        raise UserError(
+            asked="--merge",
+            found=f"no adapter in {saved.folder}",
+            why="its weights are those of a plain model already",
+            instead="no --merge",
+        )
+    saved.check_model(with_lora(model, lora) if lora else model, config)
     names = names_in_whole(model, whole) or {}
     rest = seeded_init(whole, saved.arguments.get("seed", 0))
-    if base and has_weights(base) and len(names) < len(whole.state_dict()):
+    if base and has_weights(base) and (len(names) < len(whole.state_dict()) or arguments.merge):
         rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
     saved.check_tensors(console)
-    export(output, whole, part_and_rest(saved, rest, names), saved.tokenizer, form, console)
+    if lora is not None and not arguments.merge:
+        per_expert = (arguments.adapter_format or saved.arguments.get("adapter_format")) == "per_expert"
+        files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
+        save_adapter(output, files, saved, saved.tokenizer, console)
+    else:
+        own = merged(part_of(rest, names), saved, lora, model) if lora else saved
+        export(output, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
     say(console, f"written to {output}")
     return None
 

@@ -20,16 +20,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.arguments import TrainingArguments
 from trainer.cli import Parser
 from trainer.errors import UserError, exit_code
 from trainer.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
 from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan, make_plan
+from trainer.layout.plan import ShardingPlan
 from trainer.layout.source import recipe_source
 from trainer.layout.table import PLAN_HEADER, held_by_a_device, plan_rows
+from trainer.lora import lora_of, plan_of, with_lora
 from trainer.model import experts_modules, load_config, meta_model
 from trainer.report.lines import say
 from trainer.report.units import size
+
+# options of a run that change what a device holds
+_RUN = {
+    "lora_r": int,
+    "lora_target": str,
+    "adapter": str,
+    "base_dtype": str,
+    "weight_dtype": str,
+    "optimizer_dtype": str,
+}
 
 
 def main() -> int | None:
@@ -44,6 +56,8 @@ def main() -> int | None:
     parser.add_argument("--mesh", help="other ICI factors for the recipe's axes, e.g. fsdp=2,expert=4")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.add_argument("--write", metavar="FILE", help="write the recipe that auto makes to this new .py file")
+    for name, kind in _RUN.items():
+        parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
     if arguments.write is not None:
         _check_new(arguments)
@@ -56,7 +70,10 @@ def main() -> int | None:
         recipe = load_recipe(arguments.recipe)
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
         model = meta_model(load_config(arguments.model, recipe))
-    plan = make_plan(recipe, model, arguments.devices)
+    options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
+    args = TrainingArguments(recipe=arguments.recipe, **options)
+    lora = lora_of(args, model)
+    plan = plan_of(recipe, model, with_lora(model, lora) if lora else model, arguments.devices, args)
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=2))
     else:

@@ -22,6 +22,7 @@ _MOST = 2**32 - 1  # of any whole number: also the largest seed that every libra
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
 OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # what becomes of a sample longer than a row
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
+_LORA = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}
 
 
 def check_values(arguments: Any) -> None:
@@ -196,6 +197,25 @@ class TrainingArguments:
         None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
     )
     weight_dtype: str = option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
+    lora_r: int | None = option(
+        None, "Train LoRA factors of this rank beside frozen weights, and nothing else. Default: train all weights."
+    )
+    lora_alpha: float | None = option(None, "What the factors add is scaled by alpha / r. Default: twice --lora_r.")
+    lora_target: str = option(
+        "all-linear",
+        "Which weights get factors: all-linear (linear layers but the head, and the experts' fused weights), or names "
+        "such as q_proj,v_proj,experts.gate_up_proj.",
+    )
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead: rank-stabilised LoRA.")
+    adapter: str | None = option(
+        None, "Start from the LoRA adapter in this folder, as PEFT saves one, which says rank, scale and targets."
+    )
+    adapter_format: str = option(
+        "peft",
+        "How an adapter is written: as PEFT reads it onto this model (peft), or with each expert's weights by "
+        "themselves, under the hub's names, as serving engines read it (per_expert).",
+    )
+    base_dtype: str = option("bfloat16", "What the frozen weights under an adapter are stored in: bfloat16 or float32.")
     optimizer_dtype: str = option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
     logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
     logging_first_step: bool = option(False, "Log step 1 too.")
@@ -262,7 +282,8 @@ class TrainingArguments:
         least = float(np.finfo(np.float32).tiny)
         self._check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
         self._check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
-        for name in ("recipe", "model", "dataset", "eval_dataset", "tokenizer", "output_dir", "resume_from_checkpoint"):
+        paths = ("recipe", "model", "dataset", "eval_dataset", "tokenizer", "output_dir", "resume_from_checkpoint")
+        for name in (*paths, "adapter"):
             self._check_path(name)
         self._read_schedule()
         if self.profile_steps is not None:
@@ -279,8 +300,24 @@ class TrainingArguments:
         limit = self.save_total_limit
         self._check("save_total_limit", limit is None or limit >= 1, "the newest checkpoint is always kept", 1)
         self._check_best()
-        for name in ("weight_dtype", "optimizer_dtype"):
+        for name in ("weight_dtype", "optimizer_dtype", "base_dtype"):
             self._choose(name, ["float32", "bfloat16"])
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        self._check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
+        self._check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
+        self._choose("adapter_format", ["peft", "per_expert"])
+        said = [name for name in ("lora_alpha", "lora_target", "use_rslora") if getattr(self, name) != _LORA[name]]
+        if self.adapter is not None and self.lora_r is not None:
+            said = ["lora_r", *said]
+        if said and (self.lora_r is None or self.adapter is not None):
+            raise UserError(
+                asked=f"--{said[0]} {getattr(self, said[0])}",
+                found=f"--adapter {self.adapter}" if self.adapter else "no --lora_r",
+                why="an adapter says itself what it is" if self.adapter else "without a rank all weights are trained",
+                instead=f"no --{said[0]}" if self.adapter else f"--lora_r 16 --{said[0]} {getattr(self, said[0])}",
+            )
 
     def _read_schedule(self) -> None:
         """Warm-up as a number of steps, as transformers counts them; and a scheduler that gives rates."""
@@ -375,6 +412,11 @@ class TrainingArguments:
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes that weights and moments are stored in, as `make_plan` takes them."""
         return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the run trains an adapter beside frozen weights."""
+        return self.lora_r is not None or self.adapter is not None
 
     def as_dict(self) -> dict[str, Any]:
         """The options and their values, JSON-able, for anybody to read: ``user:password@`` in a URL is left out.

@@ -15,16 +15,18 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from models.adapters.lora import Lora
 from models.attention import interface as attention
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.routing import routers, selection_biases
 from models.layers import DecoderLayers, stack_layers, wrap_layers
+from trainer import lora as lora_options
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.layout.auto import AUTO, UNMADE, auto_recipe
 from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan, make_plan
+from trainer.layout.plan import ShardingPlan
 from trainer.layout.recipe import Recipe
 from trainer.model import (
     experts_modules,
@@ -53,7 +55,9 @@ class Job:
         model: transformers' own model of ``config`` on meta, as :func:`trainer.model.meta_model` gives it.
 
     Attributes:
-        plan: where each of ``model``'s parameters goes.
+        lora: which of ``model``'s weights are adapted; None: all are trained.
+        adapted: ``model`` with the factors of ``lora``, on meta; without, ``model`` itself.
+        plan: where each of ``adapted``'s parameters goes.
         assembled: the model that runs, on meta: kernels chosen, layers stacked where they are scanned. It is a
             template, and :func:`trainer.step.build.build` fills a copy.
         stored: the plan of ``assembled``'s parameters, as they are stored.
@@ -68,6 +72,8 @@ class Job:
     devices: int
     config: PretrainedConfig = field(repr=False)
     model: PreTrainedModel = field(repr=False)
+    lora: Lora | None = field(init=False, repr=False)
+    adapted: PreTrainedModel = field(init=False, repr=False)
     plan: ShardingPlan = field(init=False, repr=False)
     assembled: PreTrainedModel = field(init=False, repr=False)
     stored: ShardingPlan = field(init=False, repr=False)
@@ -90,14 +96,20 @@ class Job:
 
     def __post_init__(self) -> None:
         _check_text_part(self)
-        assembled, notice = _assemble(self.recipe, self.args, self.model)
-        plan = make_plan(self.recipe, self.model, self.devices, **self.args.state_dtypes)
+        lora = lora_options.lora_of(self.args, self.model)
+        adapted = self.model if lora is None else lora_options.with_lora(self.model, lora)
+        assembled, notice = _assemble(self.recipe, self.args, adapted)
+        plan = lora_options.plan_of(self.recipe, self.model, adapted, self.devices, self.args)
+        object.__setattr__(self, "lora", lora)
+        object.__setattr__(self, "adapted", adapted)
         object.__setattr__(self, "assembled", assembled)
         object.__setattr__(self, "plan", plan)
         object.__setattr__(self, "notice", notice)
         object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
         _check_routing(self)
+        if lora is not None:
+            lora_options.check_use(adapted, self.unused[0], self.args)
 
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
@@ -121,7 +133,13 @@ class Job:
         Raises:
             UserError: none takes part.
         """
-        return unused_parameters(self.model, self.recipe.compute.router_loss)
+        return unused_parameters(self.adapted, self.recipe.compute.router_loss)
+
+    @functools.cached_property
+    def untrained(self) -> frozenset[str]:
+        """The stored names of the parameters that no gradient reaches, in any layer of a stack."""
+        idle = self.unused[0]
+        return frozenset(e.name for e in self.stored.parameters if idle.issuperset(self.stored.members(e.name)))
 
     @property
     def micro_batch_rows(self) -> int:
@@ -154,16 +172,19 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model's parameters are."""
-        return sum(math.prod(parameter.shape) for parameter in self.plan.parameters)
+        """How many numbers the model's parameters are, without factors beside them."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def as_texts(self) -> dict[str, Any]:
         """File name → JSON-able content of what tells, in the output folder, what was run."""
-        return {
+        texts = {
             "recipe.json": self.recipe.as_dict(),
             "training_args.json": self.args.as_dict(),
             "plan.json": self.plan.as_json(),
         }
+        if self.lora is not None:
+            texts[lora_options.CONFIG] = lora_options.as_config(self.lora, self.model, self.args.model, {})
+        return texts
 
 
 def effective_recipe(args: TrainingArguments) -> Recipe:

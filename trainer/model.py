@@ -313,9 +313,10 @@ def routing_of(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, i
 def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, length: int) -> float | None:
     """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them: nothing is counted twice.
 
-    There are 6 for each pair of a weight and a token that meet in a matrix product, where a token meets only the
-    experts that it goes to, and a lookup of embeddings is no product. To these come 6 × the width of query and value
-    for each pair of tokens that attend. None if the config does not say how many experts a token goes to.
+    There are 6 for each pair of a weight and a token that meet in a matrix product (4 if the weight is frozen), where a
+    token meets only the experts that it goes to, and a lookup of embeddings is no product. To these come 6 × the width
+    of query and value for each pair of tokens that attend. None if the config does not say how many experts a token
+    goes to.
     """
     text = config.get_text_config()
     inside = experts_modules(model)
@@ -330,12 +331,13 @@ def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, 
     weights = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and id(parameter) not in looked_up:
-            weights += parameter.numel() * (share if name.rpartition(".")[0] in inside else 1.0)
+            each = 6 if parameter.requires_grad else 4
+            weights += each * parameter.numel() * (share if name.rpartition(".")[0] in inside else 1.0)
     heads = text.num_attention_heads
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     window = min(getattr(text, "sliding_window", None) or length, length)
     pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
-    return 6 * weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
+    return weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
 
 
 def in_short(error: Exception) -> str:

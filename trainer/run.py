@@ -25,12 +25,14 @@ from trainer.errors import UserError
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
+from trainer.lora import check_same, described
 from trainer.model import experts_modules
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.trainer import Trainer
+from trainer.weights.adapters import check_adapter
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
 from trainer.weights.sources import has_weights
 from trainer.xla.mesh import check_mesh
@@ -53,13 +55,16 @@ def train(
     job = Job.resolve(args, device_count)
     check_mesh(job.recipe.mesh)
     job = _for_samples(job)
+    check_adapter(job)
     output = find_output(args, job.recipe.name)
     tokenizer = _tokenizer(job)
     lock = FolderLock(output, console)
     lock.check_free()
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
-    given = args.model if args.model and has_weights(args.model) and (resume is None or job.is_part) else None
+    # a checkpoint of an adapter, or of a part, holds no more than that
+    needed = resume is None or job.is_part or job.lora is not None
+    given = args.model if args.model and has_weights(args.model) and needed else None
     source = open_hub_weights(given, job.whole) if given else None
     with claim(lock):
         return _run(job, lock, tokenizer, source, resume, callbacks, console)
@@ -127,7 +132,9 @@ def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
-    found.check_model(job.model, job.config)
+    found.check_model(job.adapted, job.config)
+    if job.lora is not None:
+        check_same(found.folder, job.lora, job.model)
     if found.step > job.args.max_steps:
         raise UserError(
             asked=f"--max_steps {job.args.max_steps} from {found.folder}",
@@ -165,6 +172,8 @@ def _say_what_runs(job: Job, console: Console) -> None:
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
     say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
+    if job.lora is not None:
+        say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")
     if job.notice:
         say(console, f"         {job.notice}")
     if job.args.recipe == AUTO:

@@ -38,10 +38,11 @@ from trainer.streams import lasting_output
 from trainer.trackers import Tracker
 from trainer.unused import notice
 from trainer.watch import Watch
+from trainer.weights.adapters import files_of, save_adapter, weights_of
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_parameters
-from trainer.weights.sources import Source, part_and_rest, part_of, seeded_init
+from trainer.weights.sources import Source, part_and_rest, seeded_init
 from trainer.xla.batch import batch_share
 from trainer.xla.mesh import build_mesh
 from trainer.xla.profile import ProfileCallback
@@ -95,15 +96,15 @@ class Trainer:
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.whole, self.args.seed)
         if resume is not None:
-            resume.check_model(job.model, job.config)
+            resume.check_model(job.adapted, job.config)
             self.batches.load_state_dict(resume.host["data"])
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
 
         # ---- weights and steps ----
-        if (words := notice(*job.unused)) is not None:
+        if job.lora is None and (words := notice(*job.unused)) is not None:
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
-            built = build(job, self.mesh, resume or part_of(self.base, job.names_in_whole), resume)
+            built = build(job, self.mesh, weights_of(job, self.base, resume), resume)
         self.model, self.placed = built.model, built.placed
         self.train_step, self.eval_step = built.step, built.evaluation
         self.schedule = self.args.schedule(self.rate)
@@ -162,13 +163,17 @@ class Trainer:
         return self.eval_step(self._heldout_batches())
 
     def save_model(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model in the hub's format: `AutoModelForCausalLM.from_pretrained(folder)` loads it.
+        """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
+        adapter in PEFT's, which `PeftModel.from_pretrained` loads onto the model.
 
         Args:
             source: of the weights; default: those that are being trained.
         """
         weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
         with waiting(self.console, f"writing {folder} …"):
+            if self.job.lora is not None:
+                save_adapter(folder, files_of(self.job), weights, self.corpus.tokenizer, self.console)
+                return
             # a copy, since a model's config is written with the dtype of its weights
             whole = part_and_rest(weights, self.base, self.job.names_in_whole)
             export(folder, copy.deepcopy(self.job.whole), whole, self.corpus.tokenizer, console=self.console)
@@ -339,6 +344,8 @@ class Trainer:
         }
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         everything = {**self.train_step.state, **saved_buffers(self.model)}
+        for name in self.job.untrained if self.job.lora is not None else ():
+            del everything[name]  # frozen weights under an adapter are where the run took them from
         with self.watch.clock.on("save"):
             pause, before = self.checkpoints.save(everything, host, state)
         self._log_saved(before)
@@ -371,7 +378,7 @@ class Trainer:
             return None
         try:
             source = open_checked(best, self.console)
-            source.check_model(self.job.model, self.job.config)
+            source.check_model(self.job.adapted, self.job.config)
             self._write_out(source)
         except UserError as error:
             self._write_out()
@@ -379,7 +386,8 @@ class Trainer:
         # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
         parameters = self.placed.parameters
         parameters.clear()
-        parameters.update(place_parameters(self.model, self.job.stored, self.mesh, source))
+        weights = weights_of(self.job, self.base, source)
+        parameters.update(place_parameters(self.model, self.job.stored, self.mesh, weights))
         say(self.console, f"the best weights are those of {best}")
         return None
 

@@ -13,6 +13,9 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
   that serves each choice by itself would move 2k(n-1)/n rows, but in as many rounds as the fullest pair of devices
   needs, and on a torus over n/4 hops on average. At k = 8, n = 8 the two cost the same.
 
+The factors of LoRA (`models.adapters.lora`) are parameters like the others; a token goes through one and then through
+the other. A weight that is frozen has no gradient, and no product is made for one.
+
 The forward saves its inputs alone, and the backward computes the first projection again. It does not compute the second
 again for the router's gradient. That gradient is the product of an expert's output with the output's gradient, and the
 same number is the product of the second projection's input with the gradient taken back through that projection.
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 
+from models.adapters.lora import SCALE, A, B
 from models.experts import activation, dropless_rows
 from models.experts.routing import count
 from models.jax_call import Axes, Manual, Spec, jax_call
@@ -77,14 +81,17 @@ class Dropless:
         sizes = dict(self.axes)
         local = dropless_rows.Local(
             activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
+            names=tuple(names),
             out_first=not experts.is_transposed,
+            lora_scale=getattr(experts, SCALE, 0.0),
+            trained=tuple(p.requires_grad for p in parameters),
             axes=tuple(sizes),
             expert_axes=self.expert_axes,
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
             buffer_bytes=self.buffer_bytes,
         )
-        call = _Call(local, self._manual(specs) if self.axes else None)
+        call = _Call(local, self._manual(specs, local.trained) if self.axes else None)
         return _dropless(x_TH, index_Tk, weight_Tk, parameters, as_text(call))
 
     def _spec(self, name: str, rank: int) -> tuple[Axes, ...]:
@@ -99,25 +106,27 @@ class Dropless:
         others = [tuple(axis for axis in a if axis not in self.expert_axes) for a in axes]
         return (self.expert_axes + others[0], *others[1:])
 
-    def _manual(self, specs: tuple[tuple[Axes, ...], ...]) -> tuple[Manual, Manual]:
+    def _manual(self, specs: Sequence[tuple[Axes, ...]], learning: Sequence[bool]) -> tuple[Manual, Manual]:
         """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
         tokens: Spec = (self.batch_axes + rest, None)
         held: Spec = (self.expert_axes or None,)
-        weights = tuple(tuple(a or None for a in spec) for spec in specs)
+        weights = [tuple(a or None for a in spec) for spec in specs]
+        trained = [spec for spec, learns in zip(weights, learning, strict=True) if learns]
         inputs = (tokens, tokens, tokens, held, *weights)
         return (
             Manual(self.axes, inputs, (tokens,), self.order),
-            Manual(self.axes, (tokens, *inputs), (tokens, tokens, *weights), self.order),
+            Manual(self.axes, (tokens, *inputs), (tokens, tokens, *trained), self.order),
         )
 
 
 def _parameter_names(experts: Any) -> list[str]:
-    """The names of the first and second projection, then of their biases if the family has them."""
+    """The names of the first and second projection, of their biases if the family has them, and of their factors."""
     if experts.has_post_expert_norm:
         raise ValueError(f"dropless experts know no norm after an expert, which {type(experts).__name__} has")
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
-    return names + [f"{name}_bias" for name in names] if experts.has_bias else names
+    biases = [f"{name}_bias" for name in names] if experts.has_bias else []
+    return names + biases + [name + suffix for name in names for suffix in (A, B) if hasattr(experts, name + suffix)]
 
 
 def _activation(experts: Any, width: int) -> activation.Activation:
@@ -167,13 +176,18 @@ def _dropless_backward(
     parameters: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """The gradients of the tokens, of the routing weights and of each parameter."""
+    """The gradients of the tokens, of the routing weights and of each parameter that is trained."""
     return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, parameters, call_text))
 
 
 @_dropless_backward.register_fake
 def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, call_text):
-    return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *parameters)]
+    trained = _trained(parameters, call_text)
+    return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
+
+
+def _trained(parameters: Sequence[torch.Tensor], call_text: str) -> list[torch.Tensor]:
+    return [p for p, trained in zip(parameters, from_text(call_text).local.trained, strict=True) if trained]
 
 
 def _run(
@@ -202,8 +216,9 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 def _differentiate(ctx: Any, grad_TH: torch.Tensor) -> tuple[Any, ...]:
     x_TH, index_Tk, weight_Tk, *parameters = ctx.saved_tensors
-    grad_x, grad_weight, *gradients = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, ctx.call_text)
-    return grad_x, None, grad_weight, gradients, None
+    grad_x, grad_weight, *found = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, ctx.call_text)
+    gradients, trained = iter(found), from_text(ctx.call_text).local.trained
+    return grad_x, None, grad_weight, [next(gradients) if learns else None for learns in trained], None
 
 
 _dropless.register_autograd(_differentiate, setup_context=_save_inputs)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from models.adapters.lora import A, B
 from models.experts import activation, grouped
 from models.jax_call import Axes, jax
 
@@ -25,7 +26,10 @@ class Local:
     """What a device must know besides its arrays.
 
     Args:
+        names: of the parameters, in order: the two projections, their biases, factors of LoRA.
         out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
+        lora_scale: what the product of two factors is multiplied by.
+        trained: of each parameter, whether it has a gradient.
         axes: all axes of the mesh.
         expert_axes: the axes that split the experts.
         expert_shards: how many devices there are along the expert axes.
@@ -34,7 +38,10 @@ class Local:
     """
 
     activation: activation.Activation
+    names: tuple[str, ...]
     out_first: bool
+    lora_scale: float
+    trained: tuple[bool, ...]
     axes: Axes
     expert_axes: Axes
     expert_shards: int
@@ -69,7 +76,12 @@ class Local:
 
     def contract_last(self, number: int) -> bool:
         """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
-        return self.out_first != self.turned(self.specs[number])
+        out_first = self.out_first or self.names[number].endswith((A, B))
+        return out_first != self.turned(self.specs[number])
+
+    def place(self, name: str) -> int | None:
+        """The number of the parameter ``name``; None if there is none."""
+        return self.names.index(name) if name in self.names else None
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
         """(dimension, axes) of each dimension that `whole` gathers."""
@@ -106,9 +118,10 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local
 ) -> tuple[Array, ...]:
-    """The gradients of the tokens, of the routing weights and of each parameter, from the output's gradient."""
+    """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient."""
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
-    zeros = [jnp.zeros(p.shape, jnp.float32) for p in parameters]
+    # of a frozen parameter nothing is summed, and nothing is returned
+    zeros = [jnp.zeros(p.shape, jnp.float32) if t else None for p, t in zip(parameters, local.trained, strict=True)]
 
     def chunk(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
         grad, x, index, weight = (local.gather_tokens(t) for t in tokens)
@@ -119,7 +132,9 @@ def backward(
         return sums, (local.scatter_tokens(grad_x), local.scatter_tokens(grad_weight))
 
     sums, (grad_x, grad_weight) = _by_chunk(chunk, zeros, (grad_TH, x_TH, index_Tk, weight_Tk), held, local)
-    gradients = [local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True)]
+    gradients = [
+        local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
+    ]
     return grad_x, grad_weight, *gradients
 
 
@@ -240,14 +255,10 @@ class _Block:
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
         return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.tile, contract_last=contract_last)
 
-    def project(self, x_B: Array, w_E: Array, bias_E: Array | None, *, contract_last: bool) -> Array:
-        y_B = self.multiply(x_B, w_E, contract_last=contract_last)
-        return y_B if bias_E is None else y_B + self.bias(bias_E)
-
     def bias(self, bias_E: Array) -> Array:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
-    def add_outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+    def outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
         """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``."""
         pair = (out_B, in_B) if contract_last else (in_B, out_B)
         return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
@@ -259,15 +270,64 @@ class _Block:
         return sums_E + jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
 
 
+class _Projection:
+    """One of an expert's two projections: its weight, its bias and its factors, as far as there are any.
+
+    Args:
+        number: 0 or 1, of the projection among the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Array], local: Local, number: int) -> None:
+        self.parameters, self.local, self.number = parameters, local, number
+        name = local.names[number]
+        self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
+        self.dtype = parameters[number].dtype
+
+    def forward(self, block: _Block, x_B: Array) -> Array:
+        y_B = self._times(block, x_B, self.number)
+        if self.a is not None:
+            y_B += self._scaled(self._times(block, self._times(block, x_B, self.a), self.b))
+        return y_B if self.bias is None else y_B + block.bias(self.parameters[self.bias])
+
+    def back(self, block: _Block, grad_B: Array) -> Array:
+        """The gradient of the input from that of the result."""
+        grad_x = self._times(block, grad_B, self.number, back=True)
+        if self.a is None:
+            return grad_x
+        return grad_x + self._times(block, self._low(block, grad_B), self.a, back=True)
+
+    def add_gradients(self, block: _Block, sums: list[Any], grad_B: Array, x_B: Array) -> None:
+        """Adds to ``sums``, in place, what these rows add to the gradients of what is trained."""
+        self._add(block, sums, self.number, grad_B, x_B)
+        if self.bias is not None and self.local.trained[self.bias]:
+            sums[self.bias] = block.add_rows(sums[self.bias], grad_B)
+        if self.a is not None:
+            self._add(block, sums, self.b, self._scaled(grad_B), self._times(block, x_B, self.a))
+            self._add(block, sums, self.a, self._low(block, grad_B), x_B)
+
+    def _low(self, block: _Block, grad_B: Array) -> Array:
+        """The gradient of what lies between the factors."""
+        return self._times(block, self._scaled(grad_B), self.b, back=True)
+
+    def _scaled(self, x_B: Array) -> Array:
+        return x_B * jnp.asarray(self.local.lora_scale, x_B.dtype)
+
+    def _times(self, block: _Block, x_B: Array, number: Any, *, back: bool = False) -> Array:
+        last = self.local.contract_last(number) != back
+        return block.multiply(x_B, self.parameters[number], contract_last=last)
+
+    def _add(self, block: _Block, sums: list[Any], number: Any, out_B: Array, in_B: Array) -> None:
+        if self.local.trained[number]:
+            sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
+
+
 def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> Array:
     """The output of the experts held here for their rows, [R, H]; arbitrary in rows that don't matter."""
-    (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
-    first_last, second_last = local.contract_last(0), local.contract_last(1)
+    first, second = (_Projection(parameters, local, number) for number in (0, 1))
 
     def body(block: _Block, y_RH: Array) -> Array:
-        h_BF = block.project(block.gather(x_TH).astype(first.dtype), first, bias, contract_last=first_last)
-        y_BH = block.project(local.activation(h_BF), second, second_bias, contract_last=second_last)
-        return block.put(y_RH, y_BH)
+        h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
+        return block.put(y_RH, second.forward(block, local.activation(h_BF)))
 
     return rows.fold(body, grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E))
 
@@ -278,36 +338,32 @@ def _experts_backward(
     weight_Tk: Array,
     rows: _Rows,
     parameters: Sequence[Array],
-    sums: list[Array],
+    sums: list[Any],
     local: Local,
-) -> tuple[Array, Array, list[Array]]:
+) -> tuple[Array, Array, list[Any]]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters."""
-    (first, second), (bias, second_bias) = parameters[:2], parameters[2:] or (None, None)
-    first_last, second_last = local.contract_last(0), local.contract_last(1)
+    first, second = (_Projection(parameters, local, number) for number in (0, 1))
     weight_N = weight_Tk.T.reshape(-1)
 
-    def body(block: _Block, carry: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
+    def body(block: _Block, carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
         grad_rows, grad_row_weights, sums = carry
         weight_B1 = _at(weight_N, block.take(rows.choice_R))[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-        h_BF = block.project(x_BH, first, bias, contract_last=first_last)
+        h_BF = first.forward(block, x_BH)
         a_BI = local.activation(h_BF)
         # the gradient of the activation's result, before it is multiplied by the routing weight
-        grad_BI = block.multiply(grad_BH, second, contract_last=not second_last)
+        grad_BI = second.back(block, grad_BH)
         grad_weight_B = _row_products(grad_BI, a_BI)
-        if second_bias is not None:
-            grad_weight_B += _row_products(grad_BH, block.bias(second_bias))
+        if second.bias is not None:
+            grad_weight_B += _row_products(grad_BH, block.bias(parameters[second.bias]))
         # behind a barrier the activation is computed again: otherwise the compiler keeps what both computations share,
         # several float32 arrays of the first projection's width
         _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
-        grad_BH = _scale(grad_BH, weight_B1)
-        new = [
-            block.add_outer(sums[0], grad_BF, x_BH, contract_last=first_last),
-            block.add_outer(sums[1], grad_BH, a_BI, contract_last=second_last),
-            *(block.add_rows(s, g) for s, g in zip(sums[2:], (grad_BF, grad_BH), strict=False)),
-        ]
-        grad_rows = block.put(grad_rows, block.multiply(grad_BF, first, contract_last=not first_last))
+        new = list(sums)
+        first.add_gradients(block, new, grad_BF, x_BH)
+        second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
+        grad_rows = block.put(grad_rows, first.back(block, grad_BF))
         return grad_rows, block.put(grad_row_weights, grad_weight_B), new
 
     R = len(rows.token_R)

@@ -8,6 +8,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from models import partial_gradients
+from models.adapters.lora import SCALE, A, B
 
 
 def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:
@@ -22,6 +23,9 @@ def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None
     def project(x: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(experts, name)
         y = partial_gradients.expert_linear(x, weight, bool(experts.is_transposed))
+        if hasattr(experts, name + A):
+            low = partial_gradients.expert_linear(x, getattr(experts, name + A), False)
+            y = y + partial_gradients.expert_linear(low, getattr(experts, name + B), False) * getattr(experts, SCALE)
         return partial_gradients.expert_bias(y, getattr(experts, f"{name}_bias")) if experts.has_bias else y
 
     if experts.has_gate:

@@ -136,6 +136,12 @@ TABLES: dict[str, dict[str, str]] = {
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x4", "fsdp=4,expert=16"),
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x8", "fsdp=8,expert=16"),
     ),
+    "lora": {
+        f"{experts}, {topology}": f"--recipe mixtral_ep {_MIXTRAL} {_BATCH} 1 --lora_r 16 --topology {topology} "
+        f"{compute}"
+        for topology in ("v5e:4x4", "v6e:2x4", "v6e:2x2")
+        for experts, compute in (("capacity 1.25", _CAPACITY), ("dropless", "--compute experts=dropless"))
+    },
     "graphs": {
         "mixtral_ep": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
         "mixtral_fsdp": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",

@@ -20,7 +20,10 @@ FORMAT = 1  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"
 TENSORS = r"__\d+_\d+\.distcp"  # DCP's files of tensors: nearly all of a checkpoint's bytes
 METADATA = ".metadata"  # DCP's list of the tensors and where they lie
-TEXTS = ("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json")
+TEXTS = (
+    *("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json"),
+    "adapter_config.json",  # of a run that trains an adapter
+)
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
 LARGEST = 1 << 32  # bytes of a file that is read whole; `.metadata` has some 150 for each shard of each tensor

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
+from models.adapters.lora import own_parameters
 from trainer.arrays import Array
 from trainer.checkpoint import manifest, tensors, texts
 from trainer.checkpoint.configs import differences
@@ -79,6 +80,11 @@ class RunCheckpoint:
             manifest.check(self.folder, names, advance)
 
     @property
+    def has_adapter(self) -> bool:
+        """Whether what it holds of the model is an adapter, without the weights beside it."""
+        return "adapter_config.json" in self._files
+
+    @property
     def trainer_state(self) -> TrainerState:
         return TrainerState(**copy.deepcopy(self._trainer_state))
 
@@ -107,10 +113,12 @@ class RunCheckpoint:
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
         """Raises UserError unless the weights are those of ``model``, which is on meta and not stacked.
 
+        Of a model with an adapter they are the adapter's alone.
+
         Args:
             config: the job's, where ``model`` is the text part of a multimodal one.
         """
-        wanted = {name: tuple(t.shape) for name, t in [*model.named_parameters(), *saved_buffers(model).items()]}
+        wanted = {name: tuple(t.shape) for name, t in {**own_parameters(model), **saved_buffers(model)}.items()}
         names = (name for name in self._tensors.names() if " " not in name or name.endswith(BUFFER))
         found = {name: tuple(self._tensors(name).shape) for name in names if name != METRICS}
         wrong = self._other_settings(config or model.config)

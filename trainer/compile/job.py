@@ -60,7 +60,7 @@ class CompileJob:
             timeout=options.compile_timeout,
         )
         expected = Expected(
-            model_flops=training_flops(job.model, job.config, job.rows, job.args.sequence_length),
+            model_flops=training_flops(job.adapted, job.config, job.rows, job.args.sequence_length),
             exchange=crossed[0] if crossed else None,
         )
         report = compile_for(lower(job), target, expected)

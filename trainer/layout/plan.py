@@ -33,6 +33,7 @@ class ParameterPlan:
         layout: the axes that split it, in mesh order; those that replicate it are left out.
         local_shape: of one device's share.
         bytes_per_device: of that share, without gradient and optimizer state.
+        trained: whether it has a gradient and optimizer state; False: it is frozen.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ParameterPlan:
     layout: dict[str, Placement]
     local_shape: tuple[int, ...]
     bytes_per_device: int
+    trained: bool = True
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split dimension ``dim``, in mesh order."""
@@ -103,11 +105,11 @@ class ShardingPlan:
     @property
     def totals(self) -> dict[str, int]:
         """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of AdamW's moments."""
-        weights = sum(parameter.bytes_per_device for parameter in self.parameters)
-        elements = sum(math.prod(parameter.local_shape) for parameter in self.parameters)
+        trained = [parameter for parameter in self.parameters if parameter.trained]
+        elements = sum(math.prod(parameter.local_shape) for parameter in trained)
         return {
-            "parameters_bytes": weights,
-            "gradients_bytes": weights,
+            "parameters_bytes": sum(parameter.bytes_per_device for parameter in self.parameters),
+            "gradients_bytes": sum(parameter.bytes_per_device for parameter in trained),
             "optimizer_bytes": elements * _MOMENTS * self.optimizer_dtype.itemsize,
         }
 
@@ -123,6 +125,7 @@ class ShardingPlan:
                     "layout": layout_text(parameter.layout),
                     "local_shape": list(parameter.local_shape),
                     "bytes_per_device": parameter.bytes_per_device,
+                    **({} if parameter.trained else {"trained": False}),
                 }
                 for parameter in self.parameters
             ],
@@ -243,7 +246,7 @@ def make_plan(
     check_divisible(recipe, names, layouts, mesh)
     check_activations(recipe, model)
     plans = tuple(
-        _plan_parameter(
+        plan_parameter(
             name, pattern_of[name], tuple(parameter.shape), weight_dtype or parameter.dtype, layouts[name], mesh
         )
         for name, parameter in names.items()
@@ -258,7 +261,7 @@ def _in_mesh_order(layout: Layout, mesh: Mapping[str, int]) -> dict[str, Placeme
     return {axis: shards[axis] for axis in mesh if axis in shards}
 
 
-def _plan_parameter(
+def plan_parameter(
     name: str,
     pattern: str,
     shape: tuple[int, ...],
@@ -266,6 +269,7 @@ def _plan_parameter(
     layout: dict[str, Placement],
     mesh: Mapping[str, int],
 ) -> ParameterPlan:
+    """The plan of one parameter whose ``layout`` fits it: its axes are in mesh order and divide their dimensions."""
     local = list(shape)
     for axis, shard in shards_of(layout).items():
         local[shard.dim] //= mesh[axis]

@@ -23,6 +23,7 @@ from models.experts.dropless import Dropless
 from models.experts.routing import selection_biases
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
+from trainer.arrays import Array, Stack
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
 from trainer.layout.recipe import Layout, matches
@@ -77,8 +78,32 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     options = StepOptions(
         args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
     )
-    step = TrainStep(loss, placed, optimizer, options, restored, make_routing(job, model, placed), trained)
+    moments = restored and _with_zeros(job, restored)
+    step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, model, placed), trained)
     return Built(model, placed, step, EvalStep(loss, placed))
+
+
+def _with_zeros(job: Job, restored: Source) -> Source:
+    """``restored``, with zeros for the moments of what took no part in the loss when they were saved: it had none."""
+
+    def source(name: str) -> Array:
+        parameter, _, moment = name.partition(" ")
+        members, layers = job.stored.members(parameter) if moment else [], []
+        try:
+            return restored(name)
+        except KeyError:
+            if not members:
+                raise
+        entry = job.stored[parameter]
+        for member in members:
+            try:
+                layers.append(restored(f"{member} {moment}"))
+            except KeyError:
+                shape = entry.shape if members == [parameter] else entry.shape[1:]
+                layers.append(torch.zeros(()).expand(shape))
+        return layers[0] if members == [parameter] else Stack(layers)
+
+    return source
 
 
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -102,7 +127,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
     else:
-        keys = [key for key, _ in job.model.get_submodule(names[0]).named_parameters()]
+        keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,

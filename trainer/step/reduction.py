@@ -149,6 +149,8 @@ def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> 
     experts_inside = experts_modules(model)
     found = {}
     for name, _ in model.named_parameters():
+        if name in job.untrained:
+            continue  # it has no gradient
         entry = job.plan[first_name(name)]
         if job.recipe.compute.experts == "dropless" and name.rpartition(".")[0] in experts_inside:
             continue  # the kernel leaves its gradients reduced

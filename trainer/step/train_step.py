@@ -82,10 +82,10 @@ class StepOptions:
 class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
-    A parameter that takes no part in the loss stays as it is, and so do its moments, as torch's optimizers leave one
-    whose ``grad`` is None. A batch without a scored token changes nothing but the count of such steps: weights, moments
-    and AdamW's own count of steps are as if it had not been there. The step's number, and so the learning rate, goes
-    on, for it is the data that it counts.
+    A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
+    It has neither gradient nor moments, unless it is a stack of which other layers take part. A batch without a scored
+    token changes nothing but the count of such steps: weights, moments and AdamW's own count of steps are as if it had
+    not been there. The step's number, and so the learning rate, goes on, for it is the data that it counts.
 
     Args:
         placed: the parameters, the very tensors that ``loss`` trains.
@@ -111,6 +111,8 @@ class TrainStep:
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
         self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for parameter_name, parameter in self.parameters.items():
+            if not self._learns(parameter_name):
+                continue
             first, second = (
                 sharding.place(name, restored(name), self.mesh, self.specs[parameter_name], options.moment_dtype)
                 if restored
@@ -136,9 +138,10 @@ class TrainStep:
 
     @property
     def replaced(self) -> Tensors:
-        """Everything that a step replaces, by name: :attr:`state`, and buffers of the model."""
+        """Everything that a step replaces, by name: what learns of :attr:`state`, and buffers of the model."""
         moved = self.routing.biases if self.routing.rate else {}
-        return {**self.state, **{name: bias for name, (bias, _) in moved.items()}}
+        learned = {name: t for name, t in self.state.items() if name not in self.parameters or self._learns(name)}
+        return {**learned, **{name: bias for name, (bias, _) in moved.items()}}
 
     @property
     def state(self) -> Tensors:
@@ -202,7 +205,8 @@ class TrainStep:
         """AdamW on every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
         limit = self.options.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
-        for name, parameter in self.parameters.items():
+        for name in self.moments:
+            parameter = self.parameters[name]
             news = olds = (parameter, *self.moments[name])
             if name in gradients:
                 gradient = gradients[name].to(torch.float32) * factor
@@ -212,6 +216,10 @@ class TrainStep:
             for old, new in zip(olds, news, strict=True):  # all of them: what is not written would leave the graph
                 kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, self.specs[name]))
+
+    def _learns(self, name: str) -> bool:
+        """Whether parameter ``name``, or the one whose partial gradient it names, takes part in the loss anywhere."""
+        return any(self.trained.get(name.removesuffix(SUFFIX), (True,)))
 
     def _where_trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, of parameter ``name`` or its partial gradient; 0 for layers with no part in the loss."""
@@ -292,11 +300,11 @@ class TrainStep:
 
         # Parameters enter through the carry: what a loop closes over is copied, and the old state is then not donated.
         current = {k: p.detach() for k, p in self.parameters.items()}
-        zeros = {k: torch.zeros_like(p) for k, p in current.items()} | zero_partials()
+        zeros = {k: torch.zeros_like(p) for k, p in current.items() if self._learns(k)} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
         init = (torch.zeros((), device=tokens.device), tokens, zeros, current)
         (loss, _, sums, _), recorded = self._fold_micro_batches(body, init, batch, random_keys)
-        gradients = {k: sums[k] for k in current if found & {k, k + SUFFIX}}
+        gradients = {k: sums[k] for k in zeros if k in current and found & {k, k + SUFFIX}}
         for k, partial in partials.items():
             if k in found:  # here, once a step, gradients cross devices
                 gradients[partial.parameter] = gradients[partial.parameter] + partial.total(sums[k])
@@ -327,10 +335,10 @@ class TrainStep:
         self, parameters: Tensors, batch: Tensors, tokens: torch.Tensor, random_key: torch.Tensor
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
         with torch.enable_grad():
-            leaves = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+            leaves = {k: p.detach().requires_grad_(self._learns(k)) for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
             # on this thread, since each thread has scopes of its own
-            wanted = {k: leaf for k, leaf in leaves.items() if any(self.trained.get(k.removesuffix(SUFFIX), (True,)))}
+            wanted = {k: leaf for k, leaf in leaves.items() if leaf.requires_grad}
             with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
                 # a parameter has no gradient of its own where all of its gradient is partial
                 found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)

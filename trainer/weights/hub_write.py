@@ -127,7 +127,7 @@ def export(
         _write_description(folder, model, tokenizer, _widest(dtypes.values()))
         if WEIGHTS not in files and INDEX in before:
             folder.remove_file(INDEX)  # it would make one checkpoint of old files and new ones
-        _write_files(folder, files, tensors, dtypes, advance)
+        write_files(folder, files, tensors, dtypes, advance)
     if WEIGHTS not in files:
         index = {
             "metadata": {"total_size": total},
@@ -183,7 +183,7 @@ class _Whole:
         return self.last.read(self.name)[where]
 
 
-def _write_files(
+def write_files(
     folder: Folder,
     files: Mapping[str, list[str]],
     tensors: dict[str, Lazy],

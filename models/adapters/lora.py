@@ -1,0 +1,107 @@
+"""LoRA (arXiv:2106.09685): a frozen weight W acts as W + scale·B·A, with two small factors A and B that are trained.
+
+The product B·A is never made: a token goes through A and then through B. A factor is a parameter of the module that
+holds the weight, and its name is the weight's with a suffix, so layers that repeat stack it as they stack any other.
+
+Shape suffixes: r rank, E experts. A is [r, in] or [E, r, in], and B is [out, r] or [E, out, r], however the family
+stores its weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+A, B = "_lora_A", "_lora_B"
+# the attribute of a module with factors that holds what their product is multiplied by
+SCALE = "lora_scale"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which weights of a model have factors, and how large those are.
+
+    Args:
+        r: the rank.
+        alpha: the product of the factors is multiplied by alpha / r.
+        rslora: it is multiplied by alpha / sqrt(r) instead (rank-stabilised, arXiv:2312.03732).
+        targets: the names of the weights, as ``named_parameters`` gives them.
+    """
+
+    r: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
+def base_of(name: str) -> str | None:
+    """The name of the weight that the factor ``name`` belongs to, stacked or not; None if it is no factor."""
+    return name[: -len(A)] if name.endswith((A, B)) else None
+
+
+def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter of what a run with ``model`` learns and keeps: the factors, or all where there are none."""
+    named = dict(model.named_parameters())
+    return {name: p for name, p in named.items() if base_of(name) is not None} or named
+
+
+def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Name → (rows, columns) in the sense of [out, in] of each weight that can have factors; E in front for experts.
+
+    They are the weights of linear layers, and the fused ones of the ``experts`` modules.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found[f"{name}.weight"] = tuple(module.weight.shape)
+        elif name in experts:
+            # what transformers' `use_experts_implementation` sets on every experts module
+            turned = bool(module.is_transposed)
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() == 3 and key.endswith("_proj"):
+                    count, rows, columns = parameter.shape
+                    found[f"{name}.{key}"] = (count, columns, rows) if turned else (count, rows, columns)
+    return found
+
+
+def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Give the targets in ``model``, which is on meta, their factors, in place, and freeze everything else.
+
+    Args:
+        shapes: of :func:`adaptable`.
+    """
+    model.requires_grad_(False)
+    for name in lora.targets:
+        owner, _, key = name.rpartition(".")
+        module, (*experts, rows, columns) = model.get_submodule(owner), shapes[name]
+        for suffix, shape in ((A, (lora.r, columns)), (B, (rows, lora.r))):
+            module.register_parameter(key + suffix, nn.Parameter(torch.empty(*experts, *shape, device="meta")))
+        setattr(module, SCALE, lora.scale)
+        if isinstance(module, nn.Linear):
+            original: Any = type(module)
+            module.__class__ = _with_factors(original)
+
+
+class _LoraLinear(nn.Module):
+    """A linear layer's forward, with what its factors add."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        this: Any = self
+        return super().forward(x) + F.linear(F.linear(x, this.weight_lora_A), this.weight_lora_B) * this.lora_scale
+
+
+@functools.cache
+def _with_factors(original: type) -> type:
+    """The class ``original`` with the forward above; one class however often, so that layers stay equal."""
+    return type(original.__name__, (_LoraLinear, original), {})

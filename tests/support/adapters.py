@@ -1,0 +1,107 @@
+"""A recipe with LoRA on a small model beside PEFT's own on the plain model, with the same factors, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from tests.support.cases import Case, make_batch, randomise, reference_loss, small_config
+from tests.support.jobs import job_of
+from trainer.job import Job
+from trainer.layout.load import load_recipe
+from trainer.lora import as_config
+from trainer.model import experts_modules, routing_of
+from trainer.step.build import build
+from trainer.weights.adapters import beside, factor_shapes, from_peft, peft_keys
+from trainer.weights.sources import Source, state_dict_weights
+from trainer.xla.mesh import build_mesh
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Adapted:
+    """Ours, and PEFT's model; both have the factors ``start``."""
+
+    job: Job
+    case: Case
+    peft: PeftModel
+    keys: dict[str, str]  # our name of a factor -> PEFT's
+    shapes: dict[str, tuple[int, ...]]
+    start: Tensors
+    base: Tensors
+
+    @property
+    def theirs(self) -> dict[str, torch.nn.Parameter]:
+        """PEFT's factors, under PEFT's names."""
+        return {n.replace(".default", ""): p for n, p in self.peft.named_parameters() if p.requires_grad}
+
+    def in_our_form(self, theirs: dict[str, Any]) -> Tensors:
+        """Tensors under PEFT's names, in PEFT's shapes → ours."""
+        return {name: from_peft(name, theirs[key], self.shapes[name]) for name, key in self.keys.items()}
+
+    def reference_gradients(self, batch: Tensors) -> tuple[float, Tensors]:
+        self.peft.zero_grad()
+        loss = reference_loss(self.peft, batch, router_loss=self.case.recipe.compute.router_loss)
+        loss.backward()
+        return loss.item(), self.in_our_form({key: p.grad.clone() for key, p in self.theirs.items()})
+
+    def train_both(self, steps: int, learning_rate: float) -> None:
+        """As many AdamW steps of ours as of `torch.optim.AdamW` on PEFT's factors."""
+        decay = self.case.step.optimizer.weight_decay
+        optimizer = torch.optim.AdamW(self.theirs.values(), lr=learning_rate, weight_decay=decay)
+        for i in range(steps):
+            batch = make_batch(self.case.config, seed=i)
+            self.case.step(batch, step=i + 1, learning_rate=learning_rate)
+            optimizer.zero_grad()
+            reference_loss(self.peft, batch, router_loss=self.case.recipe.compute.router_loss).backward()
+            torch.nn.utils.clip_grad_norm_(self.theirs.values(), 1.0)
+            optimizer.step()
+
+
+def plain_model(config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    if experts_modules(model):
+        model.set_experts_implementation("eager")
+    randomise(model)
+    return model
+
+
+def make_adapted(
+    recipe_name: str, *, accumulation: int = 1, options: dict[str, Any] | None = None, **compute: Any
+) -> Adapted:
+    """``options`` are those of TrainingArguments; ``compute`` overrides the recipe's. No token is dropped."""
+    recipe = load_recipe(recipe_name)
+    config = small_config(recipe)
+    plain = plain_model(config)
+    routing = routing_of(plain, config)
+    if routing is not None:
+        compute = {"capacity_factor": routing[1] / routing[0], **compute}
+    recipe = replace(recipe, compute=replace(recipe.compute, **compute))
+    given = {"lora_r": 4, "lora_alpha": 6.0, "base_dtype": "float32", "weight_decay": 0.1} | (options or {})
+    job = job_of(recipe, config, gradient_accumulation_steps=accumulation, **given)
+    assert job.lora is not None
+    base = {name: values.clone() for name, values in plain.state_dict().items()}
+    said, lora = as_config(job.lora, job.model, None, {}), job.lora
+    targets = {key: said[key] for key in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")}
+    peft = get_peft_model(plain, LoraConfig(**targets))
+    keys, shapes = peft_keys(lora, job.model, {}), factor_shapes(lora, job.model)
+    found = Adapted(job, None, peft, keys, shapes, {}, base)  # type: ignore[arg-type]
+    assert found.theirs.keys() == set(keys.values())
+    with torch.no_grad():
+        for parameter in found.theirs.values():
+            parameter.copy_(0.1 * torch.randn_like(parameter))
+    found.start = {n: t.contiguous().clone() for n, t in found.in_our_form(dict(found.theirs)).items()}
+    found.start = {name: t.detach() for name, t in found.start.items()}
+    mesh = build_mesh(recipe.mesh)
+    factors: Source = state_dict_weights(found.start)
+    built = build(job, mesh, beside(state_dict_weights(base), factors))
+    found.case = Case(recipe, config, plain, job.stored, built.step, built.evaluation, mesh)
+    found.case.model = built.model  # type: ignore[attr-defined]
+    return found

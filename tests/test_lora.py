@@ -1,0 +1,102 @@
+"""What LoRA's options mean, and what of them is refused before anything is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.support.cases import SMALL
+from tests.support.jobs import job_of
+from tests.support.paths import ROOT
+from trainer.arguments import TrainingArguments
+from trainer.errors import UserError
+from trainer.lora import CONFIG, check_same
+from trainer.storage import Folder
+
+
+def test_all_linear_is_linear_layers_and_fused_experts_but_not_router_head_or_embedding():
+    targets = job_of("mixtral_ep", lora_r=4).lora.targets
+    assert {name.split(".", 3)[3] for name in targets if name.startswith("model.layers.0.")} == {
+        *(f"self_attn.{letter}_proj.weight" for letter in "qkvo"),
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    }
+    assert all(name.startswith("model.layers.") for name in targets)
+
+
+def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
+    job = job_of("mixtral_ep", lora_r=4, lora_target="q_proj,experts.down_proj,lm_head", lora_alpha=6.0)
+    assert [name for name in job.lora.targets if "layers.0" in name or "head" in name] == [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.down_proj",
+        "lm_head.weight",
+    ]
+    assert job.lora.scale == 1.5
+    assert job_of("llama_tp", lora_r=4, use_rslora=True).lora.scale == 8 / math.sqrt(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"lora_alpha": 8.0}, "without a rank all weights are trained"),
+        ({"lora_r": 0}, "it is the rank of two factors"),
+        ({"lora_r": 4, "adapter": "somewhere"}, "an adapter says itself what it is"),
+        ({"lora_r": 4, "adapter_format": "gguf"}, "one of peft, per_expert"),
+        ({"lora_r": 4, "base_dtype": "int8"}, "one of float32, bfloat16"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_each_other_are_refused(options, found):
+    with pytest.raises(UserError, match=found):
+        TrainingArguments(recipe="llama_tp", **options)
+
+
+@pytest.mark.parametrize(("target", "found"), [("q_porj", "did you mean 'q_proj'"), (",", "has that name")])
+def test_a_target_that_the_model_has_not_is_refused(target, found):
+    with pytest.raises(UserError, match=found):
+        job_of("mixtral_ep", lora_r=4, lora_target=target)
+
+
+def test_biases_of_frozen_routers_are_not_moved():
+    with pytest.raises(UserError, match=r"biases of the routers, which belong to the frozen model"):
+        job_of("deepseek_v3_ep", lora_r=4, router_bias_update_rate=0.001)
+
+
+def test_a_tied_head_is_refused_and_a_missing_adapter_is_named(tmp_path):
+    config = LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head.weight\n.*it is tied to model.embed_tokens.weight"):
+        job_of("llama_fsdp", config, lora_r=4, lora_target="lm_head")
+    with pytest.raises(UserError, match=r"adapter_config.json"):
+        job_of("llama_fsdp", adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"lora_r": 8}, "its adapter's r is 4, the run's 8"),
+        ({"lora_r": 4, "lora_alpha": 4.0}, "its adapter's alpha is 8.0, the run's 4.0"),
+        ({"lora_r": 4, "use_rslora": True}, "its adapter's rslora is False"),
+        ({"lora_r": 4, "lora_target": "q_proj"}, "its adapter's targets is"),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_its_own_adapter_alone(tmp_path, options, found):
+    saved, other = job_of("llama_tp", lora_r=4), job_of("llama_tp", **options)
+    (tmp_path / CONFIG).write_text(json.dumps(saved.as_texts()[CONFIG]))
+    check_same(Folder(str(tmp_path)), saved.lora, saved.model)
+    with pytest.raises(UserError, match=found):
+        check_same(Folder(str(tmp_path)), other.lora, other.model)
+
+
+def test_plan_py_shows_the_memory_of_an_adapter():
+    command = [sys.executable, ROOT / "scripts/plan.py", "--recipe", "mixtral_ep", "--json"]
+    command += ["--model", ROOT / "docs/configs/mixtral_8x7b.json", "--devices", "16", "--lora_r", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    totals = {name: count / 2**30 for name, count in json.loads(done.stdout)["totals"].items()}
+    assert 5.4 < totals["parameters_bytes"] < 5.6  # 46.7 B in bfloat16 on 16 devices, and the factors
+    assert totals["gradients_bytes"] * 2 == totals["optimizer_bytes"] < 0.11

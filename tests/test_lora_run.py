@@ -1,0 +1,94 @@
+"""A run that trains an adapter: what it leaves, how it goes on, and what comes of it; each as a user does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from tests.support.lives import Lives
+from tests.support.paths import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft 0.21.2
+]
+TINY = {
+    "vocab_size": 304,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "sliding_window": None,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs on one model's weights: `whole` of 4 steps; `rest`, from its checkpoint-2 on; `next`, from its adapter."""
+    root = tmp_path_factory.mktemp("lora")
+    (root / "text").mkdir()
+    for i in range(20):
+        (root / "text" / f"{i}.txt").write_text("\n".join(f"{a} plus {i} makes {a + i}." for a in range(200)))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MixtralConfig(**TINY)).save_pretrained(root / "base")
+    common = ["--recipe", "mixtral_ep", "--model", root / "base", "--dataset", root / "text", "--max_eval_rows", 16]
+    common += ["--sequence_length", 16, "--warmup_steps", 1, "--learning_rate", 1e-2, "--save_steps", 2]
+    rank = ["--lora_r", 4, "--lora_alpha", 8]
+    with Lives() as lives:
+        for name, more in {
+            "whole": [*rank, "--max_steps", 4],
+            "rest": [*rank, "--max_steps", 4, "--resume_from_checkpoint", root / "whole" / "checkpoint-2"],
+            "next": ["--adapter", root / "whole" / "model", "--max_steps", 1],
+        }.items():
+            lives.start(root / f"{name}.log", *common, *more, "--output_dir", root / name)
+            assert lives.wait() == 0, (root / f"{name}.log").read_text()
+    return root
+
+
+def held_out(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+
+
+def test_a_run_that_goes_on_has_the_adapter_of_one_that_never_stopped_bit_for_bit(runs):
+    whole, rest = ((runs / name / "model" / "adapter_model.safetensors").read_bytes() for name in ("whole", "rest"))
+    assert whole == rest
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
+    names = (runs / "whole" / "checkpoint-4" / ".metadata").read_bytes()
+    assert b"self_attn.q_proj.weight_lora_B second moment" in names
+    assert b"embed_tokens" not in names
+    assert b"self_attn.q_proj.weight second moment" not in names
+
+
+def test_a_run_that_starts_from_an_adapter_begins_where_that_one_ended(runs):
+    assert held_out(runs / "next")[0] == pytest.approx(held_out(runs / "whole")[-1], rel=1e-6)
+
+
+def test_the_exported_merged_model_is_pefts_own_merge(runs, tmp_path):
+    command = [sys.executable, ROOT / "scripts/export.py", "--checkpoint", runs / "whole" / "checkpoint-4", "--merge"]
+    environment = {k: v for k, v in os.environ.items() if k not in {"PJRT_DEVICE", "CPU_NUM_DEVICES"}}
+    done = subprocess.run([*command, "--output", tmp_path / "merged"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(runs / "base")
+    theirs = PeftModel.from_pretrained(plain, runs / "whole" / "model").merge_and_unload().state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values, rtol=1e-5, atol=1e-7)
+    assert any(
+        not torch.equal(values, plain_values)
+        for values, plain_values in zip(
+            ours.values(), AutoModelForCausalLM.from_pretrained(runs / "base").state_dict().values(), strict=True
+        )
+    )

@@ -1,0 +1,149 @@
+"""A trained adapter in PEFT's format, for serving, and merged: whoever loads it computes the loss that was trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
+
+from tests.support.adapters import make_adapted, plain_model
+from tests.support.cases import make_batch, reference_loss
+from tests.support.jobs import job_of
+from trainer.errors import UserError
+from trainer.layout.load import load_recipe
+from trainer.lora import CONFIG, WEIGHTS, read_config
+from trainer.storage import Folder
+from trainer.weights.adapters import check_adapter, files_of, merged, open_adapter, prove, save_adapter
+from trainer.weights.hub_write import export
+from trainer.weights.live import LiveWeights
+from trainer.weights.sources import state_dict_weights
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft 0.21.2
+)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Two steps of a small Mixtral with experts of their own: (what was adapted, its factors, batch, its loss)."""
+    adapted = make_adapted("mixtral_ep")
+    case = adapted.case
+    for step in (1, 2):
+        case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-2)
+    factors = LiveWeights(case.model, case.plan, case.mesh, case.step.parameters)
+    batch = make_batch(case.config)
+    return adapted, factors, batch, case.evaluation([batch])
+
+
+def loss_of(model, batch):
+    with torch.no_grad():
+        return reference_loss(model.eval(), batch, router_loss=False).item()
+
+
+# peft 0.21.2 looks for the fused weights among modules after it has converted the adapter
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("form", ["peft", "per_expert"])
+def test_peft_loads_it_onto_the_plain_model_with_the_same_loss(trained, tmp_path, form):
+    adapted, factors, batch, loss = trained
+    files = replace(files_of(adapted.job), per_expert=form == "per_expert")
+    save_adapter(Folder(str(tmp_path)), files, factors, None)
+    names = load_file(tmp_path / WEIGHTS).keys()
+    expected = {
+        "peft": "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight",
+        "per_expert": "base_model.model.model.layers.1.block_sparse_moe.experts.7.w3.lora_B.weight",
+    }
+    assert expected[form] in names
+    plain = plain_model(adapted.case.config)
+    before = loss_of(plain, batch)
+    found = loss_of(PeftModel.from_pretrained(plain, tmp_path), batch)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert abs(found - before) > 1e-3
+
+
+def test_merged_it_is_a_plain_model_folder_with_the_same_loss(trained, tmp_path):
+    adapted, factors, batch, loss = trained
+    job = adapted.job
+    source = merged(state_dict_weights(adapted.base), factors, job.lora, job.model)
+    export(str(tmp_path), copy.deepcopy(job.model), source)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
+    assert loss_of(model, batch) == pytest.approx(loss, rel=1e-5)
+
+
+def test_what_was_saved_is_read_back_bit_for_bit_and_a_change_is_seen(trained, tmp_path):
+    adapted, factors, _, _ = trained
+    job, folder, files = adapted.job, Folder(str(tmp_path)), files_of(adapted.job)
+    save_adapter(folder, files, factors, None)
+    assert read_config(folder, job.model) == job.lora
+    found = open_adapter(folder, job.lora, job.model, {})
+    for name, shape in adapted.shapes.items():
+        assert torch.equal(found(name), factors(name)[tuple(slice(0, size) for size in shape)]), name
+    tensors = load_file(tmp_path / WEIGHTS)
+    key = "base_model.model.model.layers.0.mlp.experts.lora_B.weight"
+    # as if experts and ranks were the other way round
+    turned = tensors[key].unflatten(1, (4, 8)).transpose(1, 2).flatten(1).contiguous()
+    save_file({**tensors, key: turned}, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match=r"read back and merged, \S+0.mlp.experts.down_proj is another"):
+        prove(folder, files, factors)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda t: t.popitem(), "is missing"),
+        (lambda t: t.update({"base_model.model.x.lora_A.weight": torch.zeros(1)}), "x.lora_A.weight is left over"),
+        (lambda t: t.update({max(t): torch.zeros(3, 3)}), r"of shape \[3, 3\], where"),
+        (lambda t: t[max(t)].fill_(float("nan")), "no finite numbers"),
+    ],
+    ids=["missing", "more", "shape", "nan"],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_the_data_is_read(tmp_path, change, found):
+    folder, job = Folder(str(tmp_path)), job_of("mixtral_ep", lora_r=2)
+    shapes = job.adapted.state_dict()
+    save_adapter(folder, files_of(job), lambda name: torch.ones(shapes[name].shape), None)
+    going_on = job_of("mixtral_ep", adapter=str(tmp_path))
+    assert going_on.lora == job.lora
+    check_adapter(going_on)
+    tensors = {name: t.clone() for name, t in load_file(tmp_path / WEIGHTS).items()}
+    change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(UserError, match=found):
+        check_adapter(going_on)
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern="),
+        ({"r": "16"}, "r '16'"),
+        ({"target_modules": ["nothing"], "target_parameters": None}, "none of its targets is a weight"),
+        ({"target_modules": "("}, "adapter_config.json: error"),
+    ],
+    ids=str,
+)
+def test_a_config_of_another_kind_of_adapter_is_refused(tmp_path, values, found):
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / CONFIG).write_text(json.dumps(plain | values))
+    with pytest.raises(UserError, match=found.replace("(", r"\(")):
+        job_of("mixtral_ep", adapter=str(tmp_path))
+
+
+def test_experts_that_the_hub_keeps_fused_can_not_be_written_one_by_one():
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 16}
+    config = GptOssConfig(**small, num_local_experts=4, num_attention_heads=4, num_key_value_heads=4)
+    job = job_of(load_recipe("gpt_oss_ep"), config, lora_r=2, adapter_format="per_expert")
+    with pytest.raises(UserError, match=r"experts.gate_up_proj of a GptOssForCausalLM, on the hub"):
+        check_adapter(job)
+
+
+def test_experts_that_peft_would_take_the_wrong_way_round_are_refused():
+    with pytest.raises(UserError, match=r"nothing tells PEFT there which dimension is the input's"):
+        check_adapter(job_of("llama4_ep", lora_r=2, lora_target="experts.down_proj"))
+    check_adapter(job_of("llama4_ep", lora_r=2, lora_target="q_proj,shared_expert.up_proj"))
