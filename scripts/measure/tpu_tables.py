@@ -56,11 +56,12 @@ _FLAGS = {
 }
 
 
-# models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP
+# models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP; without
+# layer_types (null), which names as many layers as the model has, a config's first layer is of that kind
 _MIXERS = {
     "Qwen3-Next-80B (gated delta rule)": "@qwen3_next_80b_a3b.json,decoder_sparse_step=2",
-    "Kimi-Linear-48B (Kimi delta attention)": "@kimi_linear_48b_a3b.json",
-    "Granite-4.0-H-Small (Mamba-2)": "@granite_4_h_small.json,num_local_experts=0",
+    "Kimi-Linear-48B (Kimi delta attention)": "@kimi_linear_48b_a3b.json,layer_types=null,pad_token_id=0",
+    "Granite-4.0-H-Small (Mamba-2)": "@granite_4_h_small.json,layer_types=null,num_local_experts=0",
 }
 
 
@@ -226,7 +227,7 @@ def _config(word: str, folder: Path) -> str:
         return word
     name, *changes = word[1:].split(",")
     config = json.loads((CONFIGS / name).read_text(encoding="utf-8"))
-    config.update((key, int(value)) for key, _, value in (change.partition("=") for change in changes))
+    config.update((key, json.loads(value)) for key, _, value in (change.partition("=") for change in changes))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder / "config.json")
 
