@@ -158,9 +158,9 @@ class Trainer:
             raise problem
         return self.state
 
-    def evaluate(self) -> float:
-        """Mean cross entropy over the held-out rows that are evaluated, in nats a token."""
-        return self.eval_step(self._heldout_batches())
+    def evaluate(self) -> dict[str, float]:
+        """``eval_loss`` (nats a token), ``eval_perplexity`` and ``eval_accuracy`` of the rows that are evaluated."""
+        return self.eval_step(self._heldout_batches()).entries
 
     def save_model(self, folder: Folder, source: Source | None = None) -> None:
         """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
@@ -289,14 +289,14 @@ class Trainer:
         """The held-out loss, logged and told to the callbacks; None, and neither, if a signal cut it short."""
         started = time.perf_counter()
         with self.watch.clock.on("evaluation"):
-            loss = self.eval_step(self._heldout_batches(stoppable=True))
+            found = self.eval_step(self._heldout_batches(stoppable=True))
         self.meter.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
         if self.stop.any:
             return None
-        self._log({"eval_loss": loss})
-        self._event("on_evaluate", metrics={"eval_loss": loss, "epoch": self.state.epoch})
-        return loss
+        self._log(found.entries)
+        self._event("on_evaluate", metrics={**found.entries, "epoch": self.state.epoch})
+        return found.loss
 
     def _evaluate_for_best(self) -> None:
         if note_if_best(self.state, self._evaluate_and_log()):

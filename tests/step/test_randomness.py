@@ -142,7 +142,7 @@ def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone_and_evaluati
     case.step.options = replace(case.step.options, seed=case.step.options.seed + 1)
     assert found != pytest.approx(reference(case, batch, step=3)[0], rel=1e-5)
     plain = case.reference.eval()(**batch, use_cache=False).loss.item()
-    assert case.evaluation([batch]) == pytest.approx(plain, rel=1e-5)
+    assert case.evaluation([batch]).loss == pytest.approx(plain, rel=1e-5)
 
 
 def test_every_site_layer_micro_batch_and_step_draws_from_a_key_or_number_of_its_own(monkeypatch):

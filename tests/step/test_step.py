@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -125,16 +126,26 @@ def test_clipping_caps_the_global_norm_and_reports_it_unclipped():
     assert clipped == pytest.approx(norm / 7, rel=1e-3)
 
 
-def test_held_out_loss_is_the_cross_entropy_without_the_auxiliary_loss_and_ignores_padding_rows():
-    case = make_case("mixtral_ep", small_config(load_recipe("mixtral_ep"), intermediate_size=80))
+@pytest.mark.parametrize("recipe", ["mixtral_ep", "mixtral_ep_tp"])  # the second cuts the vocabulary too
+def test_an_evaluation_has_the_cross_entropy_without_the_auxiliary_loss_and_the_accuracy_and_ignores_padding(recipe):
+    case = make_case(recipe, small_config(load_recipe(recipe), intermediate_size=80))
     batch, padded = make_batch(case.config), make_batch(case.config, seed=1)
     padded["labels"][5:] = -100
-    total = tokens = 0.0
+    # so many right ones that a shift or a mask that is wrong shows; what comes after a position can't change it
+    right = case.reference(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1)
+    batch["labels"][:, 1::2] = right[:, ::2]
+    total = tokens = correct = 0.0
     for part in (batch, padded):
-        scored = (part["labels"][:, 1:] != -100).sum().item()
-        total += case.reference(**part, output_router_logits=False).loss.item() * scored
-        tokens += scored
-    assert case.evaluation([batch, padded]) == pytest.approx(total / tokens, rel=1e-5)
+        output = case.reference(**part, output_router_logits=False)
+        scored = part["labels"][:, 1:] != -100
+        total += output.loss.item() * scored.sum().item()
+        tokens += scored.sum().item()
+        correct += ((output.logits[:, :-1].argmax(-1) == part["labels"][:, 1:]) & scored).sum().item()
+    found = case.evaluation([batch, padded])
+    assert found.loss == pytest.approx(total / tokens, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert found.accuracy == pytest.approx(correct / tokens, rel=1e-6)
+    assert 0.1 < found.accuracy < 0.9
     assert case.evaluation.guard.compiles == 1
 
 
@@ -145,7 +156,7 @@ def test_transformers_own_attention_compiles_once_too(attention):
     case = make_case(recipe, small_config(recipe, num_hidden_layers=1, intermediate_size=112), attention=attention)
     batches = [make_batch(case.config, seed=seed) for seed in range(2)]
     expected = case.reference_gradients(batches[0])[0]
-    assert case.evaluation(batches) > 0
+    assert case.evaluation(batches).loss > 0
     for step, batch in enumerate(batches, 1):
         case.step(batch, step=step, learning_rate=0.0)
         if step == 1:

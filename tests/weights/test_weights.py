@@ -77,7 +77,7 @@ def test_the_exported_model_loads_on_plain_cpu_and_has_the_same_held_out_loss(tm
     for step in (1, 2, 3):
         case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-3)
     batch = make_batch(case.config, seed=9)
-    ours = case.evaluation([batch])
+    ours = case.evaluation([batch]).loss
     live = LiveWeights(case.step.loss.model, case.plan, case.mesh, case.step.parameters)
     export(tmp_path, meta_model(case.config), live)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -20,6 +20,7 @@ RELOAD_SECONDS = 60
 # log keys → chart: a log line's value, as it is, over the steps
 _CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
     ("Loss (nats a token)", {"loss": "training", "eval_loss": "held out"}, None),
+    ("Held-out token accuracy", {"eval_accuracy": "accuracy"}, None),
     ("Learning rate", {"learning_rate": "learning rate"}, 0.0),
     ("Gradient norm", {"grad_norm": "gradient norm"}, 0.0),
     ("Tokens a second", {"tokens_per_second": "tokens/s"}, 0.0),
@@ -115,6 +116,8 @@ def _latest(view: RunView) -> Iterator[tuple[str, str]]:
     forms = {
         "loss": ("training loss", "{:.4f} nats a token"),
         "eval_loss": ("held-out loss", "{:.4f} nats a token"),
+        "eval_perplexity": ("held-out perplexity", "{:.4g}"),
+        "eval_accuracy": ("held-out token accuracy", "{:.2%}"),
         "tokens_per_second": ("speed", "{:,.0f} tokens/s"),
         "mfu": ("MFU", "{:.1%}"),
         "saved_step": ("last checkpoint", "checkpoint-{:.0f}"),

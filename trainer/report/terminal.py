@@ -18,6 +18,8 @@ from trainer.report.lines import say
 _FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "held-out loss {:.4f}",
+    "eval_perplexity": "perplexity {:.4g}",
+    "eval_accuracy": "token accuracy {:.2%}",
     "learning_rate": "lr {:.3g}",
     "grad_norm": "grad norm {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",

@@ -17,6 +17,8 @@ from models.partial_gradients import Tensors
 from trainer.errors import UserError
 from trainer.step.reduction import PartialGradient
 
+CORRECT = "correct_tokens"
+
 
 class Loss:
     """The model's loss on one micro-batch.
@@ -57,6 +59,8 @@ class Loss:
         random_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
         """The loss, and by name what else is logged: the router losses, and of the experts what `count` records.
+
+        In evaluation also, as :data:`CORRECT`, how many targets were met.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
@@ -99,6 +103,8 @@ class Loss:
 
         output, recorded = self._checked(run, training)
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
+        if not training:
+            logged[CORRECT] = correct_tokens(output.logits, batch["labels"])
         if not (self.router_losses.any and training and real is not None):
             return output.loss, logged
         added = self.router_losses.values(recorded, real)
@@ -140,3 +146,15 @@ def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
     """How many targets of ``labels`` [..., S] are scored, as a 0-d float: not the first, and none that is -100."""
     return (labels[..., 1:] != -100).to(torch.float32).sum()
+
+
+def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """How many scored targets of ``labels`` [rows, S] have the highest of ``logits`` [rows, S, V]; a 0-d float.
+
+    Reductions over V alone, which a device does for its part of a vocabulary that is cut; an argmax, or a lookup of the
+    target's logit, could have it gathered.
+    """
+    targets = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100).unsqueeze(-1)
+    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+    own = torch.where(vocabulary == targets, logits, -torch.inf).amax(-1)
+    return ((own >= logits.amax(-1)) & (targets.squeeze(-1) != -100)).to(torch.float32).sum()
