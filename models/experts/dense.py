@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from models.experts.projections import mlp
-from models.experts.routing import count
+from models.experts.routing import count, weights_of_all
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
@@ -24,9 +24,3 @@ def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: t
     y_ETH = mlp(experts, x_TH.expand(E, -1, -1))
     weight_TE = weights_of_all(index_Tk, weight_Tk, E)
     return torch.einsum("eth,te->th", y_ETH, weight_TE.to(y_ETH.dtype)).to(x_TH.dtype)
-
-
-def weights_of_all(index_Tk: torch.Tensor, weight_Tk: torch.Tensor, E: int) -> torch.Tensor:
-    """The weight that each token gives to each of E experts, [T, E]: 0 to one that it does not choose."""
-    chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=index_Tk.device)).to(weight_Tk.dtype)
-    return (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)

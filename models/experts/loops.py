@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as f
 
-from models.experts.dense import weights_of_all
+from models.experts.routing import weights_of_all
 
 
 class Glu(nn.Module):

@@ -235,3 +235,9 @@ _SCORES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys((torch.softmax, torch.Tensor.softmax, F.softmax), _softmax),
     **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.logsigmoid), torch.sigmoid),
 }
+
+
+def weights_of_all(index_Tk: torch.Tensor, weight_Tk: torch.Tensor, E: int) -> torch.Tensor:
+    """The weight that each token gives to each of E experts, [T, E]: 0 to one that it does not choose."""
+    chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=index_Tk.device)).to(weight_Tk.dtype)
+    return (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)
