@@ -38,7 +38,7 @@ def trained():
         case.step(make_batch(case.config, seed=step), step=step, learning_rate=1e-2)
     factors = LiveWeights(case.model, case.plan, case.mesh, case.step.parameters)
     batch = make_batch(case.config)
-    return adapted, factors, batch, case.evaluation([batch])
+    return adapted, factors, batch, case.evaluation([batch]).loss
 
 
 def loss_of(model, batch):
