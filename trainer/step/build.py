@@ -193,8 +193,9 @@ def _constrain_output(layout: Layout, mesh: DeviceMesh) -> Callable[[nn.Module, 
     """A forward hook that lays out a module's output, or the first of its outputs."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
+        several = isinstance(output, (tuple, list))
+        first = output[0] if several else output
         placed = sharding.constrain(first, mesh, partition_spec(layout, first.dim(), tuple(mesh.shape())))
-        return (placed, *output[1:]) if isinstance(output, tuple) else placed
+        return type(output)([placed, *output[1:]]) if several else placed
 
     return hook
