@@ -4,9 +4,10 @@ python scripts/measure/families.py                         what has no result ye
 python scripts/measure/families.py --only gemma2,qwen3_moe --again all
 python scripts/measure/families.py --again failed          what did not pass, anew
 
-8 virtual devices, float32, full remat; scanned, and layer by layer. Compared are the loss and the gradient of every
-parameter, with those of transformers' own model: eager, unsharded, dropless. Each family is a process of its own, with
-a limit of time and memory. Results are kept in a file, one JSON object a line, under the version of the code.
+8 virtual devices, float32, full remat; a mode says the mesh and whether layers are scanned. Compared are the loss and
+the gradient of every parameter, with those of transformers' own model: eager, unsharded, dropless. Each family is a
+process of its own, with a limit of time and memory. Results are kept in a file, one JSON object a line, under the
+version of the code.
 """
 
 from __future__ import annotations

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tests.support.cases import Case, make_batch, randomise, reference_loss, small_config
+from tests.support.cases import Case, make_batch, plain_model, reference_loss, small_config
 from tests.support.jobs import job_of
 from trainer.job import Job
 from trainer.layout.load import load_recipe
 from trainer.lora import as_config
-from trainer.model import experts_modules, routing_of
+from trainer.model import routing_of
 from trainer.step.build import build
 from trainer.weights.adapters import beside, factor_shapes, from_peft, peft_keys
 from trainer.weights.sources import Source, state_dict_weights
@@ -61,16 +60,6 @@ class Adapted:
             reference_loss(self.peft, batch, router_loss=self.case.recipe.compute.router_loss).backward()
             torch.nn.utils.clip_grad_norm_(self.theirs.values(), 1.0)
             optimizer.step()
-
-
-def plain_model(config: PretrainedConfig) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.set_attn_implementation("eager")
-    if experts_modules(model):
-        model.set_experts_implementation("eager")
-    randomise(model)
-    return model
 
 
 def make_adapted(

@@ -87,12 +87,7 @@ def make_case(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     config = config or small_config(recipe)
-    torch.manual_seed(0)
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    reference.set_attn_implementation("eager")
-    if experts_modules(reference):  # others know one way to run them
-        reference.set_experts_implementation("eager")
-    randomise(reference)
+    reference = plain_model(config)
     routing = routing_of(reference, config)
     if recipe.compute.experts == "capacity" and routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
@@ -102,6 +97,17 @@ def make_case(
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
     built = build(job, device_mesh, state_dict_weights(weights))
     return Case(recipe, config, reference, job.stored, built.step, built.evaluation, device_mesh)
+
+
+def plain_model(config: PretrainedConfig) -> PreTrainedModel:
+    """transformers' own model, eager, of seeded weights of which none is where transformers starts it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    if experts_modules(model):  # others know one way to run them
+        model.set_experts_implementation("eager")
+    randomise(model)
+    return model
 
 
 @torch.no_grad()

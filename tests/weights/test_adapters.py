@@ -12,8 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from tests.support.adapters import make_adapted, plain_model
-from tests.support.cases import make_batch, reference_loss
+from tests.support.adapters import make_adapted
+from tests.support.cases import make_batch, plain_model, reference_loss
 from tests.support.jobs import job_of
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
