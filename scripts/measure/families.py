@@ -1,6 +1,6 @@
 """Trains every causal language model family of transformers for one step, tiny, against the plain model on the CPU.
 
-python scripts/measure/families.py                         what has no result yet; then writes docs/families.md
+python scripts/measure/families.py --write docs/families.md   what has no result yet, and the page
 python scripts/measure/families.py --only gemma2,qwen3_moe --again all
 python scripts/measure/families.py --again failed          what did not pass, anew
 
