@@ -70,7 +70,7 @@ def live(
     found = None if resume is None else open_checked(Folder(resume), console)
     reader = Reader()
     job = job_of(ANY_MOE, deepseek(), **options)
-    trainer = Trainer(job, corpus(), resume=found, console=console, callbacks=[reader, *more])
+    trainer = Trainer(job, corpus(options["sequence_length"]), resume=found, console=console, callbacks=[reader, *more])
     trainer.train()
     return trainer, reader
 
@@ -92,13 +92,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setattr("trainer.watch._SHARE", 1e9)  # however quick a step is, its page is written
         with patch.context() as inner:
             inner.setattr(Folder, "write", full)
-            live(output, Console(file=printed, width=200), adam_beta2=0.97)  # a graph that no other test has compiled
+            live(output, Console(file=printed, width=200), sequence_length=20)  # of a shape that no other test compiles
         assert not (output / "report.html").exists()
         trainer, reader = live(
             output,
             Console(quiet=True),
             resume=output / "checkpoint-2",
-            adam_beta2=0.97,
+            sequence_length=20,
             max_steps=6,
             profile_steps="5:6",
         )
