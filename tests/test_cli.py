@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.training import environment
-from trainer.arguments import TrainingArguments, option
+from trainer.arguments import TrainingArguments
+from trainer.arguments.values import option
 from trainer.cli import Parser, parse
 from trainer.compile.arguments import CompileArguments
 

@@ -15,7 +15,7 @@ from trainer.lazy_names import lazy_names
 from trainer.user import name_user
 
 if TYPE_CHECKING:
-    from trainer.arguments import TrainingArguments
+    from trainer.arguments.training import TrainingArguments
     from trainer.job import Job
     from trainer.run import train
     from trainer.trainer import Trainer
@@ -32,7 +32,9 @@ __all__ = [
     "UserError",
     "train",
 ]
-__getattr__, __dir__ = lazy_names(__name__, Job="job", Trainer="trainer", TrainingArguments="arguments", train="run")
+__getattr__, __dir__ = lazy_names(
+    __name__, Job="job", Trainer="trainer", TrainingArguments="arguments.training", train="run"
+)
 
 name_user()  # before torch is imported
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 
-from trainer.arguments import DEFAULT_RATE
+from trainer.arguments.training import DEFAULT_RATE
 from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import random_state, set_random_state, versions
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.arguments import check_values, option
+from trainer.arguments.values import check_values, option
 
 
 @dataclass

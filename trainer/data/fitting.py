@@ -28,7 +28,7 @@ class SampleOptions:
 
     Args:
         train_on_prompt: the loss is on every token, not on the answers alone.
-        overflow: what becomes of a sample longer than a row: one of ``trainer.arguments.OVERFLOW``.
+        overflow: what becomes of a sample longer than a row: one of ``trainer.arguments.data.OVERFLOW``.
         packing: several samples share a row; else each has its own.
         on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
         stops: tokens that end a generation, beside the tokenizer's end-of-text token.

@@ -1,0 +1,138 @@
+"""TrainingArguments: transformers' names and meanings, and only the fields that this trainer honours."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trainer.arguments.adapter import AdapterArguments
+from trainer.arguments.data import DataArguments
+from trainer.arguments.model import ModelArguments
+from trainer.arguments.output import OutputArguments
+from trainer.arguments.values import check_values, option
+from trainer.errors import UserError
+from trainer.schedule import KINDS, Schedule
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
+DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
+
+
+@dataclass
+class TrainingArguments(OutputArguments, AdapterArguments, DataArguments, ModelArguments):
+    """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
+
+    The first options are those of the last class above: it is in this order that ``--help`` lists them.
+    """
+
+    per_device_train_batch_size: int = option(
+        1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more."
+    )
+    gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
+    max_steps: int = option(300, "Optimizer steps.")
+    learning_rate: float | None = option(
+        None, "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights."
+    )
+    lr_scheduler_type: str = option("linear", f"One of transformers' schedulers that need no loss: {', '.join(KINDS)}.")
+    lr_scheduler_kwargs: dict | str | None = field(
+        default=None, metadata={"help": """Further arguments of that scheduler, as JSON: '{"min_lr_rate": 0.1}'."""}
+    )
+    warmup_steps: float = option(
+        20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps."
+    )
+    weight_decay: float = option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
+    adam_beta1: float = option(0.9, "AdamW's decay of the first moment.")
+    adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
+    router_z_loss_coef: float = option(
+        0.0, "Add so many times the router z-loss, which keeps logits small, summed over layers (ST-MoE: 0.001)."
+    )
+    router_balance_coef: float = option(
+        0.0, "Add so many times a loss that balances the load of experts, summed over layers (DeepSeek-V3: 0.0001)."
+    )
+    router_balance: str = option(
+        "sequence", "What --router_balance_coef balances: each `sequence` (a row) by itself, or a whole micro-`batch`."
+    )
+    router_bias_update_rate: float = option(
+        0.0,
+        "After each step, move what routers add to their scores for selection by so much: up for experts below the "
+        "mean load, down for those above (DeepSeek-V3: 0.001).",
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self.check_model()
+        self.check_data()
+        self.check_adapter()
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
+            self.check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
+        for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):
+            self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
+        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
+            self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
+        for name in ("adam_beta1", "adam_beta2"):
+            self.check(name, 0 <= getattr(self, name) < 1 - 2**-25, "a moment's decay lies in [0, 1) of float32", 0.9)
+        least = float(np.finfo(np.float32).tiny)
+        self.check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
+        self.check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
+        self.choose("router_balance", ["sequence", "batch"])
+        self._read_schedule()
+        self.check_output()
+        if self.profile_steps is not None:
+            first, last = self.profiled
+            self.check("profile_steps", 1 <= first <= last <= self.max_steps, "it is a part of the run's steps", "2:4")
+
+    def _read_schedule(self) -> None:
+        """Warm-up as a number of steps, as transformers counts them; and a scheduler that gives rates."""
+        warmup = self.warmup_steps
+        self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(self.max_steps * warmup)
+        self.choose("lr_scheduler_type", KINDS)
+        options = self.lr_scheduler_kwargs
+        try:
+            self.lr_scheduler_kwargs = json.loads(options) if isinstance(options, str) else options
+            json.dumps(self.lr_scheduler_kwargs)
+        except (ValueError, TypeError, RecursionError) as error:
+            self.lr_scheduler_kwargs = f"{options!r:.80}: {error}"
+        if not isinstance(self.lr_scheduler_kwargs, dict | None):
+            raise UserError(
+                asked=f"--lr_scheduler_kwargs {options!r:.80}",
+                found=f"{self.lr_scheduler_kwargs!r:.200}",
+                why="it is a JSON object: names and values",
+                instead="""--lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
+            )
+        for rate in [self.learning_rate] if self.learning_rate else DEFAULT_RATE.values():
+            self.schedule(rate)
+
+    def schedule(self, peak: float) -> Schedule:
+        """The learning rates of a run that rises to ``peak``.
+
+        Raises:
+            UserError: the scheduler gives none with these arguments.
+        """
+        options: Any = self.lr_scheduler_kwargs or {}
+        return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, options)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options and their values, JSON-able, for anybody to read: ``user:password@`` in a URL is left out.
+
+        Keys of hubs and trackers are no options: they come from the environment.
+        """
+        values = asdict(self).items()
+        return {name: _CREDENTIALS.sub("", value) if isinstance(value, str) else value for name, value in values}
+
+    # what transformers' integrations ask for
+    to_dict = as_dict
+
+    def to_json_string(self) -> str:
+        """The options as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The options as trackers take them that know numbers and texts alone."""
+        known = (bool, int, float, str)
+        return {name: value if type(value) in known else str(value) for name, value in self.as_dict().items()}
