@@ -62,6 +62,19 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     """
     unused, _ = job.unused  # before anything is placed, since a loss of no parameter is refused
     trained = {e.name: [name not in unused for name in job.stored.members(e.name)] for e in job.stored.parameters}
+    evaluation = build_evaluation(job, mesh, source)
+    loss, placed, args = evaluation.loss, evaluation.placed, job.args
+    optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(loss.model))
+    options = StepOptions(
+        args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
+    )
+    moments = restored and _with_zeros(job, restored)
+    step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, loss.model, placed), trained)
+    return Built(loss.model, placed, step, evaluation)
+
+
+def build_evaluation(job: Job, mesh: DeviceMesh, source: Source) -> EvalStep:
+    """The job's model with its weights from ``source`` placed on ``mesh``, to be evaluated: nothing else is placed."""
     model = copy.deepcopy(job.assembled)
     _bind_kernels(job, model, mesh)
     scopes.annotate(model)
@@ -73,14 +86,7 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
                 module.register_forward_hook(_constrain_output(layout, mesh))
     parameters = place_parameters(model, job.stored, mesh, source)
     placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    loss, args = _make_loss(job, model, mesh), job.args
-    optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(model))
-    options = StepOptions(
-        args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
-    )
-    moments = restored and _with_zeros(job, restored)
-    step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, model, placed), trained)
-    return Built(model, placed, step, EvalStep(loss, placed))
+    return EvalStep(_make_loss(job, model, mesh), placed)
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:

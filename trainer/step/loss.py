@@ -72,11 +72,7 @@ class Loss:
         Raises:
             UserError: the model draws random numbers in a way that can't be made a function of a key.
         """
-        self.model.train(training)
-        prepared: Tensors = {}
-        for name, parameter in parameters.items():
-            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
-        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens, "use_cache": False}
+        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens}
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
@@ -86,22 +82,7 @@ class Loss:
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
-
-        def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
-            with (
-                side_outputs.given(real),
-                randomness.drawing(random_key) as draws,
-                LocalOps(),
-                masks_without_reads(batch.get("segment_ids")),
-                side_outputs.joined(*([] if packed else ["router_logits"])),
-            ):
-                found = side_outputs.collect_metrics(
-                    lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
-                )
-            self.draws |= draws.drawn
-            return found
-
-        output, recorded = self._checked(run, training)
+        output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         if not training:
             logged[CORRECT] = correct_tokens(output.logits, batch["labels"])
@@ -110,6 +91,47 @@ class Loss:
         added = self.router_losses.values(recorded, real)
         loss = output.loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
+
+    def logits(self, parameters: Tensors, inputs: Tensors) -> torch.Tensor:
+        """The model's logits [rows, S, V] in evaluation, of inputs such as ``input_ids`` [rows, S]; no labels.
+
+        Raises:
+            UserError: as a call.
+        """
+        return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
+
+    def _forward(
+        self,
+        parameters: Tensors,
+        inputs: dict[str, Any],
+        real: torch.Tensor | None,
+        random_key: torch.Tensor | None,
+        *,
+        training: bool,
+    ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        """The model's output, and by name what its modules recorded on the way."""
+        self.model.train(training)
+        prepared: Tensors = {}
+        for name, parameter in parameters.items():
+            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
+        segment_ids = inputs.get("segment_ids")
+        inputs = {"use_cache": False, **inputs}
+
+        def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+            with (
+                side_outputs.given(real),
+                randomness.drawing(random_key) as draws,
+                LocalOps(),
+                masks_without_reads(segment_ids),
+                side_outputs.joined(*(["router_logits"] if segment_ids is None else [])),
+            ):
+                found = side_outputs.collect_metrics(
+                    lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
+                )
+            self.draws |= draws.drawn
+            return found
+
+        return self._checked(run, training)
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""
