@@ -24,8 +24,10 @@ from tests.support.cases import RECIPES, after_steps, make_batch, make_case, rel
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", choices=[*RECIPES, []], metavar="recipe", help=", ".join(RECIPES))
-    names = parser.parse_args().recipes or RECIPES
+    parser.add_argument("recipes", nargs="*", metavar="recipe", help=", ".join(RECIPES))
+    names = parser.parse_args().recipes or list(RECIPES)
+    if unknown := set(names) - set(RECIPES):
+        parser.error(f"no recipe {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     table = Table("recipe", "mesh", "loss", "gradients", "worst gradient", "weights after 10 AdamW steps")
     for name in names:
         case = make_case(name)
