@@ -157,6 +157,19 @@ def test_a_folder_without_weights_is_refused(here, tmp_path):
         open_model(options(here, model=str(tmp_path)), Console(quiet=True))
 
 
-def test_a_generating_task_is_refused_by_name(here):
-    with pytest.raises(UserError, match="generate_until"):
-        LM.generate_until(None, [])
+@pytest.mark.slow
+def test_generated_texts_are_those_of_the_harness_own_model(here, ours):
+    model = AutoModelForCausalLM.from_pretrained(here / "model")
+    lm = HFLM(pretrained=model, tokenizer=byte_tokenizer(), device="cpu", batch_size=4, max_length=192)
+    options = {"max_gen_toks": 12, "do_sample": False, "until": ["\n\n"]}
+    texts = ["One", "Two and two are", "x" * 300]
+    whole = lm.generate_until([SimpleNamespace(args=(text, options)) for text in texts], disable_tqdm=True)
+    word = next(letter for text in whole for letter in text[1:] if letter in string.ascii_letters)
+    options["until"] = ["\n\n", word]
+    requests = [SimpleNamespace(args=(text, options)) for text in texts]
+    expected = lm.generate_until(requests, disable_tqdm=True)
+    assert expected != whole
+    assert ours.generate_until(requests) == expected
+    assert len(set(whole)) == 3
+    with pytest.raises(UserError, match="num_beams"):
+        ours.generate_until([SimpleNamespace(args=("One", options | {"num_beams": 2}))])

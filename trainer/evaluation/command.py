@@ -49,7 +49,10 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     if "groups" in results:
         console.print(make_table(results, "groups"), markup=False, highlight=False, soft_wrap=True)
     shapes = ", ".join(f"{rows} × {length}" for rows, length in sorted(lm.score.guards))
-    say(console, f"compiled {lm.score.compiles} times, for rows × tokens of {shapes}")
+    say(console, f"compiled {lm.score.compiles} times to score rows × tokens of {shapes or 'no shape'}")
+    for (shape, _), generator in lm.generators.items():
+        size = f"{shape.rows} × {shape.prompt} + {shape.new}"
+        say(console, f"compiled {generator.decoder.compiles} times to generate rows × tokens of {size}")
     if options.output_path is not None:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         Path(options.output_path).write_text(text + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.report.bars import tracked
+from trainer.step.build import build_generator
 from trainer.step.eval_step import EvalStep
+from trainer.step.generate import GenerationShape, Generator, Sampling
 from trainer.step.score_step import UNSCORED, ScoreStep
 
 try:
     from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise UserError(
@@ -26,6 +29,7 @@ except ImportError as error:
         instead="pip install 'shardwright[eval]'",
     ) from error
 
+_NEW_TOKENS = 256  # of an answer, where a task does not say; as in the harness's own models
 SHORTEST = 64  # tokens of the shortest rows; each further length is twice as long
 Request = tuple[Any, list[int], list[int]]  # what the harness calls it by; the context's tokens, the continuation's
 
@@ -44,6 +48,7 @@ class LM(TemplateLM):
 
     Attributes:
         score: the step that scores rows; its ``compiles`` are counted.
+        generators: what generates, by shape and sampling; their decoders' ``compiles`` are counted.
 
     Raises:
         UserError: a tokenizer without a token that a text can begin with.
@@ -54,7 +59,8 @@ class LM(TemplateLM):
     ) -> None:
         super().__init__()
         self.job, self.tokenizer, self.console = job, tokenizer, console or Console(quiet=True)
-        self.score = ScoreStep(step.loss, step.placed)
+        self.step, self.score = step, ScoreStep(step.loss, step.placed)
+        self.generators: dict[tuple[GenerationShape, Sampling], Generator] = {}
         self.max_length = job.args.sequence_length
         if self.prefix_token_id is None:
             raise UserError(
@@ -121,13 +127,55 @@ class LM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Refused: rows are scored here, not generated."""
-        raise UserError(
-            asked="a task that generates text (generate_until)",
-            found="a model on a mesh",
-            why="only log-likelihoods are computed here so far",
-            instead="tasks of multiple choice or perplexity; or scripts/export.py, and the harness's own hf model",
-        )
+        """The text behind each context, up to the first of its ``until``; rows of one kind go together."""
+        kinds: dict[tuple[GenerationShape, Sampling], list[int]] = {}
+        contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+        options = [self._generation(request.args[1]) for request in requests]
+        for number, (new, sampling, _) in enumerate(options):
+            prompt = bucket(len(contexts[number]), self.max_length - new)
+            shape = GenerationShape(self.rows(prompt + new), prompt, new)
+            kinds.setdefault((shape, sampling), []).append(number)
+        found = [""] * len(requests)
+        todo = [
+            (shape, sampling, numbers[first : first + shape.rows])
+            for (shape, sampling), numbers in sorted(kinds.items(), key=lambda kind: -kind[0][0].prompt)
+            for first in range(0, len(numbers), shape.rows)
+        ]
+        for shape, sampling, numbers in tracked(self.console, "texts", todo, len(todo)):
+            ended = self._ended([options[number][2] for number in numbers])
+            prompts = [contexts[number] for number in numbers]
+            answers = self._generator(shape, sampling)(prompts, {self.eot_token_id}, ended=ended)
+            for number, tokens in zip(numbers, answers, strict=True):
+                found[number] = postprocess_generated_text(self._text(tokens), options[number][2], None)
+                self.cache_hook.add_partial("generate_until", requests[number].args, found[number])
+        return found
+
+    def _generation(self, asked: dict[str, Any]) -> tuple[int, Sampling, list[str]]:
+        """What a request asks for: the most new tokens, how they are chosen, and the words that end them."""
+        given = dict(normalize_gen_kwargs(asked, _NEW_TOKENS))
+        new, until, samples = given.pop("max_gen_toks"), given.pop("until"), given.pop("do_sample")
+        temperature, top_p = given.pop("temperature", 1.0), given.pop("top_p", 1.0)
+        sampling = Sampling(temperature, top_p) if samples else Sampling()
+        if given or not 0 < new < self.max_length or not 0 < sampling.top_p <= 1:
+            raise UserError(
+                asked=f"a generating task with {asked}",
+                found=f"{', '.join(given) or f'{new} new tokens, top_p {sampling.top_p}'}, rows of {self.max_length}",
+                why="here a text is generated with until, max_gen_toks, do_sample, temperature and top_p, in one row",
+                instead="a task with these, and --max_length above its max_gen_toks",
+            )
+        return new, sampling, [word for word in until if word]
+
+    def _generator(self, shape: GenerationShape, sampling: Sampling) -> Generator:
+        if (shape, sampling) not in self.generators:
+            self.generators[shape, sampling] = build_generator(self.job, self.step, shape, sampling)
+        return self.generators[shape, sampling]
+
+    def _ended(self, untils: list[list[str]]) -> Callable[[int, list[int]], bool]:
+        """Whether the tokens of a row hold one of the words that end it."""
+        return lambda row, tokens: any(word in self._text(tokens) for word in untils[row])
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **kwargs: Any) -> list[tuple[float, bool]]:
         for _, context, continuation in requests:

@@ -6,8 +6,8 @@ There is one way to it, for a run on this process's devices and for a lowering w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,14 +29,17 @@ from trainer.layout.partition import partition_spec
 from trainer.layout.recipe import Layout, matches
 from trainer.layout.stacking import first_name
 from trainer.model import experts_modules
+from trainer.step.decoders import CachedDecoder, RowDecoder, unstacked
 from trainer.step.eval_step import EvalStep
+from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
 from trainer.step.loss import Loss
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
 from trainer.step.routing import make_routing, router_losses, watch_routing
 from trainer.step.train_step import StepOptions, TrainStep
-from trainer.weights.place import place_parameters
+from trainer.weights.live import LiveWeights
+from trainer.weights.place import place_buffers, place_parameters
 from trainer.weights.sources import Source
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
@@ -75,18 +78,55 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
 
 def build_evaluation(job: Job, mesh: DeviceMesh, source: Source) -> EvalStep:
     """The job's model with its weights from ``source`` placed on ``mesh``, to be evaluated: nothing else is placed."""
+    model = _on_mesh(job, mesh, job.recipe.activations)
+    parameters = place_parameters(model, job.stored, mesh, source)
+    placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
+    return EvalStep(_make_loss(job, model, mesh), placed)
+
+
+def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: Sampling) -> Generator:
+    """What continues texts with the model and the weights of ``step``, which stay where they are.
+
+    With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
+    transformers has no cache of one shape for the model, each token is computed from the whole row.
+
+    Raises:
+        UserError: the model has not as many positions as ``shape``.
+    """
+    mesh, batch = step.placed.mesh, job.recipe.batch
+    heads = tuple(axis for axis in job.plan.mesh if axis not in batch)
+    check_positions(job.model, shape.length)
+    if not can_cache(job.model):
+        return Generator(RowDecoder(step.loss, step.placed, shape, sampling), shape)
+    plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))
+    by_rows = {
+        pattern: {axis: placement for axis, placement in layout.items() if placement.is_shard(0)}
+        for pattern, layout in job.recipe.activations.items()
+    }
+    model = _on_mesh(plain, mesh, by_rows)  # a decoded token has no sequence to split
+    attention.choose(model, attention.MASKED)
+    live = LiveWeights(step.loss.model, job.stored, mesh, step.placed.parameters)
+
+    def parameters() -> Tensors:
+        place_buffers(model, mesh, live)
+        return unstacked(job.stored, step.placed.parameters)
+
+    decoder = CachedDecoder(_make_loss(plain, model, mesh), parameters, mesh, (batch, heads), shape, sampling)
+    return Generator(decoder, shape)
+
+
+def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
+    """A copy of the job's assembled model, its kernels bound to ``mesh`` and its activations laid out."""
     model = copy.deepcopy(job.assembled)
     _bind_kernels(job, model, mesh)
     scopes.annotate(model)
     if not any(isinstance(module, DecoderLayers) for module in model.modules()):
         number_layers(model)
-    for pattern, layout in job.recipe.activations.items():
+    for pattern, layout in activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):
                 module.register_forward_hook(_constrain_output(layout, mesh))
-    parameters = place_parameters(model, job.stored, mesh, source)
-    placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    return EvalStep(_make_loss(job, model, mesh), placed)
+    return model
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:

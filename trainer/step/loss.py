@@ -92,7 +92,7 @@ class Loss:
         loss = output.loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
-    def logits(self, parameters: Tensors, inputs: Tensors) -> torch.Tensor:
+    def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
         """The model's logits [rows, S, V] in evaluation, of inputs such as ``input_ids`` [rows, S]; no labels.
 
         Raises:
