@@ -29,6 +29,7 @@ from trainer.preemption import StopRequests
 from trainer.report.bars import tracked
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
+from trainer.samples import Samples
 from trainer.state import is_evaluated, loss_before, note_if_best, state_at_the_start
 from trainer.step.build import build
 from trainer.step.meter import Meter, least_seconds
@@ -99,6 +100,11 @@ class TrainingLoop:
             resume.check_model(job.adapted, job.config)
             self.batches.load_state_dict(resume.host["data"])
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
+
+        self.samples = None
+        if self.args.sample_prompts is not None:
+            self.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
+            self.watch.samples = self.samples
 
         # ---- weights and steps ----
         if job.lora is None and (words := notice(*job.unused)) is not None:
@@ -290,6 +296,8 @@ class TrainingLoop:
         started = time.perf_counter()
         with self.watch.clock.on("evaluation"):
             found = self.eval_step(self._heldout_batches(stoppable=True))
+            if self.samples is not None and not self.stop.any:
+                self.samples.take(self.state.global_step, self.eval_step)
         self.meter.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
         if self.stop.any:

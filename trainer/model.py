@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -296,6 +297,16 @@ def most_positions(model: PreTrainedModel) -> int | None:
         if limit is not None and any(b.dim() > 1 and limit in b.shape[:2] for b in module.buffers(recurse=False)):
             found.append(limit)
     return min(found, default=None)
+
+
+def stop_tokens(config: PretrainedConfig, model: str | None) -> frozenset[int]:
+    """The tokens that end a generation, as the config and the generation config of ``model`` name them."""
+    named: list[Any] = [config, config.get_text_config()]
+    if model is not None:
+        with contextlib.suppress(OSError):  # it need not have one
+            named.append(GenerationConfig.from_pretrained(model))
+    ids = (getattr(each, "eos_token_id", None) for each in named)
+    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
 
 
 def experts_modules(model: PreTrainedModel) -> list[str]:

@@ -9,15 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.fitting import SampleOptions
+from trainer.data.prompts import read_prompts
 from trainer.data.records import find_shape
 from trainer.data.sources import locate
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
@@ -27,7 +27,7 @@ from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
 from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
-from trainer.model import experts_modules
+from trainer.model import experts_modules, stop_tokens
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
@@ -56,6 +56,8 @@ def train(
     check_mesh(job.recipe.mesh)
     job = _for_samples(job)
     check_adapter(job)
+    if args.sample_prompts is not None:
+        read_prompts(args.sample_prompts)
     output = find_output(args, job.recipe.name)
     tokenizer = _tokenizer(job)
     lock = FolderLock(output, console)
@@ -108,16 +110,6 @@ def _for_samples(job: Job) -> Job:
     return replace(job, args=args)
 
 
-def _stops(job: Job) -> frozenset[int]:
-    """The tokens that end a generation, as the model's config and its generation config name them."""
-    named: list[Any] = [job.config, job.config.get_text_config()]
-    if job.args.model is not None:
-        with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(job.args.model))
-    ids = (getattr(config, "eos_token_id", None) for config in named)
-    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
-
-
 def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
     """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
     name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
@@ -145,7 +137,7 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
 
 
 def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:
-    args = job.args
+    args, stops = job.args, stop_tokens(job.config, job.args.model)
     options = DataOptions(
         dataset=args.dataset,
         text_column=args.text_column,
@@ -155,7 +147,7 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
         shuffle_rows=args.shuffle_rows,
         eval_dataset=args.eval_dataset,
         max_samples=args.max_samples,
-        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=_stops(job)),
+        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=stops),
     )
     with waiting(console, "reading and tokenising the data …"):
         corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)

@@ -14,6 +14,7 @@ from trainer.arguments.adapter import AdapterArguments
 from trainer.arguments.data import DataArguments
 from trainer.arguments.model import ModelArguments
 from trainer.arguments.output import OutputArguments
+from trainer.arguments.samples import SampleArguments
 from trainer.arguments.values import check_values, option
 from trainer.errors import UserError
 from trainer.schedule import KINDS, Schedule
@@ -23,7 +24,7 @@ DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the we
 
 
 @dataclass
-class TrainingArguments(OutputArguments, AdapterArguments, DataArguments, ModelArguments):
+class TrainingArguments(SampleArguments, OutputArguments, AdapterArguments, DataArguments, ModelArguments):
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
 
     The first options are those of the last class above: it is in this order that ``--help`` lists them.
@@ -83,6 +84,7 @@ class TrainingArguments(OutputArguments, AdapterArguments, DataArguments, ModelA
         self.choose("router_balance", ["sequence", "batch"])
         self._read_schedule()
         self.check_output()
+        self.check_samples()
         if self.profile_steps is not None:
             first, last = self.profiled
             self.check("profile_steps", 1 <= first <= last <= self.max_steps, "it is a part of the run's steps", "2:4")

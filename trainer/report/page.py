@@ -16,6 +16,7 @@ from trainer.report.html import html_bars, html_memory_bar, html_page, html_tabl
 from trainer.report.units import size
 
 RELOAD_SECONDS = 60
+_ANSWERS = 6  # to one prompt: the first, and the last ones
 
 # log keys → chart: a log line's value, as it is, over the steps
 _CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
@@ -52,6 +53,7 @@ class RunView:
         hbm: bytes of a device that a program can use; None: not known.
         plan: header and rows of the plan's table.
         links: (file of the output folder, what it is).
+        samples: ``step``, ``prompt`` and ``answer`` of each answer, in order.
     """
 
     title: str
@@ -67,6 +69,7 @@ class RunView:
     hbm: int | None
     plan: tuple[Sequence[str], Sequence[Sequence[str]]]
     links: Sequence[tuple[str, str]]
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 def run_page(view: RunView) -> str:
@@ -77,6 +80,7 @@ def run_page(view: RunView) -> str:
         f"<p>{escape(_as_of(view))}</p>",
         html_table(("", ""), [*_latest(view), *view.facts]),
         f'<h2>Curves</h2><div class="charts">{"".join(_charts(view))}</div>',
+        *_samples(view),
         *_experts(view),
         "<h2>Where the time went</h2>",
         *_time(view.lives),
@@ -156,6 +160,18 @@ def _experts(view: RunView) -> Iterator[str]:
     ]
     if rows:
         yield html_table(("layer", "busiest over the mean", "entropy", "dropped"), rows)
+
+
+def _samples(view: RunView) -> Iterator[str]:
+    """Each prompt with its first answer and the last few."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for entry in view.samples:
+        answers.setdefault(entry["prompt"], []).append((f"{entry['step']:,}", entry["answer"]))
+    if answers:
+        yield '<h2 id="samples">Answers</h2>'
+    for prompt, found in answers.items():
+        rows = found if len(found) <= _ANSWERS else [found[0], *found[1 - _ANSWERS :]]
+        yield f'<pre class="prompt">{escape(prompt)}</pre>{html_table(("step", "answer"), rows, numbers=1)}'
 
 
 def _by_number(label: str) -> tuple[int, str]:
