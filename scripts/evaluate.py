@@ -7,6 +7,7 @@ python scripts/evaluate.py --model runs/chat/model --tasks mine --include_path m
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -27,6 +28,7 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default that a task leaves to it
     run(options)
 
 

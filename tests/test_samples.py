@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
         8,
     ]
     common += ["--sequence_length", 16, "--warmup_steps", 1, "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1]
-    common += ["--eval_strategy", "steps", "--eval_steps", 2]
+    common += ["--eval_strategy", "steps", "--eval_steps", 2, "--dataset", root / "text"]
     answers = ["--sample_prompts", root / "prompts.txt", "--sample_tokens", 5]
     with Lives(devices=2) as lives:
         for name, more in {
