@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3NextConfig
 
+from tests.support.adapters import make_adapted
 from tests.support.cases import plain_model
 from tests.support.jobs import job_of
 from tests.support.tasks import MOE, TINY
@@ -19,6 +20,7 @@ from trainer.weights.sources import state_dict_weights
 from trainer.xla.mesh import build_mesh
 
 PROMPTS = [[5, 6, 7], [10, 11, 12, 13, 14, 15, 16], [200], [40, 3, 40, 3, 40]]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
 SHAPE = GenerationShape(rows=8, prompt=8, new=12)
 
 
@@ -38,7 +40,7 @@ def on_mesh(recipe_name, config):
 def their_greedy(model, prompt, new):
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(ids, **options)[0, len(prompt) :].tolist()
+    return model.generate(input_ids=ids, **options)[0, len(prompt) :].tolist()
 
 
 def test_of_tokens_sorted_by_their_share_the_first_that_reach_top_p_are_drawn_from():
@@ -90,6 +92,18 @@ def test_a_dense_model_too_with_a_cache_and_without_with_the_weights_as_they_are
     assert drawn == sampled(PROMPTS, stops=(), seed=3)
     assert drawn != sampled(PROMPTS, stops=(), seed=4)
     assert drawn != after
+
+
+@pytest.mark.slow
+def test_an_adapted_model_is_pefts_own():
+    adapted = make_adapted("llama_tp")
+    vocabulary = adapted.job.config.vocab_size
+    prompts = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
+    generator = build_generator(adapted.job, adapted.case.evaluation, SHAPE, Sampling())
+    expected = [their_greedy(adapted.peft, prompt, SHAPE.new) for prompt in prompts]
+    assert generator(prompts, stops=()) == expected
+    with adapted.peft.disable_adapter():
+        assert [their_greedy(adapted.peft, prompt, SHAPE.new) for prompt in prompts] != expected
 
 
 def test_more_positions_than_a_table_has_are_refused():
