@@ -18,7 +18,7 @@ from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.fitting import SampleOptions
-from trainer.data.records import find_shape
+from trainer.data.mixture import shapes_of
 from trainer.data.sources import locate
 from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
@@ -102,7 +102,7 @@ def _for_samples(job: Job) -> Job:
     args = job.args
     if args.eval_dataset is not None:
         locate(args.eval_dataset)
-    if find_shape(args.dataset, args.text_column).is_text or args.isolate_documents:
+    if args.isolate_documents or all(s.is_text for s in shapes_of(args.dataset, args.text_column)):
         return job
     args.isolate_documents = True
     return replace(job, args=args)

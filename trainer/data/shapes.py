@@ -43,12 +43,12 @@ class Shape:
         return self.name in ("messages", "conversations")
 
     def document(self, record: Mapping[str, Any]) -> str | None:
-        """The record as one string; None if all of its columns are empty."""
+        """The record as one string; of text None if there is none."""
         if self.is_text:
             return record[self.required[0]]
         values = {name: _without_nulls(record.get(name)) for name in (*self.required, *self.optional)}
         values = {name: value for name, value in values.items() if value is not None}
-        return json.dumps(values, ensure_ascii=False, default=str) if values else None
+        return json.dumps(values, ensure_ascii=False, default=str)
 
 
 class BadRecord(ValueError):

@@ -40,6 +40,7 @@ def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
         lines.append(f"samples without any scored token, dropped: {count['without target']}")
     if tally.get("bad"):
         lines.append(f"bad rows, left out: {count['bad']}")
+    lines += unread_notes(tally)
     if tally.get("merged"):
         lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
     if tally.get("turns without stop"):
@@ -48,3 +49,11 @@ def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
             f"{count['turns without stop']} of {count['turns']}; from these the model does not learn to stop"
         )
     return lines
+
+
+def unread_notes(tally: Mapping[str, int]) -> list[str]:
+    """A line for a person if rows or files were left out because they can't be read: how many, and where."""
+    if not (count := tally.get("unreadable")):
+        return []
+    places = [name.removeprefix("unreadable ") for name in tally if name.startswith("unreadable ")]
+    return [f"rows that can't be read, left out: {count:,} ({'; '.join(places)}{'; …' * (len(places) < count)})"]
