@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
-from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.fitting import SampleOptions
+from trainer.data.asked import asked_tokenizer, data_options
+from trainer.data.corpus import Corpus, load_corpus
 from trainer.data.mixture import shapes_of
 from trainer.data.sources import locate
-from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
@@ -57,7 +53,7 @@ def train(
     job = _for_samples(job)
     check_adapter(job)
     output = find_output(args, job.recipe.name)
-    tokenizer = _tokenizer(job)
+    tokenizer = asked_tokenizer(args, job.config)
     lock = FolderLock(output, console)
     lock.check_free()
     accept = functools.partial(_check_resume, job)
@@ -108,28 +104,6 @@ def _for_samples(job: Job) -> Job:
     return replace(job, args=args)
 
 
-def _stops(job: Job) -> frozenset[int]:
-    """The tokens that end a generation, as the model's config and its generation config name them."""
-    named: list[Any] = [job.config, job.config.get_text_config()]
-    if job.args.model is not None:
-        with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(job.args.model))
-    ids = (getattr(config, "eos_token_id", None) for config in named)
-    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
-
-
-def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
-    name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
-    if name is None and args.model is not None:
-        local = Path(args.model)
-        if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
-            name = args.model
-    tokenizer = None if name is None else open_tokenizer(name)
-    check_tokenizer(tokenizer, vocabulary)
-    return tokenizer
-
-
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
     found.check_model(job.adapted, job.config)
@@ -146,19 +120,8 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
 
 def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:
     args = job.args
-    options = DataOptions(
-        dataset=args.dataset,
-        text_column=args.text_column,
-        sequence_length=args.sequence_length,
-        isolate_documents=args.isolate_documents,
-        streaming=args.streaming,
-        shuffle_rows=args.shuffle_rows,
-        eval_dataset=args.eval_dataset,
-        max_samples=args.max_samples,
-        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=_stops(job)),
-    )
     with waiting(console, "reading and tokenising the data …"):
-        corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
+        corpus = load_corpus(data_options(args, job.config), tokenizer, job.config.get_text_config().vocab_size)
     tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
     held, evaluated = len(corpus.heldout), len(corpus.heldout.spread(args.max_eval_rows))
     part = f"{evaluated:,} of them evaluated" if evaluated < held else "all evaluated"

@@ -52,10 +52,13 @@ class Shape:
 
 
 class BadRecord(ValueError):
-    """A record that no sample can be made of: the column, and what was found there."""
+    """A record that no sample can be made of: the column, and what was found there.
 
-    def __init__(self, column: str, found: str) -> None:
-        self.column, self.found = column, found
+    ``parts``: the chat template renders its beginning otherwise than the whole.
+    """
+
+    def __init__(self, column: str, found: str, parts: bool = False) -> None:
+        self.column, self.found, self.parts = column, found, parts
         super().__init__(f"{column}: {found}")
 
 

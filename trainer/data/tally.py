@@ -43,6 +43,10 @@ def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
     lines += unread_notes(tally)
     if tally.get("merged"):
         lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
+    roles = {name.removeprefix("unknown role "): n for name, n in tally.items() if name.startswith("unknown role ")}
+    if roles:
+        words = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items()))
+        lines.append(f"warning: messages of roles that chat templates don't know: {words}")
     if tally.get("turns without stop"):
         lines.append(
             f"warning: turns behind which the template writes no token that ends a generation: "
