@@ -179,7 +179,7 @@ class Template:
         before, with_it = tokens[1 : 1 + count], tokens[1 + count :]
         for i, beginning in zip(chat.turns, before, strict=True):
             self._check_begins(whole, beginning, f"as far as message {i + 1}")
-        ends = [*map(len, before[1:]), len(whole)]
+        ends = [*map(len, before), len(whole)][1:]  # none of a chat without turns
         spans = []
         for i, start, turn, next_start in zip(chat.turns, map(len, before), with_it, ends, strict=True):
             end = len(turn)

@@ -169,7 +169,7 @@ def _stored_corpus(
     documents = found[0] if options.max_samples is None else first_of(found[0], options.max_samples)
     if options.eval_dataset is not None:
         documents = evaluated_on(documents, found[1])
-    _check_samples(options, documents.shape, tokenizer)
+    check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
         scratch = Path(temporary)
@@ -232,7 +232,7 @@ def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokeni
     return key
 
 
-def _check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuse samples that can't be made, before more of them is read than their columns."""
     if not options.makes_samples(shape):
         return
@@ -283,7 +283,7 @@ def _streamed_corpus(
         stream = first_of_stream(stream, options.max_samples)
     if options.eval_dataset is not None:
         stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column, on_bad))
-    _check_samples(options, stream.shape, tokenizer)
+    check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
         folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])

@@ -18,7 +18,7 @@ class Unread:
 
     Args:
         asked: what the user asked for, as errors say it.
-        policy: "error" or "skip", of ``--on_bad_row``.
+        policy: "error" or "skip", of ``--on_bad_row``; or "list": they are left out and said by no log.
 
     Attributes:
         places: where each row lies that was left out, and why it can't be read.
@@ -47,7 +47,7 @@ class Unread:
             )
         if place not in self.places:
             self.places[place] = str(why)
-            if len(self.places) <= SAID:
+            if self.policy == "skip" and len(self.places) <= SAID:
                 _log.warning("left out: %s: %s", place, why)
 
     @property
