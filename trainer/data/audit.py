@@ -123,8 +123,7 @@ class _Auditor:
             finding = {"error": "too long", "drop": "dropped"}.get(policy, "cut")
             self.note(finding, place, f"{length:,} tokens")
         if not kept and (policy != "drop" or not sample.scored):
-            cut = " that is left" if sample.scored else ""
-            self.note("unscored", place, f"none of its {length:,} tokens{cut}")
+            self.note("unscored", place, f"of {length:,} tokens" + (", once it was cut" if sample.scored else ""))
         for name, count in sample.counts.items():
             if name.startswith("unknown role"):
                 self.note("unknown role", place, name.removeprefix("unknown role "))
