@@ -116,8 +116,19 @@ def _check_utf8(cells: list[str]) -> None:
 
 
 def _parquet(path: Path, start: int) -> Iterator[Row]:
+    """A group of rows that is damaged is left out whole, as its first row; the groups behind it can be read."""
     with pq.ParquetFile(path) as file:
-        yield from _batches(file.iter_batches(ROWS_AT_ONCE), start)
+        for group in range(file.num_row_groups):
+            size, given = file.metadata.row_group(group).num_rows, start
+            if start < size:
+                try:
+                    for row in _batches(file.iter_batches(ROWS_AT_ONCE, [group]), start):
+                        yield row
+                        given += 1
+                except (OSError, ValueError, pa.ArrowException) as error:
+                    yield Unreadable(f"{type(error).__name__}: {error}; nor the {size - given - 1:,} rows behind it")
+                    yield from itertools.repeat(None, size - given - 1)
+            start = max(0, start - size)
 
 
 def _arrow(path: Path, start: int) -> Iterator[Row]:
