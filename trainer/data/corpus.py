@@ -49,8 +49,8 @@ class DataOptions:
 
     Args:
         dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
-            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change). None: the source
-            of this Python's standard library.
+            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or several, each
+            with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
         text_column: where records keep their text; None: their columns say of what shape they are.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
