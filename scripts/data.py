@@ -29,7 +29,7 @@ def main() -> int:
     from rich.console import Console
 
     from trainer.arguments import TrainingArguments
-    from trainer.data.audit_command import AuditArguments, run_audit
+    from trainer.audit import AuditArguments, run_audit
 
     words = sys.argv[1:]
     if not any(word.partition("=")[0] == "--recipe" for word in words):

@@ -12,8 +12,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
+from trainer.asked import asked_tokenizer, data_options
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
-from trainer.data.asked import asked_tokenizer, data_options
 from trainer.data.corpus import Corpus, load_corpus
 from trainer.data.mixture import shapes_of
 from trainer.data.sources import locate

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from trainer.arguments import TrainingArguments
 from trainer.arguments.values import Checked, check_values, option
-from trainer.data.asked import asked_tokenizer, data_options
+from trainer.asked import asked_tokenizer, data_options
 from trainer.data.audit import SAID, WRONG, Audit, audit, histogram
 from trainer.data.document_stream import DocumentStream
 from trainer.data.mixture import no_tokenizer, shapes_of
