@@ -21,7 +21,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -209,7 +208,10 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
     text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
     for known in (text, config):  # a few families' class of the text alone takes the whole config
         if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            part = _on_meta(AutoModelForCausalLM, known)
+            try:
+                part = _on_meta(AutoModelForCausalLM, known)
+            except UserError:  # some of these classes can't be built from what they are mapped to
+                continue
             if type(part) is not type(whole) and names_in_whole(part, whole) is not None:
                 return part
     return text_in_whole(config)
@@ -297,16 +299,6 @@ def most_positions(model: PreTrainedModel) -> int | None:
         if limit is not None and any(b.dim() > 1 and limit in b.shape[:2] for b in module.buffers(recurse=False)):
             found.append(limit)
     return min(found, default=None)
-
-
-def stop_tokens(config: PretrainedConfig, model: str | None) -> frozenset[int]:
-    """The tokens that end a generation, as the config and the generation config of ``model`` name them."""
-    named: list[Any] = [config, config.get_text_config()]
-    if model is not None:
-        with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(model))
-    ids = (getattr(each, "eos_token_id", None) for each in named)
-    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
 
 
 def experts_modules(model: PreTrainedModel) -> list[str]:

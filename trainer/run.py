@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
+from trainer.asked import asked_tokenizer, data_options
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
-from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.fitting import SampleOptions
+from trainer.data.corpus import Corpus, load_corpus
+from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
-from trainer.data.records import find_shape
 from trainer.data.sources import locate
-from trainer.data.tokenizer import check_tokenizer, open_tokenizer
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
 from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
-from trainer.model import experts_modules, stop_tokens
+from trainer.model import experts_modules
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
@@ -59,7 +56,7 @@ def train(
     if args.sample_prompts is not None:
         read_prompts(args.sample_prompts)
     output = find_output(args, job.recipe.name)
-    tokenizer = _tokenizer(job)
+    tokenizer = asked_tokenizer(args, job.config)
     lock = FolderLock(output, console)
     lock.check_free()
     accept = functools.partial(_check_resume, job)
@@ -104,22 +101,10 @@ def _for_samples(job: Job) -> Job:
     args = job.args
     if args.eval_dataset is not None:
         locate(args.eval_dataset)
-    if find_shape(args.dataset, args.text_column).is_text or args.isolate_documents:
+    if args.isolate_documents or all(s.is_text for s in shapes_of(args.dataset, args.text_column)):
         return job
     args.isolate_documents = True
     return replace(job, args=args)
-
-
-def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
-    name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
-    if name is None and args.model is not None:
-        local = Path(args.model)
-        if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
-            name = args.model
-    tokenizer = None if name is None else open_tokenizer(name)
-    check_tokenizer(tokenizer, vocabulary)
-    return tokenizer
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
@@ -137,20 +122,9 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
 
 
 def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:
-    args, stops = job.args, stop_tokens(job.config, job.args.model)
-    options = DataOptions(
-        dataset=args.dataset,
-        text_column=args.text_column,
-        sequence_length=args.sequence_length,
-        isolate_documents=args.isolate_documents,
-        streaming=args.streaming,
-        shuffle_rows=args.shuffle_rows,
-        eval_dataset=args.eval_dataset,
-        max_samples=args.max_samples,
-        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=stops),
-    )
+    args = job.args
     with waiting(console, "reading and tokenising the data …"):
-        corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
+        corpus = load_corpus(data_options(args, job.config), tokenizer, job.config.get_text_config().vocab_size)
     tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
     held, evaluated = len(corpus.heldout), len(corpus.heldout.spread(args.max_eval_rows))
     part = f"{evaluated:,} of them evaluated" if evaluated < held else "all evaluated"

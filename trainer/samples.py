@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from trainer.asked import stop_tokens
 from trainer.checkpoint.read import RunCheckpoint
 from trainer.data.prompts import prompt_tokens, read_prompts
 from trainer.errors import UserError
 from trainer.job import Job
-from trainer.model import stop_tokens
 from trainer.report.lines import say
 from trainer.step.build import build_generator
 from trainer.step.eval_step import EvalStep
@@ -63,7 +63,7 @@ class Samples:
         rows = min(math.ceil(len(read) / shards) * shards, max(job.evaluation_rows, shards))
         self.shape = GenerationShape(rows, min(longest, args.sequence_length), args.sample_tokens)
         check_positions(job.model, self.shape.length)
-        self.stops = stop_tokens(job.config, args.model) | {tokenizer.eos_token_id}
+        self.stops = stop_tokens(args, job.config) | {tokenizer.eos_token_id}
         self.entries = [] if resume is None else _earlier(resume)
         self.generator: Generator | None = None
 

@@ -15,8 +15,9 @@ class DataArguments(Checked):
 
     dataset: str | None = option(
         None,
-        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit). Default: "
-        "the source of Python's standard library.",
+        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit); or "
+        "several, each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the "
+        "source of Python's standard library.",
     )
     text_column: str | None = option(
         None,
@@ -36,7 +37,9 @@ class DataArguments(Checked):
         f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said.",
     )
     on_bad_row: str = option(
-        "error", "A record that no sample can be made of stops the run (`error`), or is left out and counted (`skip`)."
+        "error",
+        "A row that can't be read, or that no sample can be made of, stops the run (`error`), or is left out and "
+        "counted (`skip`).",
     )
     streaming: bool = option(
         False,

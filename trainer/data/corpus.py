@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ from trainer.data.document_stream import find_stream
 from trainer.data.documents import find_documents
 from trainer.data.fitting import SampleOptions, SamplePacker
 from trainer.data.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
+from trainer.data.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
 from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from trainer.data.row_stream import StreamedRows
 from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
 from trainer.data.selection import evaluated_on, first_of, first_of_stream, stream_evaluated_on
 from trainer.data.shapes import Shape
-from trainer.data.tally import notes
+from trainer.data.tally import notes, unread_notes
 from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
 from trainer.errors import UserError
 
@@ -48,8 +49,8 @@ class DataOptions:
 
     Args:
         dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
-            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change). None: the source
-            of this Python's standard library.
+            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or several, each
+            with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
         text_column: where records keep their text; None: their columns say of what shape they are.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
@@ -61,7 +62,9 @@ class DataOptions:
         eval_dataset: documents to hold out instead, of which none is trained on; as ``dataset``.
         max_samples: train on so many documents alone, the first; None: all. A share of them is held out where nothing
             else is.
-        samples: how records of other shapes than text become rows, and texts that do not share any.
+        samples: how records of other shapes than text become rows, and texts that do not share any; and what becomes
+            of rows of a file that can't be read.
+        labels: rows of text have labels too, as those of samples have beside which they are mixed.
     """
 
     dataset: str | None
@@ -74,6 +77,7 @@ class DataOptions:
     eval_dataset: str | None = None
     max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
+    labels: bool = False
 
     def makes_samples(self, shape: Shape) -> bool:
         """Whether records of ``shape`` become samples, each whole; texts are joined, and rows cut from them."""
@@ -103,7 +107,8 @@ class Corpus:
             UserError: names both numbers.
         """
         check_vocabulary(self.tokenizer, vocab_size)
-        for rows in (self.train, self.heldout):
+        mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]
+        for rows in (*mixed, self.heldout):
             if isinstance(rows, StoredRows) and len(rows) and (found := len(rows.dataset[0]["input_ids"])) != length:
                 raise UserError(
                     asked=f"a job with rows of {length} tokens",
@@ -135,20 +140,36 @@ def load_corpus(
             to make a row on either side of the split; chats without a template; a bad row.
     """
     check_tokenizer(tokenizer, vocab_size)
+    sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
-    return load(options, tokenizer, vocab_size, cache_root(cache_dir))
+    if len(sources) == 1:
+        return load(options, tokenizer, vocab_size, root)
+    if tokenizer is None:
+        raise no_tokenizer(options.dataset)
+    shapes = shapes_of(options.dataset, options.text_column)
+    labels = any(map(options.makes_samples, shapes))
+    corpora = [
+        load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
+    ]
+    train = MixedRows([corpus.train for corpus in corpora], shares([source.weight for source in sources]))
+    held = [corpus.heldout for corpus in (corpora if options.eval_dataset is None else corpora[:1])]
+    heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
+    notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
+    return Corpus(train, heldout, tokenizer, notes)
 
 
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Tokenizer and rows from the cache, made if they are not there."""
-    documents = find_documents(options.dataset, options.text_column)
-    if options.max_samples is not None:
-        documents = first_of(documents, options.max_samples)
+    found = [
+        find_documents(dataset, options.text_column, options.samples.on_bad_row)
+        for dataset in (options.dataset, *([] if options.eval_dataset is None else [options.eval_dataset]))
+    ]
+    documents = found[0] if options.max_samples is None else first_of(found[0], options.max_samples)
     if options.eval_dataset is not None:
-        documents = evaluated_on(documents, find_documents(options.eval_dataset, options.text_column))
-    _check_samples(options, documents.shape, tokenizer)
+        documents = evaluated_on(documents, found[1])
+    check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
         scratch = Path(temporary)
@@ -160,12 +181,16 @@ def _stored_corpus(
         if tokenizer is None:
             folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__])
             tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()["train"]), vocab_size)
+
+        def unread() -> Counter[str]:
+            return sum((each.unread.tally for each in found), Counter())
+
         packing = _packing_key(options, documents.shape, tokenizer)
         new_packer = _packers(options, documents.shape, tokenizer)
         rows = cached(
             root / "rows" / digest([*key, *packing]),
             scratch,
-            build=lambda folder: write_rows(split(), folder, new_packer, documents.asked),
+            build=lambda folder: write_rows(split(), folder, new_packer, documents.asked, unread),
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
@@ -175,11 +200,13 @@ def _stored_corpus(
 def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
     """Makes the packer of documents of ``shape``."""
     if not options.makes_samples(shape):
-        return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents)
+        return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
 
     def place_of(document: str) -> str:
         datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
-        found = (find_stream(each, options.text_column).place_of(document) for each in datasets)
+        found = (
+            find_stream(each, options.text_column, options.samples.on_bad_row).place_of(document) for each in datasets
+        )
         return next(filter(None, found), "a record")
 
     return functools.partial(
@@ -200,10 +227,12 @@ def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokeni
         samples = options.samples
         key += [shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
         key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row, sorted(samples.stops)]
+    elif options.labels:
+        key += ["labels"]
     return key
 
 
-def _check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuse samples that can't be made, before more of them is read than their columns."""
     if not options.makes_samples(shape):
         return
@@ -227,7 +256,7 @@ def _check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedToke
 
 def _notes(options: DataOptions, shape: Shape, tally: Mapping[str, int]) -> tuple[str, ...]:
     if not options.makes_samples(shape):
-        return ()
+        return tuple(unread_notes(tally))
     trained = "every token" if options.samples.train_on_prompt else shape.trained
     words = f"records with {', '.join(shape.required)}; trained on: {trained}"
     return words, *notes(shape, tally, options.sequence_length)
@@ -248,12 +277,13 @@ def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
-    stream = find_stream(options.dataset, options.text_column)
+    on_bad = options.samples.on_bad_row
+    stream = find_stream(options.dataset, options.text_column, on_bad)
     if options.max_samples is not None:
         stream = first_of_stream(stream, options.max_samples)
     if options.eval_dataset is not None:
-        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column))
-    _check_samples(options, stream.shape, tokenizer)
+        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column, on_bad))
+    check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
         folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])

@@ -11,6 +11,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,14 @@ class SampleOptions:
     stops: frozenset[int] = frozenset()
 
 
+class Watch(Protocol):
+    """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it."""
+
+    def bad(self, number: int, bad: BadRecord) -> None: ...
+
+    def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None: ...
+
+
 class SamplePacker:
     """Records → rows of S tokens. It keeps nothing for the next call: the last row of each is filled up.
 
@@ -48,6 +57,7 @@ class SamplePacker:
         shape: of the records.
         isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
         place_of: a record's file and row, for messages.
+        watch: is told what becomes of each record.
 
     Attributes:
         tally: what was counted so far; :func:`trainer.data.tally.notes` says it in words.
@@ -63,7 +73,9 @@ class SamplePacker:
         options: SampleOptions,
         isolate: bool = True,
         place_of: Callable[[str], str] = lambda document: f"a record that begins {document[:60]!r}",
+        watch: Watch | None = None,
     ) -> None:
+        self.watch, self._documents = watch, list[str]()
         self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
         self.tally: Counter[str] = Counter()
         self.rest = np.empty(0, dtype=np.int32)  # as a packer of text has: no row holds part of a sample
@@ -82,11 +94,14 @@ class SamplePacker:
     def rows(self, documents: Sequence[str]) -> Columns:
         """The rows of ``documents``, each column [B, S]."""
         samples: list[Sample] = []
-        for document, sample in self.encoder(documents):
+        self._documents = [*documents]
+        for number, sample in self.encoder(documents):
             self.tally["samples"] += 1
-            kept = [piece for piece in self._fitted(document, sample) if piece.scored]
+            kept = [piece for piece in self._fitted(documents[number], sample) if piece.scored]
             self.tally["without target"] += not kept and (self.options.overflow != "drop" or not sample.scored)
             samples += kept
+            if self.watch is not None:
+                self.watch.made(number, sample, kept)
         lengths = [len(sample.tokens) for sample in samples]
         bins = best_fit(lengths, self.length) if self.options.packing else [[i] for i in range(len(samples))]
         rows = [[samples[i] for i in numbers] for numbers in bins]
@@ -126,12 +141,14 @@ class SamplePacker:
                     columns["position_ids"][place] = np.arange(len(sample.tokens))
         return columns
 
-    def _bad(self, document: str, bad: BadRecord) -> None:
+    def _bad(self, number: int, bad: BadRecord) -> None:
         self.tally["bad"] += 1
+        if self.watch is not None:
+            self.watch.bad(number, bad)
         if self.options.on_bad_row == "error":
             raise UserError(
                 asked=f"samples of {self.encoder.shape.name}",
-                found=f"{self.place_of(document)}, column {bad.column}: {bad.found}",
+                found=f"{self.place_of(self._documents[number])}, column {bad.column}: {bad.found}",
                 why="no sample can be made of it",
                 instead="the data mended, or --on_bad_row skip, which leaves such rows out and counts them",
             )

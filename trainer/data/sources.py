@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-import mmap
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -22,7 +20,6 @@ SUFFIXES = {
     "arrow": [".arrow"],
     "csv": [".csv"],
 }
-BINARY = ("parquet", "arrow")  # kinds that have no lines
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
 # what lies beside the data of a dataset in a repository: text that is no data where the data are records, …
@@ -32,8 +29,6 @@ ABOUT = re.compile(
 )
 # … and records of the dataset, not in it
 ABOUT_RECORDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
-# where a null may be what a file of records begins with, alone or in a list; and where one has a line of its own
-NULL_FIRST, NULL_LINE = re.compile(rb"[\s\[]*null"), re.compile(rb"\n[ \t\r]*null[ \t\r]*(?=\n|\Z)")
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -55,16 +50,12 @@ class Files:
     is_folder: bool = True
     skip_undecodable: bool = False
 
-    def by_split(self) -> dict[str, list[Path]]:
-        """The paths of each split's files. In a folder, file names say the split, as they do on the hub."""
-        paths: dict[str, list[Path]] = {}
-        for name, path in self.files.items():
-            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(path)
-        return paths
-
-    def patterns(self) -> dict[str, list[str]]:
-        """The paths of each split's files, as `datasets` takes them: patterns, in which nothing is a wildcard."""
-        return {split: [glob.escape(str(path)) for path in paths] for split, paths in self.by_split().items()}
+    def by_split(self) -> dict[str, list[str]]:
+        """The names of each split's files. In a folder, file names say the split, as they do on the hub."""
+        names: dict[str, list[str]] = {}
+        for name in self.files:
+            names.setdefault(_split_of(name) if self.is_folder else "train", []).append(name)
+        return names
 
 
 @dataclass(frozen=True)
@@ -144,13 +135,6 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
         )
     kind = next(iter(kinds))
-    if kind != "text" and "::" in str(path.absolute()):
-        raise UserError(
-            asked=asked,
-            found=f"'::' in the path {path.absolute()}",
-            why="the library that reads such files takes it for a file within another",
-            instead="a path without it",
-        )
     return files, kind
 
 
@@ -180,7 +164,7 @@ def _split_of(name: str) -> str:
 
 def not_utf8(where: Files | HubDataset, error: Exception) -> UserError:
     """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
-    files = where.files.values() if isinstance(where, Files) and where.kind not in BINARY else ()
+    files = where.files.values() if isinstance(where, Files) else ()
     lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
     return UserError(
         asked=f"{where.asked}: its text",
@@ -199,31 +183,6 @@ def _undecodable_line(path: Path) -> int | None:
             except UnicodeDecodeError:
                 return number
     return None
-
-
-def check_records(where: Files, most: int | None = None) -> None:
-    """Refuse JSON files with a record that is `null` where pyarrow 26 ends the whole process: the first, or a line.
-
-    Args:
-        most: look at so many bytes of each file alone.
-
-    Raises:
-        UserError: names the file.
-    """
-    for name, path in where.files.items() if where.kind == "json" else ():
-        if not path.stat().st_size:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = len(data) if most is None else most
-            # in a record that stands in several lines a null may have a line of its own
-            lines = data.readline().rstrip().endswith(b"}")
-            if NULL_FIRST.match(data) or (lines and NULL_LINE.search(data, 0, end)):
-                raise UserError(
-                    asked=where.asked,
-                    found=f"a record of {name} that is null",
-                    why="it holds no text, and the reader of JSON does not survive it",
-                    instead="the file without such records (of JSON-lines: grep -v '^null$')",
-                )
 
 
 def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
