@@ -48,18 +48,18 @@ def test_the_first_documents_alone_are_read(tmp_path: Path, streaming: bool) -> 
 def test_what_is_evaluated_is_the_other_dataset_and_all_of_this_is_trained_on(tmp_path: Path, streaming: bool) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", TEXTS[200:])
     dataset = write_jsonl(tmp_path / "texts.jsonl", TEXTS[:200])
-    train, held = texts_of(load(tmp_path, dataset, streaming, eval_dataset=str(other)))
+    train, held = texts_of(load(tmp_path, dataset, streaming, eval_dataset={"": str(other)}))
     assert stories(train) >= set(range(199))
     assert not stories(train) & set(range(200, 300))
     assert stories(held) >= set(range(200, 299))
-    limited = load(tmp_path, dataset, streaming, eval_dataset=str(other), max_samples=20)
+    limited = load(tmp_path, dataset, streaming, eval_dataset={"": str(other)}, max_samples=20)
     assert [stories(text) & {0, 150, 250} for text in texts_of(limited)] == [{0}, {250}]
 
 
 def test_an_evaluation_of_another_shape_is_refused(tmp_path: Path, streaming: bool) -> None:
     other = write_records(tmp_path / "chats.jsonl", chats(9))
     with pytest.raises(UserError, match=r"its records are messages \(messages\)"):
-        load(tmp_path, write_jsonl(tmp_path / "texts.jsonl"), streaming, eval_dataset=str(other))
+        load(tmp_path, write_jsonl(tmp_path / "texts.jsonl"), streaming, eval_dataset={"": str(other)})
 
 
 def test_a_bad_row_to_evaluate_on_is_named_by_its_file(tmp_path: Path, streaming: bool) -> None:
@@ -67,4 +67,4 @@ def test_a_bad_row_to_evaluate_on_is_named_by_its_file(tmp_path: Path, streaming
     records[4]["messages"] = []
     other, dataset = (write_records(tmp_path / f"{n}.jsonl", r) for n, r in (("other", records), ("chats", chats(20))))
     with pytest.raises(UserError, match=r"other\.jsonl, row 5, column messages: nothing"):
-        load(tmp_path, dataset, streaming, eval_dataset=str(other), isolate_documents=True, sequence_length=512)
+        load(tmp_path, dataset, streaming, eval_dataset={"": str(other)}, isolate_documents=True, sequence_length=512)

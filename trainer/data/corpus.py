@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 import tokenizers
 import transformers
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trainer.cache import cache_root, cached, digest
@@ -48,8 +48,8 @@ class DataOptions:
 
     Args:
         dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
-            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change). None: the source
-            of this Python's standard library.
+            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or records of the
+            library `datasets`, stored or streamed. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
         text_column: where records keep their text; None: their columns say of what shape they are.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
@@ -58,20 +58,21 @@ class DataOptions:
         heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
             A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
             same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
-        eval_dataset: documents to hold out instead, of which none is trained on; as ``dataset``.
+        eval_dataset: documents to hold out instead, of which none is trained on, each as ``dataset``, by the names of
+            their sets; one without a name has an empty one.
         max_samples: train on so many documents alone, the first; None: all. A share of them is held out where nothing
             else is.
         samples: how records of other shapes than text become rows, and texts that do not share any.
     """
 
-    dataset: str | None
+    dataset: str | Dataset | IterableDataset | None
     sequence_length: int
     text_column: str | None = None
     isolate_documents: bool = False
     streaming: bool = False
     shuffle_rows: int = 2048
     heldout_fraction: float = 0.05
-    eval_dataset: str | None = None
+    eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
 
@@ -87,12 +88,20 @@ class Corpus:
     Each row has ``input_ids``, and with ``isolate_documents`` also ``segment_ids`` (1, 2, … in each row, 0 for padding)
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` are
     lines for a person: what was recognised, and what became of it.
+
+    ``named`` are the held-out rows of each set that has a name; ``heldout`` are then those of the first.
     """
 
     train: Rows
     heldout: StoredRows
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
+    named: Mapping[str, StoredRows] = field(default_factory=dict)
+
+    @property
+    def heldout_sets(self) -> Mapping[str, StoredRows]:
+        """The held-out rows of each set by its name, which is empty where there is but one."""
+        return self.named or {"": self.heldout}
 
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
@@ -103,7 +112,7 @@ class Corpus:
             UserError: names both numbers.
         """
         check_vocabulary(self.tokenizer, vocab_size)
-        for rows in (self.train, self.heldout):
+        for rows in (self.train, *self.heldout_sets.values()):
             if isinstance(rows, StoredRows) and len(rows) and (found := len(rows.dataset[0]["input_ids"])) != length:
                 raise UserError(
                     asked=f"a job with rows of {length} tokens",
@@ -146,8 +155,9 @@ def _stored_corpus(
     documents = find_documents(options.dataset, options.text_column)
     if options.max_samples is not None:
         documents = first_of(documents, options.max_samples)
-    if options.eval_dataset is not None:
-        documents = evaluated_on(documents, find_documents(options.eval_dataset, options.text_column))
+    if options.eval_dataset:
+        others = {name: find_documents(each, options.text_column) for name, each in options.eval_dataset.items()}
+        documents = evaluated_on(documents, others)
     _check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
@@ -169,7 +179,46 @@ def _stored_corpus(
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
-    return Corpus(rows["train"], rows["heldout"], tokenizer, _notes(options, documents.shape, tally))
+    train, *held = rows.values()
+    return Corpus(train, held[0], tokenizer, _notes(options, documents.shape, tally), _named(options, held))
+
+
+def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
+    """The held-out rows of the sets that have names, in their order."""
+    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
+
+
+def load_rows_of(
+    dataset: str | Dataset | IterableDataset, options: DataOptions, tokenizer: PreTrainedTokenizerBase
+) -> StoredRows:
+    """The rows of other data than those of a corpus, of all of it and in its order. Those of samples are one a row.
+
+    Args:
+        options: how the corpus was made.
+
+    Raises:
+        UserError: as :func:`load_corpus`.
+    """
+    options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
+    documents = find_documents(dataset, options.text_column)
+    _check_samples(options, documents.shape, tokenizer)
+    packing = _packing_key(options, documents.shape, tokenizer)
+    new_packer = _packers(options, documents.shape, tokenizer)
+    root = cache_root(None)
+    with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
+        scratch = Path(temporary)
+        rows = cached(
+            root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing]),
+            scratch,
+            build=lambda folder: write_rows(
+                {"test": next(iter(documents.read(scratch / "documents").values()))},
+                folder,
+                new_packer,
+                documents.asked,
+            ),
+            load=load_rows,
+        )
+    return rows["test"]
 
 
 def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
@@ -178,7 +227,7 @@ def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerB
         return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents)
 
     def place_of(document: str) -> str:
-        datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
+        datasets = [options.dataset, *options.eval_dataset.values()]
         found = (find_stream(each, options.text_column).place_of(document) for each in datasets)
         return next(filter(None, found), "a record")
 
@@ -251,8 +300,12 @@ def _streamed_corpus(
     stream = find_stream(options.dataset, options.text_column)
     if options.max_samples is not None:
         stream = first_of_stream(stream, options.max_samples)
-    if options.eval_dataset is not None:
-        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column))
+    sets = {
+        name: stream_evaluated_on(stream, find_stream(each, options.text_column))
+        for name, each in options.eval_dataset.items()
+    }
+    if sets:
+        stream = replace(next(iter(sets.values())), identity="; ".join(each.identity for each in sets.values()))
     _check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
@@ -262,13 +315,15 @@ def _streamed_corpus(
             tokenizer = trained_tokenizer(folder, Path(scratch), lambda: texts, vocab_size)
     new_packer = _packers(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, new_packer(), fraction)
+    held = [heldout, *(heldout_of_stream(each, new_packer(), 0.0)[0] for each in [*sets.values()][1:])]
     first, length, _, *samples = _packing_key(options, stream.shape, tokenizer)
     packing = [first, length, new_packer().columns, *samples]
     # the last two: a place in a stream counts rows of documents that were packed together
     key = [CACHE_FORMAT, *packing, options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, new_packer, left_out, options.shuffle_rows, fingerprint)
-    return Corpus(rows, heldout, tokenizer, _notes(options, stream.shape, heldout.tally))
+    notes_of = _notes(options, stream.shape, heldout.tally)
+    return Corpus(rows, heldout, tokenizer, notes_of, _named(options, held))
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from trainer.data.documents import text_documents
 from trainer.data.records import columns_of, identity_of, open_records
 from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import Files, HubDataset, cause, locate, not_utf8, pick_splits
+from trainer.data.sources import Files, Place, cause, locate, not_utf8, pick_splits
 from trainer.errors import UserError
 
 
@@ -52,7 +52,7 @@ class DocumentStream:
         return self.heldout.place_of(document) if self.heldout else None
 
 
-def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
+def find_stream(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
     Raises:
@@ -74,7 +74,7 @@ def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _records(where: Files | HubDataset, name: str, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
+def _records(where: Place, name: str, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
     recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked)

@@ -10,14 +10,16 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, IterableDataset, Value
 
 from trainer.cache import digest
 from trainer.data.records import find_shape
 from trainer.data.shapes import Shape, recognise, text_shape
 from trainer.data.sources import (
     Files,
+    Given,
     HubDataset,
+    Place,
     check_records,
     locate,
     not_utf8,
@@ -52,13 +54,15 @@ class Documents:
     read: Callable[[Path], Mapping[str, Dataset]]
 
 
-def find_documents(dataset: str | None, text_column: str | None) -> Documents:
+def find_documents(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
         UserError: nothing is there, or nothing to read. ``read`` raises it for what only the content shows.
     """
     where = locate(dataset)
+    if isinstance(where, Given):
+        return _given_documents(where, text_column)
     if isinstance(where, HubDataset):
         return _hub_documents(where, text_column)
     if where.kind == "text":
@@ -171,6 +175,20 @@ def _hub_documents(where: HubDataset, text_column: str | None) -> Documents:
     return Documents(where.asked, fingerprint, shape, lambda scratch: _texts(_checked(splits, where), shape, scratch))
 
 
+def _given_documents(where: Given, text_column: str | None) -> Documents:
+    if not isinstance(where.records, Dataset):
+        raise UserError(
+            asked=f"rows of {where.asked} that are stored",
+            found="a stream, whose length shows where it ends",
+            why="all of it would have to be read first",
+            instead="streaming=True, or a Dataset",
+        )
+    shape = recognise(where.records.features, text_column, where.asked)
+    splits = _picked({"train": where.records}, shape, where.asked)
+    identity = digest([where.identity, *shape.required])
+    return Documents(where.asked, identity, shape, lambda scratch: _texts(_checked(splits, where), shape, scratch))
+
+
 def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str, Dataset]:
     """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
@@ -200,7 +218,7 @@ def _texts(splits: Mapping[str, Dataset], shape: Shape, scratch: Path) -> dict[s
     }
 
 
-def _checked(splits: dict[str, Dataset], where: Files | HubDataset) -> dict[str, Dataset]:
+def _checked(splits: dict[str, Dataset], where: Place) -> dict[str, Dataset]:
     """``splits``, whose texts are UTF-8: Arrow files and Parquet hold whatever bytes were written as text."""
     for split in splits.values():
         for table in split.with_format("arrow").iter(RECORDS_AT_ONCE):

@@ -6,17 +6,17 @@ import tempfile
 from typing import Any
 
 import datasets
-from datasets import Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset
 
 from trainer.cache import digest
 from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import Files, HubDataset, check_records, locate, pick_splits, unreadable
+from trainer.data.sources import Files, Given, Place, check_records, locate, pick_splits, unreadable
 from trainer.data.tables import streamed_tables
 
 LOOKED_AT = 64 << 20  # bytes of each file of a stream that are looked at before it begins
 
 
-def find_shape(dataset: str | None, text_column: str | None) -> Shape:
+def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> Shape:
     """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text.
 
     Raises:
@@ -30,7 +30,7 @@ def find_shape(dataset: str | None, text_column: str | None) -> Shape:
     return recognise(columns_of(where, splits[train]), None, where.asked)
 
 
-def open_records(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:
+def open_records(where: Place) -> tuple[dict[str, IterableDataset], str]:
     """The splits by name, and a name for them that is the same on every machine.
 
     Raises:
@@ -50,7 +50,7 @@ def identity_of(where: Files) -> str:
     return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
 
 
-def columns_of(where: Files | HubDataset, split: IterableDataset) -> dict[str, Any]:
+def columns_of(where: Place, split: IterableDataset) -> dict[str, Any]:
     """Column name -> feature. Where they are not known before the files are read, they are those of the first record.
 
     Raises:
@@ -62,7 +62,9 @@ def columns_of(where: Files | HubDataset, split: IterableDataset) -> dict[str, A
         raise unreadable(where, error) from error
 
 
-def _open(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:
+def _open(where: Place) -> tuple[dict[str, IterableDataset], str]:
+    if isinstance(where, Given):
+        return {"train": where.stream()}, where.identity
     if isinstance(where, Files) and where.kind == "csv":
         return streamed_tables(where.by_split()), identity_of(where)
     if isinstance(where, Files):

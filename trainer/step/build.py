@@ -30,7 +30,8 @@ from trainer.layout.recipe import Layout, matches
 from trainer.layout.stacking import first_name
 from trainer.model import experts_modules
 from trainer.step.eval_step import EvalStep
-from trainer.step.loss import Loss
+from trainer.step.loss import Loss, LossFunction
+from trainer.step.measures import Measures
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
@@ -54,11 +55,21 @@ class Built:
     evaluation: EvalStep
 
 
-def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = None) -> Built:
+def build(
+    job: Job,
+    mesh: DeviceMesh,
+    source: Source,
+    restored: Source | None = None,
+    *,
+    compute_loss: LossFunction | None = None,
+    measures: Measures | None = None,
+) -> Built:
     """The job's model with its weights from ``source`` placed on ``mesh``, and its steps.
 
     Args:
         restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
+        compute_loss: in place of the model's loss; see `Loss`.
+        measures: what an evaluation measures beside the loss.
     """
     unused, _ = job.unused  # before anything is placed, since a loss of no parameter is refused
     trained = {e.name: [name not in unused for name in job.stored.members(e.name)] for e in job.stored.parameters}
@@ -73,14 +84,14 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
                 module.register_forward_hook(_constrain_output(layout, mesh))
     parameters = place_parameters(model, job.stored, mesh, source)
     placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    loss, args = _make_loss(job, model, mesh), job.args
+    loss, args = _make_loss(job, model, mesh, compute_loss), job.args
     optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(model))
     options = StepOptions(
         args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
     )
     moments = restored and _with_zeros(job, restored)
     step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, model, placed), trained)
-    return Built(model, placed, step, EvalStep(loss, placed))
+    return Built(model, placed, step, EvalStep(loss, placed, measures))
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:
@@ -138,8 +149,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     experts.bind(model, experts_modules(model), kernel)
 
 
-def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
-    """The model's loss, its parameters cast to the compute dtype and laid out just before use."""
+def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
+    """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
     partials = partial_gradients_of(job, model, mesh)
     prepare = _Prepare(job, mesh, partials)
@@ -151,7 +162,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job))
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own)
 
 
 class _Prepare:
