@@ -264,7 +264,11 @@ def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, A
             instead="peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')",
         ) from error
     _check_plain(values, found, model, asked, _AT_THE_START)
-    words = _short(found.targets, [name for name, _ in model.named_parameters()])
+    if values.get("target_modules") == ALL and not values.get("target_parameters"):
+        # PEFT adapts experts by this word where transformers 4 had them as linear layers (Mixtral), and others not
+        words = [ALL]
+    else:
+        words = _short(found.targets, [name for name, _ in model.named_parameters()])
     return {"lora_r": found.r, "lora_alpha": found.alpha, "use_rslora": found.rslora, "lora_target": ",".join(words)}
 
 
