@@ -100,6 +100,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trainer]:
     root = tmp_path_factory.mktemp("api")
     done = {"own": make(root / "own"), "given": make(root / "given", summed_loss)}
     done["own"].add_callback(Halved)
+    done["given"].evaluate()
+    assert not (root / "given").exists(), "an evaluation writes nothing"
     for trainer in done.values():
         trainer.train()
     return done
@@ -127,6 +129,7 @@ def test_a_loss_function_of_ones_own_trains_as_the_models_own_loss_which_it_comp
         [entry["loss"] for entry in runs[name].state.log_history if "loss" in entry][:2] for name in ("own", "given")
     )
     assert given == pytest.approx(own, rel=1e-5)
+    assert [e["step"] for e in runs["given"].state.log_history if "eval_near_loss" in e][:3] == [0, 0, 1]
     first = [next(e for e in runs[n].state.log_history if "eval_near_loss" in e) for n in ("own", "given")]
     assert first[1]["eval_near_loss"] == pytest.approx(first[0]["eval_near_loss"], rel=1e-5)
     assert "eval_near_perplexity" not in first[1], "e to some other loss is no perplexity"

@@ -35,7 +35,7 @@ class TrainingArguments(OutputArguments, AdapterArguments, DataArguments, ModelA
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
     num_train_epochs: float | None = option(
-        None, "Times through the data, where --max_steps says nothing; of a stream, which has no length, give those."
+        None, "Times through the data, where --max_steps says nothing; --streaming knows no length, and takes those."
     )
     max_steps: int = option(
         -1,
