@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -164,7 +165,7 @@ def audit(
         check_samples(options, stream.shape, tokenizer)
         limit = None if heldout else options.max_samples
         parts = [(stream, heldout, limit)]
-        if stream.heldout is not None and options.eval_dataset is None:
+        if stream.heldout is not None and not options.eval_dataset:
             parts.append((stream.heldout, True, None))
         for each, held, most in parts:
             auditor.source = SourceAudit(each.asked.removeprefix("--dataset "), each.shape, held, share)
@@ -179,13 +180,13 @@ def audit(
     return Audit(options.sequence_length, sources, auditor.findings)
 
 
-def _asked(options: DataOptions) -> Iterator[tuple[str | None, bool, float]]:
+def _asked(options: DataOptions) -> Iterator[tuple[Any, bool, float]]:
     """Each dataset: its name, whether it is held out, its share of the rows."""
     found = sources_of(options.dataset)
     for source, share in zip(found, shares([source.weight for source in found]), strict=True):
         yield source.dataset, False, share / BLOCK
-    if options.eval_dataset is not None:
-        yield options.eval_dataset, True, 1.0
+    for dataset in options.eval_dataset.values():
+        yield dataset, True, 1.0
 
 
 def _read(

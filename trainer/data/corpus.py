@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 import tokenizers
 import transformers
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trainer.cache import cache_root, cached, digest
@@ -50,7 +50,8 @@ class DataOptions:
     Args:
         dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
             (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or several, each
-            with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``. None: the source of this Python's standard library.
+            with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``; or records of the library `datasets`, stored or
+            streamed. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
         text_column: where records keep their text; None: their columns say of what shape they are.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
@@ -59,7 +60,8 @@ class DataOptions:
         heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
             A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
             same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
-        eval_dataset: documents to hold out instead, of which none is trained on; as ``dataset``.
+        eval_dataset: documents to hold out instead, of which none is trained on, each as ``dataset``, by the names of
+            their sets; one without a name has an empty one.
         max_samples: train on so many documents alone, the first; None: all. A share of them is held out where nothing
             else is.
         samples: how records of other shapes than text become rows, and texts that do not share any; and what becomes
@@ -67,14 +69,14 @@ class DataOptions:
         labels: rows of text have labels too, as those of samples have beside which they are mixed.
     """
 
-    dataset: str | None
+    dataset: str | Dataset | IterableDataset | None
     sequence_length: int
     text_column: str | None = None
     isolate_documents: bool = False
     streaming: bool = False
     shuffle_rows: int = 2048
     heldout_fraction: float = 0.05
-    eval_dataset: str | None = None
+    eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
     labels: bool = False
@@ -91,12 +93,20 @@ class Corpus:
     Each row has ``input_ids``, and with ``isolate_documents`` also ``segment_ids`` (1, 2, … in each row, 0 for padding)
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` are
     lines for a person: what was recognised, and what became of it.
+
+    ``named`` are the held-out rows of each set that has a name; ``heldout`` are then those of the first.
     """
 
     train: Rows
     heldout: StoredRows
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
+    named: Mapping[str, StoredRows] = field(default_factory=dict)
+
+    @property
+    def heldout_sets(self) -> Mapping[str, StoredRows]:
+        """The held-out rows of each set by its name, which is empty where there is but one."""
+        return self.named or {"": self.heldout}
 
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
@@ -108,7 +118,7 @@ class Corpus:
         """
         check_vocabulary(self.tokenizer, vocab_size)
         mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]
-        for rows in (*mixed, self.heldout):
+        for rows in (*mixed, *self.heldout_sets.values()):
             if isinstance(rows, StoredRows) and len(rows) and (found := len(rows.dataset[0]["input_ids"])) != length:
                 raise UserError(
                     asked=f"a job with rows of {length} tokens",
@@ -152,23 +162,21 @@ def load_corpus(
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
     ]
     train = MixedRows([corpus.train for corpus in corpora], shares([source.weight for source in sources]))
-    held = [corpus.heldout for corpus in (corpora if options.eval_dataset is None else corpora[:1])]
+    held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
     heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
     notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
-    return Corpus(train, heldout, tokenizer, notes)
+    return Corpus(train, heldout, tokenizer, notes, corpora[0].named)
 
 
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Tokenizer and rows from the cache, made if they are not there."""
-    found = [
-        find_documents(dataset, options.text_column, options.samples.on_bad_row)
-        for dataset in (options.dataset, *([] if options.eval_dataset is None else [options.eval_dataset]))
-    ]
-    documents = found[0] if options.max_samples is None else first_of(found[0], options.max_samples)
-    if options.eval_dataset is not None:
-        documents = evaluated_on(documents, found[1])
+    find = functools.partial(find_documents, text_column=options.text_column, on_bad_row=options.samples.on_bad_row)
+    found, others = find(options.dataset), {name: find(each) for name, each in options.eval_dataset.items()}
+    documents = found if options.max_samples is None else first_of(found, options.max_samples)
+    if others:
+        documents = evaluated_on(documents, others)
     check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
@@ -183,7 +191,7 @@ def _stored_corpus(
             tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()["train"]), vocab_size)
 
         def unread() -> Counter[str]:
-            return sum((each.unread.tally for each in found), Counter())
+            return sum((each.unread.tally for each in (found, *others.values())), Counter())
 
         packing = _packing_key(options, documents.shape, tokenizer)
         new_packer = _packers(options, documents.shape, tokenizer)
@@ -194,7 +202,46 @@ def _stored_corpus(
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
-    return Corpus(rows["train"], rows["heldout"], tokenizer, _notes(options, documents.shape, tally))
+    train, *held = rows.values()
+    return Corpus(train, held[0], tokenizer, _notes(options, documents.shape, tally), _named(options, held))
+
+
+def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
+    """The held-out rows of the sets that have names, in their order."""
+    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
+
+
+def load_rows_of(
+    dataset: str | Dataset | IterableDataset, options: DataOptions, tokenizer: PreTrainedTokenizerBase
+) -> StoredRows:
+    """The rows of other data than those of a corpus, of all of it and in its order. Those of samples are one a row.
+
+    Args:
+        options: how the corpus was made.
+
+    Raises:
+        UserError: as :func:`load_corpus`.
+    """
+    options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
+    documents = find_documents(dataset, options.text_column, options.samples.on_bad_row)
+    check_samples(options, documents.shape, tokenizer)
+    packing = _packing_key(options, documents.shape, tokenizer)
+    new_packer = _packers(options, documents.shape, tokenizer)
+    root = cache_root(None)
+    with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
+        scratch = Path(temporary)
+        rows = cached(
+            root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing]),
+            scratch,
+            build=lambda folder: write_rows(
+                {"test": next(iter(documents.read(scratch / "documents").values()))},
+                folder,
+                new_packer,
+                documents.asked,
+            ),
+            load=load_rows,
+        )
+    return rows["test"]
 
 
 def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
@@ -203,7 +250,7 @@ def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerB
         return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
 
     def place_of(document: str) -> str:
-        datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
+        datasets = [options.dataset, *options.eval_dataset.values()]
         found = (
             find_stream(each, options.text_column, options.samples.on_bad_row).place_of(document) for each in datasets
         )
@@ -281,8 +328,12 @@ def _streamed_corpus(
     stream = find_stream(options.dataset, options.text_column, on_bad)
     if options.max_samples is not None:
         stream = first_of_stream(stream, options.max_samples)
-    if options.eval_dataset is not None:
-        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column, on_bad))
+    sets = {
+        name: stream_evaluated_on(stream, find_stream(each, options.text_column, on_bad))
+        for name, each in options.eval_dataset.items()
+    }
+    if sets:
+        stream = replace(next(iter(sets.values())), identity="; ".join(each.identity for each in sets.values()))
     check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
@@ -292,13 +343,15 @@ def _streamed_corpus(
             tokenizer = trained_tokenizer(folder, Path(scratch), lambda: texts, vocab_size)
     new_packer = _packers(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, new_packer(), fraction)
+    held = [heldout, *(heldout_of_stream(each, new_packer(), 0.0)[0] for each in [*sets.values()][1:])]
     first, length, _, *samples = _packing_key(options, stream.shape, tokenizer)
     packing = [first, length, new_packer().columns, *samples]
     # the last two: a place in a stream counts rows of documents that were packed together
     key = [CACHE_FORMAT, *packing, options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, new_packer, left_out, options.shuffle_rows, fingerprint)
-    return Corpus(rows, heldout, tokenizer, _notes(options, stream.shape, heldout.tally))
+    notes_of = _notes(options, stream.shape, heldout.tally)
+    return Corpus(rows, heldout, tokenizer, notes_of, _named(options, held))
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from trainer.data.documents import text_documents
 from trainer.data.records import columns_of, identity_of, open_records, shape_of_files, texts_of_file
 from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import Files, HubDataset, cause, locate, not_utf8, pick_splits
+from trainer.data.sources import Files, Given, HubDataset, cause, locate, not_utf8, pick_splits
 from trainer.data.unread import Unread
 from trainer.errors import UserError
 
@@ -59,7 +59,9 @@ class DocumentStream:
         return self.names[part] if self.names else f"part {part + 1} of {self.parts}"
 
 
-def find_stream(dataset: str | None, text_column: str | None, on_bad_row: str = "error") -> DocumentStream:
+def find_stream(
+    dataset: str | Dataset | IterableDataset | None, text_column: str | None, on_bad_row: str = "error"
+) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
     Raises:
@@ -67,8 +69,8 @@ def find_stream(dataset: str | None, text_column: str | None, on_bad_row: str = 
     """
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
-    if isinstance(where, HubDataset):
-        return _of_hub(where, text_column)
+    if isinstance(where, HubDataset | Given):
+        return _of_records(where, text_column)
     identity, names = identity_of(where), list(where.files)
     if where.kind == "text":
 
@@ -94,7 +96,7 @@ def _of_files(where: Files, names: list[str], known: tuple[Shape, str], unread: 
     return DocumentStream(where.asked, identity, len(names), read, shape, tuple(names), unread=unread)
 
 
-def _of_hub(where: HubDataset, text_column: str | None) -> DocumentStream:
+def _of_records(where: HubDataset | Given, text_column: str | None) -> DocumentStream:
     splits, identity = open_records(where)
     train, heldout = pick_splits(splits, where.asked)
     shape = recognise(columns_of(where, splits[train]), text_column, where.asked)
@@ -102,7 +104,7 @@ def _of_hub(where: HubDataset, text_column: str | None) -> DocumentStream:
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _records(where: HubDataset, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
+def _records(where: HubDataset | Given, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
     recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked)

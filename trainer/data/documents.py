@@ -10,13 +10,13 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, IterableDataset, Value
 
 from trainer.cache import digest
 from trainer.data.record_files import Unreadable
 from trainer.data.records import shape_of_files, texts_of_file
 from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import Files, HubDataset, locate, not_utf8, pick_splits, unreadable
+from trainer.data.sources import Files, Given, HubDataset, locate, not_utf8, pick_splits, unreadable
 from trainer.data.unread import Unread
 from trainer.errors import UserError
 
@@ -47,7 +47,9 @@ class Documents:
     unread: Unread
 
 
-def find_documents(dataset: str | None, text_column: str | None, on_bad_row: str = "error") -> Documents:
+def find_documents(
+    dataset: str | Dataset | IterableDataset | None, text_column: str | None, on_bad_row: str = "error"
+) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
@@ -55,6 +57,8 @@ def find_documents(dataset: str | None, text_column: str | None, on_bad_row: str
     """
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
+    if isinstance(where, Given):
+        return _given_documents(where, text_column, unread)
     if isinstance(where, HubDataset):
         return _hub_documents(where, text_column, unread)
     if where.kind == "text":
@@ -185,6 +189,24 @@ def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread) -
     return Documents(where.asked, fingerprint, shape, read, unread)
 
 
+def _given_documents(where: Given, text_column: str | None, unread: Unread) -> Documents:
+    if not isinstance(where.records, Dataset):
+        raise UserError(
+            asked=f"rows of {where.asked} that are stored",
+            found="a stream, whose length shows where it ends",
+            why="all of it would have to be read first",
+            instead="streaming=True, or a Dataset",
+        )
+    shape = recognise(where.records.features, text_column, where.asked)
+    splits = _picked({"train": where.records}, shape, where.asked)
+    identity = digest([where.identity, *shape.required])
+
+    def read(scratch: Path) -> Mapping[str, Dataset]:
+        return _texts(_checked(splits, where), shape, scratch)
+
+    return Documents(where.asked, identity, shape, read, unread)
+
+
 def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str, Dataset]:
     """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
@@ -214,7 +236,7 @@ def _texts(splits: Mapping[str, Dataset], shape: Shape, scratch: Path) -> dict[s
     }
 
 
-def _checked(splits: dict[str, Dataset], where: HubDataset) -> dict[str, Dataset]:
+def _checked(splits: dict[str, Dataset], where: HubDataset | Given) -> dict[str, Dataset]:
     """``splits``, whose texts are UTF-8: Arrow files and Parquet hold whatever bytes were written as text."""
     for split in splits.values():
         for table in split.with_format("arrow").iter(RECORDS_AT_ONCE):

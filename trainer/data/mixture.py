@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from datasets import Dataset, IterableDataset
 
 from trainer.data.packing import Columns
 from trainer.data.records import find_shape
-from trainer.data.rows import Order, Rows, count_in
+from trainer.data.rows import Order, Rows, StoredRows, count_in
 from trainer.data.shapes import Shape
 from trainer.errors import UserError
 
@@ -32,18 +33,20 @@ _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
 class Source:
     """One of the datasets that ``--dataset`` names, and its weight."""
 
-    dataset: str | None
+    dataset: str | Dataset | IterableDataset | None
     weight: float = 1.0
 
 
-def sources_of(dataset: str | None) -> list[Source]:
+def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
     """The datasets that ``--dataset`` names: one, or those of a mixture. A path that exists is itself one.
 
     Raises:
         UserError: some have weights and others none, or a weight is not above 0.
     """
-    parts = (dataset or "").split(",")
-    if dataset is None or os.path.exists(os.path.expanduser(dataset)) or len(parts) == 1:
+    if not isinstance(dataset, str):
+        return [Source(dataset)]
+    parts = dataset.split(",")
+    if os.path.exists(os.path.expanduser(dataset)) or len(parts) == 1:
         return [Source(dataset)]
     found = [_WEIGHTED.fullmatch(part.strip()) for part in parts]
     if not all(found):
@@ -79,12 +82,12 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     return counts
 
 
-def shapes_of(dataset: str | None, text_column: str | None) -> list[Shape]:
+def shapes_of(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> list[Shape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
     return [find_shape(source.dataset, text_column) for source in sources_of(dataset)]
 
 
-def no_tokenizer(dataset: str | None) -> UserError:
+def no_tokenizer(dataset: object) -> UserError:
     """The error of a mixture without a tokenizer."""
     return UserError(
         asked=f"--dataset {dataset}, without a tokenizer",
@@ -119,6 +122,14 @@ class MixedRows:
         if any(tokens is None for tokens in known):
             return None
         return max(-(-BLOCK * (tokens or 0) // share) for tokens, share in zip(known, self.shares, strict=True))
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows an epoch has, to a thousand; None of streams."""
+        stored = [len(rows) for rows in self.sources if isinstance(rows, StoredRows)]
+        if len(stored) < len(self.sources):
+            return None
+        return max(-(-BLOCK * count // share) for count, share in zip(stored, self.shares, strict=True))
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> MixedOrder:
         """The rows as training takes them, from ``cursor`` on."""

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import datasets
-from datasets import Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, List, Value
 
 from trainer.cache import digest
 from trainer.data.record_files import Unreadable, rows_of
 from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import Files, HubDataset, locate, pick_splits, unreadable
+from trainer.data.sources import Files, Given, HubDataset, locate, pick_splits, unreadable
 from trainer.data.unread import Unread
 
 LOOKED_AT = 100  # first rows of a split's files, which show its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
-def find_shape(dataset: str | None, text_column: str | None) -> Shape:
+def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> Shape:
     """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text.
 
     Raises:
@@ -79,12 +79,14 @@ def _text_of(row: Any, shape: Shape) -> str | None:
     return text
 
 
-def open_records(where: HubDataset) -> tuple[dict[str, IterableDataset], str]:
+def open_records(where: HubDataset | Given) -> tuple[dict[str, IterableDataset], str]:
     """The splits by name, and a name for them that is the same on every machine.
 
     Raises:
         UserError: they can't be opened.
     """
+    if isinstance(where, Given):
+        return {"train": where.stream()}, where.identity
     try:
         builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
         # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
@@ -100,7 +102,7 @@ def identity_of(where: Files) -> str:
     return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
 
 
-def columns_of(where: HubDataset, split: IterableDataset) -> dict[str, Any]:
+def columns_of(where: HubDataset | Given, split: IterableDataset) -> dict[str, Any]:
     """Column name -> feature. Where they are not known before the files are read, they are those of the first record.
 
     Raises:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+from datasets import Dataset, IterableDataset
 
 from trainer.errors import UserError
 
@@ -68,12 +69,37 @@ class HubDataset:
     configuration: str | None
 
 
-def locate(dataset: str | None) -> Files | HubDataset:
+@dataclass(frozen=True)
+class Given:
+    """Records that a caller holds: a ``Dataset``, or an ``IterableDataset``, whose records come again each time."""
+
+    asked: str
+    records: Dataset | IterableDataset
+
+    @property
+    def identity(self) -> str:
+        """A name for the records; of a stream, which has none of its own, its columns and parts."""
+        if isinstance(self.records, Dataset):
+            # semi-private: datasets/arrow_dataset.py, datasets 5.2; of the content, or of what made it
+            return f"{len(self.records):,} records ({self.records._fingerprint})"
+        return f"a stream of {self.records.num_shards} parts, columns {sorted(self.records.features or ())}"
+
+    def stream(self) -> IterableDataset:
+        """The records one after another."""
+        return self.records.to_iterable_dataset() if isinstance(self.records, Dataset) else self.records
+
+
+Place = Files | HubDataset | Given
+
+
+def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
     """The place that ``--dataset`` names; None is the standard library. Nothing is read.
 
     Raises:
         UserError: there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
+    if isinstance(dataset, Dataset | IterableDataset):
+        return Given(f"a {type(dataset).__name__}", dataset)
     if dataset is None:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
@@ -162,7 +188,7 @@ def _split_of(name: str) -> str:
     return match[1] if match else "train"
 
 
-def not_utf8(where: Files | HubDataset, error: Exception) -> UserError:
+def not_utf8(where: Place, error: Exception) -> UserError:
     """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
     files = where.files.values() if isinstance(where, Files) else ()
     lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
@@ -185,7 +211,7 @@ def _undecodable_line(path: Path) -> int | None:
     return None
 
 
-def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
+def unreadable(where: Place, error: Exception) -> UserError:
     """The UserError of a dataset that `datasets` could not open."""
     if isinstance(where, Files):
         return UserError(
@@ -194,6 +220,13 @@ def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
             why=f"it can't be read as {where.kind}",
             instead="files with one JSON object a line (.jsonl), Parquet or Arrow files, or tables with a first line "
             "of names (.csv)",
+        )
+    if isinstance(where, Given):
+        return UserError(
+            asked=where.asked,
+            found=cause(error),
+            why="its records can't be read",
+            instead="a dataset of the library `datasets` whose first record can be looked at",
         )
     return UserError(
         asked=where.asked,

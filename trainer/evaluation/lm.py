@@ -43,7 +43,8 @@ class LM(TemplateLM):
 
     Args:
         job: what the model is; its ``sequence_length`` is the longest row.
-        step: an evaluation step of it, such as ``Trainer.eval_step``; its model and weights are used as they are then.
+        step: an evaluation step of it, such as a loop's ``evaluator.step``; its model and weights are used as they are
+            then.
         tokenizer: the model's.
 
     Attributes:

@@ -32,7 +32,8 @@ from trainer.model import experts_modules
 from trainer.step.decoders import CachedDecoder, RowDecoder, unstacked
 from trainer.step.eval_step import EvalStep
 from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
-from trainer.step.loss import Loss
+from trainer.step.loss import Loss, LossFunction
+from trainer.step.measures import Measures
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
@@ -57,15 +58,25 @@ class Built:
     evaluation: EvalStep
 
 
-def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = None) -> Built:
+def build(
+    job: Job,
+    mesh: DeviceMesh,
+    source: Source,
+    restored: Source | None = None,
+    *,
+    compute_loss: LossFunction | None = None,
+    measures: Measures | None = None,
+) -> Built:
     """The job's model with its weights from ``source`` placed on ``mesh``, and its steps.
 
     Args:
         restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
+        compute_loss: in place of the model's loss; see `Loss`.
+        measures: what an evaluation measures beside the loss.
     """
     unused, _ = job.unused  # before anything is placed, since a loss of no parameter is refused
     trained = {e.name: [name not in unused for name in job.stored.members(e.name)] for e in job.stored.parameters}
-    evaluation = build_evaluation(job, mesh, source)
+    evaluation = build_evaluation(job, mesh, source, compute_loss=compute_loss, measures=measures)
     loss, placed, args = evaluation.loss, evaluation.placed, job.args
     optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(loss.model))
     options = StepOptions(
@@ -76,12 +87,19 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     return Built(loss.model, placed, step, evaluation)
 
 
-def build_evaluation(job: Job, mesh: DeviceMesh, source: Source) -> EvalStep:
+def build_evaluation(
+    job: Job,
+    mesh: DeviceMesh,
+    source: Source,
+    *,
+    compute_loss: LossFunction | None = None,
+    measures: Measures | None = None,
+) -> EvalStep:
     """The job's model with its weights from ``source`` placed on ``mesh``, to be evaluated: nothing else is placed."""
     model = _on_mesh(job, mesh, job.recipe.activations)
     parameters = place_parameters(model, job.stored, mesh, source)
     placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    return EvalStep(_make_loss(job, model, mesh), placed)
+    return EvalStep(_make_loss(job, model, mesh, compute_loss), placed, measures)
 
 
 def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: Sampling) -> Generator:
@@ -111,7 +129,7 @@ def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: 
         place_buffers(model, mesh, live)
         return unstacked(job.stored, step.placed.parameters)
 
-    decoder = CachedDecoder(_make_loss(plain, model, mesh), parameters, mesh, (batch, heads), shape, sampling)
+    decoder = CachedDecoder(_make_loss(plain, model, mesh, None), parameters, mesh, (batch, heads), shape, sampling)
     return Generator(decoder, shape)
 
 
@@ -184,8 +202,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     experts.bind(model, experts_modules(model), kernel)
 
 
-def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
-    """The model's loss, its parameters cast to the compute dtype and laid out just before use."""
+def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
+    """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
     partials = partial_gradients_of(job, model, mesh)
     prepare = _Prepare(job, mesh, partials)
@@ -197,7 +215,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job))
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own)
 
 
 class _Prepare:

@@ -17,7 +17,9 @@ from models.partial_gradients import Tensors
 from trainer.errors import UserError
 from trainer.step.reduction import PartialGradient
 
-CORRECT = "correct_tokens"
+IGNORE = -100  # the label of what is not scored
+# (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
+LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Loss:
@@ -30,6 +32,7 @@ class Loss:
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
         router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
+        compute: a loss of the caller's own, in place of the model's; traced, as all else.
 
     Attributes:
         draws: whether the model has drawn random numbers in training so far.
@@ -43,9 +46,10 @@ class Loss:
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
         router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
+        compute: LossFunction | None = None,
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss, self.router_losses = router_loss, router_losses
+        self.router_loss, self.router_losses, self.compute = router_loss, router_losses, compute
         self.draws = False
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
@@ -57,10 +61,9 @@ class Loss:
         *,
         training: bool,
         random_key: torch.Tensor | None = None,
+        measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
         """The loss, and by name what else is logged: the router losses, and of the experts what `count` records.
-
-        In evaluation also, as :data:`CORRECT`, how many targets were met.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
@@ -68,11 +71,15 @@ class Loss:
             tokens: what the sum over scored targets is divided by; a 0-d tensor.
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
+            measure: (logits, labels) → what else is wanted by name.
 
         Raises:
-            UserError: the model draws random numbers in a way that can't be made a function of a key.
+            UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
+                loss is none.
         """
         inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens}
+        if self.compute is not None:
+            del inputs["labels"]
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
@@ -84,12 +91,13 @@ class Loss:
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
         output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
-        if not training:
-            logged[CORRECT] = correct_tokens(output.logits, batch["labels"])
+        if measure is not None:
+            logged |= measure(output.logits, batch["labels"])
+        loss = output.loss if self.compute is None else self._own(output, batch["labels"], tokens)
         if not (self.router_losses.any and training and real is not None):
-            return output.loss, logged
+            return loss, logged
         added = self.router_losses.values(recorded, real)
-        loss = output.loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
+        loss = loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
     def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -133,6 +141,21 @@ class Loss:
 
         return self._checked(run, training)
 
+    def _own(self, output: Any, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The caller's loss."""
+        assert self.compute is not None
+        loss = self.compute(output, labels, tokens)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
+            shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else ""
+            raise UserError(
+                asked="compute_loss_func(outputs, labels, num_items_in_batch)",
+                found=f"it returned a {type(loss).__name__}{shape}",
+                why="it is traced into the step, whose gradients are of one number",
+                instead="a tensor of no dimension, such as "
+                "cross_entropy(logits, targets, reduction='sum') / num_items_in_batch",
+            )
+        return loss
+
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""
         watch = None if training in self._known else randomness.OtherDraws()
@@ -167,16 +190,9 @@ def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
 
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
     """How many targets of ``labels`` [..., S] are scored, as a 0-d float: not the first, and none that is -100."""
-    return (labels[..., 1:] != -100).to(torch.float32).sum()
+    return (labels[..., 1:] != IGNORE).to(torch.float32).sum()
 
 
-def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How many scored targets of ``labels`` [rows, S] have the highest of ``logits`` [rows, S, V]; a 0-d float.
-
-    Reductions over V alone, which a device does for its part of a vocabulary that is cut; an argmax, or a lookup of the
-    target's logit, could have it gathered.
-    """
-    targets = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100).unsqueeze(-1)
-    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-    own = torch.where(vocabulary == targets, logits, -torch.inf).amax(-1)
-    return ((own >= logits.amax(-1)) & (targets.squeeze(-1) != -100)).to(torch.float32).sum()
+def targets(labels: torch.Tensor) -> torch.Tensor:
+    """What each position of ``labels`` [rows, S] predicts, the label of the next one; -100 where that is not scored."""
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)
