@@ -134,6 +134,7 @@ TABLES: dict[str, dict[str, str]] = {
         ("Llama-4-Scout", "llama4_scout", "llama4_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
         ("Qwen3-235B-A22B", "qwen3_235b_a22b", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
         ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
+        ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:4x4x4", "fsdp=16,expert=4"),
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x4", "fsdp=4,expert=16"),
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x8", "fsdp=8,expert=16"),
     ),
