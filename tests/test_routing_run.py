@@ -19,8 +19,8 @@ from tests.support.jobs import job_of
 from trainer.checkpoint.read import open_checked
 from trainer.data.corpus import Corpus
 from trainer.data.rows import StoredRows
+from trainer.loop import TrainingLoop
 from trainer.storage import Folder
-from trainer.trainer import Trainer
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -32,13 +32,13 @@ def corpus(length: int = 16) -> Corpus:
     return Corpus(train, heldout, PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1"))
 
 
-def run(output: Path, resume: Path | None = None) -> Trainer:
+def run(output: Path, resume: Path | None = None) -> TrainingLoop:
     options: dict[str, Any] = {"sequence_length": 16, "gradient_accumulation_steps": 2, "eval_on_start": False}
     options |= {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "router_bias_update_rate": 0.01}
     console = Console(quiet=True)
     found = None if resume is None else open_checked(Folder(resume), console)
     job = job_of(ANY_MOE, deepseek(), output_dir=str(output), router_z_loss_coef=0.001, **options)
-    trainer = Trainer(job, corpus(), resume=found, console=console)
+    trainer = TrainingLoop(job, corpus(), resume=found, console=console)
     trainer.train()
     return trainer
 

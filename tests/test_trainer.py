@@ -45,8 +45,8 @@ from trainer.data.rows import StoredRows
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
+from trainer.loop import TrainingLoop
 from trainer.storage import Folder
-from trainer.trainer import Trainer
 
 OURS_ALONE = {"on_log saved_step", "on_log save_pause"}  # what a save took: transformers logs nothing of it
 
@@ -66,12 +66,12 @@ def make_trainer(
     console: Console | None = None,
     resume: RunCheckpoint | None = None,
     **options: Any,
-) -> Trainer:
+) -> TrainingLoop:
     recipe = load_recipe("llama_fsdp").with_compute("scan=False,remat=none")
     config = AutoConfig.for_model("llama", **CONFIG)
     job = job_of(recipe, config, output_dir=str(output), **{"sequence_length": LENGTH, **options})
     console = console or Console(quiet=True)
-    return Trainer(job, corpus(), resume=resume, callbacks=told, console=console)
+    return TrainingLoop(job, corpus(), resume=resume, callbacks=told, console=console)
 
 
 class Signals(TrainerCallback):
@@ -95,7 +95,7 @@ class Signals(TrainerCallback):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trainer, Recorder]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TrainingLoop, Recorder]]:
     """Each schedule's run, ours, beside the recorder of its events."""
     root, done = tmp_path_factory.mktemp("events"), {}
     for name, (options, _) in SCHEDULES.items():
@@ -160,11 +160,11 @@ def test_a_callback_can_ask_for_a_save_an_evaluation_a_log_and_the_end_of_an_epo
 # ---- evaluation: bounded, asked for or not, and ended by a signal ----
 
 
-def evaluations(trainer: Trainer) -> list[tuple[int, float]]:
+def evaluations(trainer: TrainingLoop) -> list[tuple[int, float]]:
     return [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
-def losses(trainer: Trainer) -> list[tuple[int, float]]:
+def losses(trainer: TrainingLoop) -> list[tuple[int, float]]:
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -184,7 +184,7 @@ def test_an_evaluation_reads_as_many_rows_as_it_may_and_the_table_compares_the_s
     assert f"unigram model's loss {unigram_loss(trainer.corpus.train, rows, VOCABULARY):.4f}" in text
 
 
-def reference_loss(trainer: Trainer, rows: StoredRows) -> float:
+def reference_loss(trainer: TrainingLoop, rows: StoredRows) -> float:
     """What the saved model gives on plain CPU."""
     model = AutoModelForCausalLM.from_pretrained(Path(str(trainer.folder)) / "model")
     ids = torch.tensor(rows.dataset["input_ids"][:])
@@ -274,7 +274,7 @@ def test_a_signal_ends_the_program_at_once_where_no_step_could_be_lost(tmp_path,
         heard["counting"] = signal.getsignal(signal.SIGTERM)
         return unigram_loss(*rows)
 
-    monkeypatch.setattr("trainer.trainer.unigram_loss", count)
+    monkeypatch.setattr("trainer.loop.unigram_loss", count)
     make_trainer(tmp_path, [Listens], max_steps=1, eval_on_start=False).train()
     heard["after"] = signal.getsignal(signal.SIGTERM)
     assert heard.pop("training") not in (signal.SIG_DFL, signal.SIG_IGN)

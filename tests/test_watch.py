@@ -24,11 +24,11 @@ from tests.support.jobs import job_of
 from tests.test_routing_run import corpus
 from trainer.checkpoint.read import open_checked
 from trainer.errors import UserError
+from trainer.loop import TrainingLoop
 from trainer.model import training_flops
 from trainer.output import find_output
 from trainer.report.goodput import read_lives
 from trainer.storage import Folder
-from trainer.trainer import Trainer
 from trainer.xla.chips import CHIPS
 
 
@@ -53,7 +53,7 @@ class Run:
     """
 
     output: Path
-    trainer: Trainer
+    trainer: TrainingLoop
     seen: dict[int, str]
     said: str
 
@@ -64,13 +64,15 @@ class Run:
 
 def live(
     output: Path, console: Console, resume: Path | None = None, more: Sequence[TrainerCallback] = (), **options: Any
-) -> tuple[Trainer, Reader]:
+) -> tuple[TrainingLoop, Reader]:
     options = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "sequence_length": 16} | options
     options |= {"eval_strategy": "steps", "eval_steps": 2, "output_dir": str(output)}
     found = None if resume is None else open_checked(Folder(resume), console)
     reader = Reader()
     job = job_of(ANY_MOE, deepseek(), **options)
-    trainer = Trainer(job, corpus(options["sequence_length"]), resume=found, console=console, callbacks=[reader, *more])
+    trainer = TrainingLoop(
+        job, corpus(options["sequence_length"]), resume=found, console=console, callbacks=[reader, *more]
+    )
     trainer.train()
     return trainer, reader
 

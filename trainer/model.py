@@ -180,10 +180,11 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
 def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:
     """Name of each parameter and saved buffer of ``part`` → its name in ``whole``; None if ``whole`` has another part.
 
-    They are found by class: the part itself, or its base model beside a head of the whole.
+    They are found by class: the part itself, or the largest of transformers' models in it beside a head of the whole.
     """
     state, found = whole.state_dict(), None
-    for module, prefix in ((part, ""), (part.base_model, part.base_model_prefix)):
+    models = [(name, module) for name, module in part.named_modules() if isinstance(module, PreTrainedModel)]
+    for prefix, module in models:  # the outermost first
         places = [name for name, other in whole.named_modules() if type(other) is type(module)]
         if len(places) == 1 and found is None:
             found = {name: _moved(name, prefix, places[0]) for name in part.state_dict()}
@@ -204,11 +205,12 @@ def _moved(name: str, prefix: str, place: str) -> str:
 
 def _text_part(config: PretrainedConfig) -> PreTrainedModel:
     whole, text = whole_model(config), copy.deepcopy(config.get_text_config())
-    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
-        part = meta_model(text)
-        if names_in_whole(part, whole) is not None:
-            return part
+    text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
+    for known in (text, config):  # a few families' class of the text alone takes the whole config
+        if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            part = _on_meta(AutoModelForCausalLM, known)
+            if type(part) is not type(whole) and names_in_whole(part, whole) is not None:
+                return part
     return text_in_whole(config)
 
 

@@ -25,13 +25,13 @@ from trainer.errors import UserError
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
+from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
 from trainer.model import experts_modules
 from trainer.output import claim, find_output
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
-from trainer.trainer import Trainer
 from trainer.weights.adapters import check_adapter
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
 from trainer.weights.sources import has_weights
@@ -42,8 +42,8 @@ from trainer.xla.runtime import device_count, init_runtime
 @lasting_output()
 def train(
     args: TrainingArguments, console: Console | None = None, callbacks: Sequence[TrainerCallback] = ()
-) -> Trainer:
-    """Train as ``args`` say. The returned trainer's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
+) -> TrainingLoop:
+    """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
@@ -78,7 +78,7 @@ def _run(
     resume: RunCheckpoint | None,
     callbacks: Sequence[TrainerCallback],
     console: Console,
-) -> Trainer:
+) -> TrainingLoop:
     # ---- devices, data, weights ----
     started = time.perf_counter()
     _say_what_runs(job, console)
@@ -87,11 +87,11 @@ def _run(
     corpus = _load_data(job, tokenizer, console)
     reading_took = time.perf_counter() - started
     with reading(source, console) if source else contextlib.nullcontext():
-        trainer = Trainer(job, corpus, source=source, resume=resume, callbacks=callbacks, console=console, lock=lock)
-    trainer.watch.began(earlier=reading_took)
+        loop = TrainingLoop(job, corpus, source=source, resume=resume, callbacks=callbacks, console=console, lock=lock)
+    loop.watch.began(earlier=reading_took)
     say(console, f"output:  {lock.folder}")
-    trainer.train()
-    return trainer
+    loop.train()
+    return loop
 
 
 def _for_samples(job: Job) -> Job:

@@ -194,9 +194,11 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
 
 def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
     """Name → how far the plain model's gradient is from its own in float64, and how far any may be for that."""
+    torch.set_default_dtype(torch.float64)  # of what a model makes itself, such as the scalar that it masks with
     try:
         _, exact = _gradients(case.model.double(), case.batch)
     finally:
+        torch.set_default_dtype(torch.float32)
         case.model.float()
     off = differences({k: g.double() for k, g in case.gradients.items() if g is not None}, exact)
     floor, kinds = _floor(exact), {name: re.sub(r"\.\d+(?=\.)", ".*", name) for name in off}

@@ -189,7 +189,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
 
     from trainer.data.corpus import Corpus
     from trainer.data.rows import StoredRows
-    from trainer.trainer import Trainer
+    from trainer.loop import TrainingLoop
     from trainer.xla.runtime import wait_for_devices
 
     config = model_config(job)
@@ -201,7 +201,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
     }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
     corpus = Corpus(StoredRows(rows), StoredRows(rows), tokenizer)
-    trainer = Trainer(resolved_job(job, config, **options), corpus)
+    trainer = TrainingLoop(resolved_job(job, config, **options), corpus)
     ids = torch.tensor(rows["input_ids"][:])
     steps = []
     for step in range(1, job["steps"] + 1):

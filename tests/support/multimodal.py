@@ -35,6 +35,14 @@ LLAMA4_VISION = {
     "projector_output_dim": 64,
     "pixel_shuffle_ratio": 1.0,
 }
+MLLAMA_VISION = {
+    **{name: VISION[name] for name in ("hidden_size", "intermediate_size", "image_size", "patch_size")},
+    "num_hidden_layers": 1,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llava": {
@@ -56,6 +64,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": {**TEXT, "head_dim": 8, "intermediate_size_mlp": 128, "num_local_experts": 4},
         "vision_config": {**VISION, **LLAMA4_VISION, "pixel_shuffle_ratio": 1.0},
+        "image_token_index": IMAGE_TOKEN,
+    },
+    "mllama": {  # its class of the text alone takes the whole config; no text meets its third layer
+        "text_config": {**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [2], "rope_parameters": ROPE},
+        "vision_config": MLLAMA_VISION,
         "image_token_index": IMAGE_TOKEN,
     },
 }

@@ -1,4 +1,4 @@
-"""A Trainer made from Python, in a process that nobody prepared: it has its devices, or says why not."""
+"""A TrainingLoop made from Python, in a process that nobody prepared: it has its devices, or says why not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch_xla
-from trainer import Job, Trainer, TrainingArguments, UserError
+from trainer import Job, TrainingArguments, TrainingLoop, UserError
 from trainer.data import DataOptions, load_corpus
 
 folder = Path(sys.argv[1])
@@ -29,7 +29,7 @@ def case(opened, devices):
     job = Job.resolve(args, lambda: devices)
     corpus = load_corpus(DataOptions(str(folder / "texts.jsonl"), 32), None, 300, folder / "cache")
     try:
-        return f"trains on {Trainer(job, corpus).mesh.size()}"
+        return f"trains on {TrainingLoop(job, corpus).mesh.size()}"
     except UserError as error:
         return f"{error.asked}: {error.found}"
 

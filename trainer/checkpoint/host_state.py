@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the host: the states of its random generators, and the versions of packages."""
+"""What a checkpoint keeps of the host: where the run is, the states of random generators, and packages' versions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,28 @@ import numpy as np
 import torch
 
 _NUMPY_WORDS = 624  # of the Mersenne Twister's state
+
+
+def host_state(
+    step: int, learning_rate: float, data: Mapping[str, Any], metrics_read: int, mesh: Mapping[str, int]
+) -> dict[str, Any]:
+    """What a checkpoint says of the host after ``step``, JSON-able.
+
+    Args:
+        learning_rate: the schedule's peak.
+        data: the cursor of the batch that comes next.
+        metrics_read: see `TrainStep`.
+        mesh: axis → size.
+    """
+    return {
+        "step": step,
+        "learning_rate": learning_rate,
+        "data": data,
+        "metrics_read": metrics_read,
+        "random": random_state(),
+        "mesh": mesh,
+        "versions": versions(),
+    }
 
 
 def random_state() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run's graphs without weights: placeholders → HLO with the plan's shardings.
 
-They are those that `Trainer` runs (:func:`trainer.step.build.build`, :mod:`trainer.weights`), on an abstract mesh. Its
+They are those that a run runs (:func:`trainer.step.build.build`, :mod:`trainer.weights`), on an abstract mesh. Its
 tensors have shapes and layouts but no data, so a model of any size is lowered in seconds, in the memory of its graph.
 """
 

@@ -1,4 +1,4 @@
-"""Trainer: the loop from the first batch to the last checkpoint, and what it logs, saves and leaves."""
+"""TrainingLoop: from the first batch to the last checkpoint, and what it logs, saves and leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 
 from trainer.arguments.training import DEFAULT_RATE
 from trainer.callbacks import Callbacks
-from trainer.checkpoint.host_state import random_state, set_random_state, versions
+from trainer.checkpoint.host_state import host_state, set_random_state
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder
 from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
@@ -49,7 +49,7 @@ from trainer.xla.profile import ProfileCallback
 from trainer.xla.runtime import chip, compile_count
 
 
-class Trainer:
+class TrainingLoop:
     """Trains one causal language model.
 
     What the data or a checkpoint can't be is refused in the constructor, before a weight is placed.
@@ -333,15 +333,8 @@ class Trainer:
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
             state.best_model_checkpoint = noted(folder_of(self.folder, step), self.folder)
-        host = {
-            "step": step,
-            "learning_rate": self.rate,
-            "data": self.batches.state_dict(),
-            "metrics_read": self.train_step.metrics_read,
-            "random": random_state(),
-            "mesh": self.job.plan.mesh,
-            "versions": versions(),
-        }
+        data, read = self.batches.state_dict(), self.train_step.metrics_read
+        host = host_state(step, self.rate, data, read, self.job.plan.mesh)
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         everything = {**self.train_step.state, **saved_buffers(self.model)}
         for name in self.job.untrained if self.job.lora is not None else ():
