@@ -26,12 +26,14 @@ from trainer.errors import UserError
 from trainer.job import Job
 from trainer.lock import FolderLock
 from trainer.preemption import StopRequests
+from trainer.reference import Reference
 from trainer.report.bars import tracked
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
 from trainer.state import is_evaluated, loss_before, note_if_best, state_at_the_start
 from trainer.step.build import build
 from trainer.step.meter import Meter, least_seconds
+from trainer.step.reference import ReferenceStep
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
@@ -80,7 +82,12 @@ class TrainingLoop:
         lock: FolderLock | None = None,
     ) -> None:
         self.job, self.args, self.corpus, self.resume = job, job.args, corpus, resume
-        self.heldout = corpus.heldout.spread(self.args.max_eval_rows)
+        self.heldout, train = corpus.heldout.spread(self.args.max_eval_rows), corpus.train
+        self.reference: Reference | None = None
+        self._pairs = self.args.most_pairs(self.args.sequence_length)
+        if self.args.has_reference:
+            self.reference = Reference(train, self.heldout, self._pairs)
+            self.heldout, train = self.reference.heldout, self.reference.train
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = Folder(str(self.args.output_dir))
         self.lock = lock or FolderLock(self.folder, self.console)
@@ -92,7 +99,7 @@ class TrainingLoop:
         if self.mesh.size() != job.devices:
             raise other_devices(job, self.mesh.size())
         self._share = batch_share(self.mesh, job.recipe.batch)
-        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *self._share)
+        self.batches = TrainingBatches(train, job.rows, self.args.seed, *self._share)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.whole, self.args.seed)
         if resume is not None:
@@ -133,11 +140,13 @@ class TrainingLoop:
                 compile again, a checkpoint could not be written, or the best one could not be read (the last step's
                 weights are written then).
         """
-        with waiting(self.console, "counting tokens for the unigram model …"):
-            vocabulary = self.job.config.get_text_config().vocab_size
-            unigram = self.watch.unigram = unigram_loss(self.corpus.train, self.heldout, vocabulary)
+        if not self._pairs:  # their losses are none of tokens
+            with waiting(self.console, "counting tokens for the unigram model …"):
+                vocabulary = self.job.config.get_text_config().vocab_size
+                self.watch.unigram = unigram_loss(self.corpus.train, self.heldout, vocabulary)
         with self.lock, self.checkpoints, self.stop.listen():
             self._take_over_the_folder()
+            self._refer()
             try:
                 self._loop()
                 best = self._best()
@@ -152,7 +161,7 @@ class TrainingLoop:
             after = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
-        losses = loss_before(self.state), after, unigram
+        losses = loss_before(self.state), after, self.watch.unigram
         self.console.print(closing_table(losses, self.state.log_history, compile_count(), str(self.folder)))
         if problem is not None:
             raise problem
@@ -160,6 +169,7 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, float]:
         """``eval_loss`` (nats a token), ``eval_perplexity`` and ``eval_accuracy`` of the rows that are evaluated."""
+        self._refer(kept=False)
         return self.eval_step(self._heldout_batches()).entries
 
     def save_model(self, folder: Folder, source: Source | None = None) -> None:
@@ -179,6 +189,21 @@ class TrainingLoop:
             export(folder, copy.deepcopy(self.job.whole), whole, self.corpus.tokenizer, console=self.console)
 
     # ---- the loop ----
+
+    def _refer(self, *, kept: bool = True) -> None:
+        """Have what the starting weights say of all rows, if the objective asks for it; ``kept``: in the folder too."""
+        if self.reference is None:
+            return
+        if not self.reference.known:
+            if self.resume is not None:
+                self.reference.load(self.resume.folder.parent)
+            else:
+                step = ReferenceStep(self.train_step.loss, self.placed, self._pairs)
+                with self.watch.clock.on("evaluation"):
+                    rows, stopped = self.job.evaluation_rows, lambda: self.stop.any
+                    self.reference.compute(step, rows, self._share, stopped, self.console)
+        if kept and self.reference.known:
+            self.reference.save(self.folder)
 
     def _event(self, name: str, **more: Any) -> None:
         """Tell the callbacks of an event; what they return is the control from then on."""

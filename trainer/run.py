@@ -102,7 +102,7 @@ def _for_samples(job: Job) -> Job:
     args = job.args
     if args.eval_dataset is not None:
         locate(args.eval_dataset)
-    if find_shape(args.dataset, args.text_column).is_text or args.isolate_documents:
+    if find_shape(args.dataset, args.text_column, args.is_preference).is_text or args.isolate_documents:
         return job
     args.isolate_documents = True
     return replace(job, args=args)
@@ -155,7 +155,13 @@ def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Con
         shuffle_rows=args.shuffle_rows,
         eval_dataset=args.eval_dataset,
         max_samples=args.max_samples,
-        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=_stops(job)),
+        samples=SampleOptions(
+            args.train_on_prompt,
+            args.overflow,
+            on_bad_row=args.on_bad_row,
+            stops=_stops(job),
+            pairs=args.most_pairs(args.sequence_length),
+        ),
     )
     with waiting(console, "reading and tokenising the data …"):
         corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)

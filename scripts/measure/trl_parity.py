@@ -1,12 +1,12 @@
 """Fine-tuning beside trl's trainers: the loss of each of 20 steps, on the same samples in the same order.
 
 python scripts/measure/trl_parity.py                     every case, and a table
-python scripts/measure/trl_parity.py --only sft,packed   those whose name has all of these words
+python scripts/measure/trl_parity.py --only dpo,lora     those whose name has all of these words
 
-Ours is `scripts/train.py`'s own run on 8 virtual devices; trl's (trl 1.16, `pip install --no-deps trl==1.16.0`) is a plain
+Ours is `scripts/train.py`'s own run on 8 virtual devices; trl's (1.16, `pip install --no-deps trl==1.16.0`) is a plain
 CPU process. Both start from the same weights, and with LoRA from the factors that PEFT drew. Each of our batches is
-taken apart into its samples, which trl gets as one batch of padded rows. So where ours are packed, trl's are not: its own
-packing needs attention of variable length, which the CPU has not.
+taken apart into its samples, which trl gets as one batch of padded rows. So where ours are packed, trl's are not: its
+own packing needs attention of variable length, which the CPU has not. Unpacked are samples longer than half a row.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from trainer.data.batches import TrainingBatches
 
 PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
+MARGIN = "rewards/margins"
+Steps = Sequence[Mapping[str, Any]]
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 128, "vocab_size": 264, "max_position_embeddings": 256}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -73,7 +75,13 @@ THEIRS: dict[str, Any] = {
     "logging_steps": 1,
     "disable_tqdm": True,
 }
-BETA = 0.1
+# objective → its numbers, under trl's names
+PREFERENCES: dict[str, dict[str, float]] = {
+    "dpo": {"beta": 0.3},
+    "ipo": {"beta": 0.2},
+    "orpo": {"beta": 0.5},
+    "simpo": {"beta": 2.0, "simpo_gamma": 0.8},
+}
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -81,6 +89,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for family, lora, packed in itertools.product(CONFIGS, (False, True), (True, False)):
         words = ("sft", family, "lora" if lora else "full", "packed" if packed else "unpacked")
         yield " ".join(words), _case(family, "sft", lora, packed)
+    for objective, family, lora in itertools.product(PREFERENCES, CONFIGS, (False, True)):
+        if objective in ("dpo", "ipo") or not lora:
+            yield f"{objective} {family} {'lora' if lora else 'full'} packed", _case(family, objective, lora, True)
 
 
 def _case(family: str, objective: str, lora: bool, packed: bool) -> dict[str, Any]:
@@ -93,20 +104,20 @@ def _case(family: str, objective: str, lora: bool, packed: bool) -> dict[str, An
         "packed": packed,
         "training": OPTIONS | THEIRS,
         "router": router,
-        "beta": BETA,
+        "numbers": PREFERENCES.get(objective, {}),
     }
 
 
-def compared(case: dict[str, Any], folder: Path) -> tuple[list[float], list[float], float]:
-    """Our losses, trl's, and how full our rows are."""
+def compared(case: dict[str, Any], folder: Path) -> tuple[Steps, Steps, float, float]:
+    """Our steps' entries, trl's, samples a step, and how full our rows are."""
     (folder / "case.json").write_text(json.dumps(case))
     _plain("init", folder)
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in _records(case)))
-    losses, batches, full = ours(case, folder)
+    entries, batches, full = ours(case, folder)
     (folder / "batches.json").write_text(json.dumps(batches))
     _plain("train", folder)
     theirs = json.loads((folder / "losses.json").read_text())
-    return losses, [step["loss"] for step in theirs], full
+    return entries, theirs, sum(map(len, batches)) / len(batches), full
 
 
 def _plain(what: str, folder: Path) -> None:
@@ -119,7 +130,7 @@ def _plain(what: str, folder: Path) -> None:
 
 
 def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Prompts and completions of random words; unpacked ones longer than half a row, so that each has its own."""
+    """Prompts and completions, or two, of random letters; unpacked are longer than half a row, so each has its own."""
     rng = np.random.default_rng(0)
     low, high = (6, 60) if case["packed"] else (LENGTH // 2 + 1, LENGTH)
 
@@ -130,14 +141,18 @@ def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
     for _ in range(1600 if case["packed"] else 400):
         length = int(rng.integers(low, high - 1))  # and the token that ends it
         asked = int(rng.integers(1, length - 1))
-        records.append({"prompt": words(asked), "completion": words(length - asked)})
+        prompt, answer = words(asked), words(length - asked)
+        if case["objective"] == "sft":
+            records.append({"prompt": prompt, "completion": answer})
+        else:
+            records.append({"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, 30)))})
     return records
 
 
-def ours(case: Mapping[str, Any], folder: Path) -> tuple[list[float], list[list[dict[str, Any]]], float]:
-    """The loss of each step; the samples of each step's batch; and how full the rows are."""
+def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[str, Any]]], float]:
+    """What is logged of each step; the samples of each step's batch; and how full the rows are."""
     recipe, compute = RECIPES[case["family"]]
-    options = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
+    options: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
     args = TrainingArguments(
         recipe=recipe,
         compute=compute,
@@ -150,17 +165,20 @@ def ours(case: Mapping[str, Any], folder: Path) -> tuple[list[float], list[list[
         save_strategy="no",
         eval_on_start=False,
         max_eval_rows=8,
+        objective=case["objective"],
+        **case["numbers"],
         **OPTIONS,
         **options,
     )
     done = train(args, Console(quiet=True))
-    losses = [entry["loss"] for entry in done.state.log_history if "loss" in entry]
+    entries = [entry for entry in done.state.log_history if "loss" in entry]
     rows = itertools.islice(TrainingBatches(done.corpus.train, done.job.rows, args.seed), STEPS)
     batches, used, room = [], 0, 0
     for batch in rows:
-        batches.append(list(_samples(batch)))
+        samples = list(_samples(batch))
+        batches.append(samples if case["objective"] == "sft" else list(_pairs(samples, case["objective"])))
         used, room = used + int((batch["segment_ids"] > 0).sum()), room + batch["segment_ids"].numel()
-    return losses, batches, used / room
+    return entries, batches, used / room
 
 
 def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -172,9 +190,22 @@ def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"input_ids": tokens[own].tolist(), "labels": labels[own].tolist()}
 
 
-def worst(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative difference of a step's loss."""
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+def _pairs(samples: Sequence[Mapping[str, Any]], objective: str) -> Iterator[dict[str, Any]]:
+    """Pairs as trl's collator takes them; as text, which is what two of its trainers want."""
+    for chosen, rejected in zip(samples[0::2], samples[1::2], strict=True):
+        start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
+        parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
+        if objective in ("dpo", "ipo"):
+            yield dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), parts, strict=True))
+        else:
+            yield {"tokens": dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))}
+
+
+def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
+    """The largest difference of a step's loss, relative; or of what else is logged, absolute."""
+    return max(
+        abs(a[name] - b[name]) / (abs(b[name]) if name == "loss" else 1) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def main() -> int:
@@ -182,18 +213,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="words with commas between them, which a case's name has all")
     wanted = [word for word in parser.parse_args().only.split(",") if word]
     console, off = Console(width=160), 0.0
-    table = Table("case", "rows full", "samples a step", "first loss", "last loss", "trl's last", "worst step")
+    table = Table("case", "rows full", "a step", "first loss", "last loss", "trl's last", "worst step", "worst margin")
     for name, case in cases():
         if not set(wanted) <= set(name.split()):
             continue
         with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-            losses, theirs, full = compared(case, Path(folder))
-            batches = json.loads((Path(folder) / "batches.json").read_text())
-        difference = worst(losses, theirs)
+            entries, theirs, count, full = compared(case, Path(folder))
+        difference = worst(entries, theirs)
         off = max(off, difference)
-        count = sum(map(len, batches)) / len(batches)
-        numbers = (f"{full:.0%}", f"{count:.1f}", f"{losses[0]:.5f}", f"{losses[-1]:.5f}", f"{theirs[-1]:.5f}")
-        table.add_row(name, *numbers, f"{difference:.1e}")
+        losses = (f"{step['loss']:.5f}" for step in (entries[0], entries[-1], theirs[-1]))
+        margin = f"{worst(entries, theirs, MARGIN):.1e}" if MARGIN in theirs[0] else ""
+        table.add_row(name, f"{full:.0%}", f"{count:.1f}", *losses, f"{difference:.1e}", margin)
         print(f"{name}: {difference:.1e}", file=sys.stderr, flush=True)
     console.print(table)
     return int(off > TOLERANCE)

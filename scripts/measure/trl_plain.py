@@ -8,6 +8,7 @@ python scripts/measure/trl_plain.py train FOLDER    FOLDER/batches.json through 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -46,7 +47,7 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
                 parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder / MODEL)
     if case["lora"]:
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **case["lora"])).save_pretrained(folder / ADAPTER)
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **case["lora"])).save_pretrained(str(folder / ADAPTER))
 
 
 def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
@@ -55,18 +56,19 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
     if case["lora"]:
         model = PeftModel.from_pretrained(model, folder / ADAPTER, is_trainable=True)
     batches = json.loads((folder / "batches.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder / MODEL)
+    if "tokens" in batches[0][0]:
+        texts = lambda parts: {k: tokenizer.decode(v, skip_special_tokens=True) for k, v in parts.items()}  # noqa: E731
+        batches = [[texts(pair["tokens"]) for pair in batch] for batch in batches]
     base, options = _trainer(case["objective"])
-    numbers = _numbers(batches)
+    found: list[dict[str, float]] = []
 
     class Given(base):  # type: ignore[misc, valid-type]
         """trl's trainer on batches that are given, whatever their sizes."""
 
-        found: list[dict[str, float]] = []
-
         def get_train_dataloader(self) -> Any:
-            columns = [name for name in self.train_dataset.column_names if name in batches[0][0]]
-            data = self.train_dataset.select_columns(columns) if columns else self.train_dataset
-            loader = DataLoader(data, batch_sampler=list(numbers), collate_fn=self.data_collator)
+            sampler = list(_numbers(batches))
+            loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
             return self.accelerator.prepare(loader)
 
         def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
@@ -74,9 +76,9 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
-            metrics = getattr(self, "_metrics", None) or getattr(self, "_stored_metrics", {})
+            metrics = getattr(self, "_stored_metrics", None) or self._metrics
             last = {name: values[-1] for name, values in metrics["train"].items() if name.startswith("rewards/")}
-            self.found.append({"loss": loss.item(), **{name: float(value) for name, value in last.items()}})
+            found.append({"loss": loss.item(), **{name: float(value) for name, value in last.items()}})
             return loss
 
     args = {**case["training"], **options(case), "max_steps": len(batches), "output_dir": str(folder / "trl")}
@@ -87,10 +89,10 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
         model=model,
         args=config,
         train_dataset=Dataset.from_list([sample for batch in batches for sample in batch]),
-        processing_class=AutoTokenizer.from_pretrained(folder / MODEL),
+        processing_class=tokenizer,
     )
     trainer.train()
-    return trainer.found
+    return found
 
 
 def _numbers(batches: list[list[Any]]) -> Iterator[list[int]]:
@@ -101,24 +103,26 @@ def _numbers(batches: list[list[Any]]) -> Iterator[list[int]]:
 
 
 def _config(base: type) -> Any:
-    import importlib
-
-    module = importlib.import_module(base.__module__)
-    return getattr(module, base.__name__.replace("Trainer", "Config"))
+    return getattr(importlib.import_module(base.__module__), base.__name__.replace("Trainer", "Config"))
 
 
 def _trainer(objective: str) -> tuple[type, Any]:
     """The class of ``objective``, and what its config is told of a case."""
-    if objective == "sft":
-        from trl import SFTTrainer
+    known: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "sft": ("trl", "SFTTrainer", {"max_length": None}),
+        "dpo": ("trl", "DPOTrainer", {"loss_type": "sigmoid", "max_length": None}),
+        "ipo": ("trl", "DPOTrainer", {"loss_type": "ipo", "max_length": None}),
+        "orpo": ("trl.experimental.orpo", "ORPOTrainer", {"max_length": 128}),
+        "simpo": ("trl.experimental.cpo", "CPOTrainer", {"max_length": 128, "loss_type": "simpo", "cpo_alpha": 0.0}),
+    }
+    module, name, own = known[objective]
 
-        return SFTTrainer, lambda case: {"max_length": None, **case.get("router", {})}
-    if objective in ("dpo", "ipo"):
-        from trl import DPOTrainer
+    def options(case: dict[str, Any]) -> dict[str, Any]:
+        # of the two older trainers a config has no such coefficient: they take the model's
+        router = case["router"] if objective in ("sft", "dpo", "ipo") else {}
+        return {**own, **router, **case["numbers"], "remove_unused_columns": False}
 
-        kind = {"dpo": "sigmoid", "ipo": "ipo"}[objective]
-        return DPOTrainer, lambda case: {"loss_type": kind, "beta": case["beta"], "max_length": None, **case["router"]}
-    raise ValueError(objective)
+    return getattr(importlib.import_module(module), name), options
 
 
 def main(what: str, folder: Path) -> None:

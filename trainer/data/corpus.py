@@ -143,11 +143,12 @@ def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Tokenizer and rows from the cache, made if they are not there."""
-    documents = find_documents(options.dataset, options.text_column)
+    pairs = bool(options.samples.pairs)
+    documents = find_documents(options.dataset, options.text_column, pairs)
     if options.max_samples is not None:
         documents = first_of(documents, options.max_samples)
     if options.eval_dataset is not None:
-        documents = evaluated_on(documents, find_documents(options.eval_dataset, options.text_column))
+        documents = evaluated_on(documents, find_documents(options.eval_dataset, options.text_column, pairs))
     _check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
@@ -179,7 +180,7 @@ def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerB
 
     def place_of(document: str) -> str:
         datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
-        found = (find_stream(each, options.text_column).place_of(document) for each in datasets)
+        found = (find_stream(each, options.text_column, shape.is_pair).place_of(document) for each in datasets)
         return next(filter(None, found), "a record")
 
     return functools.partial(
@@ -200,6 +201,7 @@ def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokeni
         samples = options.samples
         key += [shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
         key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row, sorted(samples.stops)]
+        key += [samples.pairs] if samples.pairs else []
     return key
 
 
@@ -248,11 +250,12 @@ def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
-    stream = find_stream(options.dataset, options.text_column)
+    pairs = bool(options.samples.pairs)
+    stream = find_stream(options.dataset, options.text_column, pairs)
     if options.max_samples is not None:
         stream = first_of_stream(stream, options.max_samples)
     if options.eval_dataset is not None:
-        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column))
+        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column, pairs))
     _check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:

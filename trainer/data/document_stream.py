@@ -52,7 +52,7 @@ class DocumentStream:
         return self.heldout.place_of(document) if self.heldout else None
 
 
-def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
+def find_stream(dataset: str | None, text_column: str | None, pairs: bool = False) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
     Raises:
@@ -69,7 +69,7 @@ def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
         )
     splits, identity = open_records(where)
     train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(columns_of(where, splits[train]), text_column, where.asked)
+    shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
     streams = [_records(where, name, splits[name], (shape, identity)) for name in [train, *heldout]]
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
@@ -77,7 +77,7 @@ def find_stream(dataset: str | None, text_column: str | None) -> DocumentStream:
 def _records(where: Files | HubDataset, name: str, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
-    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked)
+    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked, shape.is_pair)
     chosen = split.select_columns(shape.required[0]) if shape.is_text else split
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:

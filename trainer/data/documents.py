@@ -52,7 +52,7 @@ class Documents:
     read: Callable[[Path], Mapping[str, Dataset]]
 
 
-def find_documents(dataset: str | None, text_column: str | None) -> Documents:
+def find_documents(dataset: str | None, text_column: str | None, pairs: bool = False) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
@@ -60,10 +60,10 @@ def find_documents(dataset: str | None, text_column: str | None) -> Documents:
     """
     where = locate(dataset)
     if isinstance(where, HubDataset):
-        return _hub_documents(where, text_column)
+        return _hub_documents(where, text_column, pairs)
     if where.kind == "text":
         return _text_file_documents(where)
-    return _record_documents(where, find_shape(dataset, text_column))
+    return _record_documents(where, find_shape(dataset, text_column, pairs))
 
 
 def key_hash(key: str) -> int:
@@ -158,13 +158,13 @@ def _read_records(where: Files, scratch: Path) -> Mapping[str, Dataset]:
     return datasets.load_dataset(where.kind, data_files=where.patterns(), cache_dir=str(scratch))
 
 
-def _hub_documents(where: HubDataset, text_column: str | None) -> Documents:
+def _hub_documents(where: HubDataset, text_column: str | None, pairs: bool) -> Documents:
     try:
         loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
     except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
         raise unreadable(where, error) from error
     train, _ = pick_splits(loaded.keys(), where.asked)
-    shape = recognise(loaded[train].features, text_column, where.asked)
+    shape = recognise(loaded[train].features, text_column, where.asked, pairs)
     splits = _picked(loaded, shape, where.asked)
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
@@ -175,7 +175,7 @@ def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str
     """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
     for name in [train, *heldout]:
-        recognise(splits[name].features, shape.required[0] if shape.is_text else None, asked)
+        recognise(splits[name].features, shape.required[0] if shape.is_text else None, asked, shape.is_pair)
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}
     read = (*shape.required, *shape.optional)
     return {

@@ -9,25 +9,28 @@ import datasets
 from datasets import Features, IterableDataset
 
 from trainer.cache import digest
-from trainer.data.shapes import Shape, recognise, text_shape
+from trainer.data.shapes import Shape, no_pairs, recognise, text_shape
 from trainer.data.sources import Files, HubDataset, check_records, locate, pick_splits, unreadable
 from trainer.data.tables import streamed_tables
 
 LOOKED_AT = 64 << 20  # bytes of each file of a stream that are looked at before it begins
 
 
-def find_shape(dataset: str | None, text_column: str | None) -> Shape:
-    """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text.
+def find_shape(dataset: str | None, text_column: str | None, pairs: bool = False) -> Shape:
+    """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text, ``pairs`` that it is
+    pairs of answers.
 
     Raises:
         UserError: nothing is there, it can't be opened, or its records are of no known shape.
     """
     where = locate(dataset)
+    if pairs and isinstance(where, Files) and where.kind == "text":
+        raise no_pairs(where.asked, "plain text")
     if text_column is not None or (isinstance(where, Files) and where.kind == "text"):
         return text_shape(text_column or "text")
     splits, _ = open_records(where)
     train, _ = pick_splits(splits, where.asked)
-    return recognise(columns_of(where, splits[train]), None, where.asked)
+    return recognise(columns_of(where, splits[train]), None, where.asked, pairs)
 
 
 def open_records(where: Files | HubDataset) -> tuple[dict[str, IterableDataset], str]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat import Chat, Template, chat_of
+from trainer.data.chat import Chat, Template, chat_of, with_prompt
 from trainer.data.shapes import BadRecord, Shape
 from trainer.data.tokenizer import plain_tokens, special_ids
 
@@ -36,9 +36,27 @@ class Sample:
         """How many targets the loss is on; a first token is none."""
         return int((self.labels[1:] != IGNORE).sum())
 
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """What of it goes into a row, each apart from the other: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each behind the whole prompt: they go into one row, the chosen first."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The two, which do not see one another."""
+        return self.chosen, self.rejected
+
 
 # what is tokenised of a record, and what their tokens make
-Draft = tuple[list[str], Callable[[list[list[int]]], Sample]]
+Draft = tuple[list[str], Callable[[list[list[int]]], Any]]
 
 
 class Encoder:
@@ -72,8 +90,8 @@ class Encoder:
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
-    def __call__(self, documents: Sequence[str]) -> list[tuple[str, Sample]]:
-        """``documents``, each a record's one string, with their samples, without those that are bad."""
+    def __call__(self, documents: Sequence[str]) -> list[tuple[str, Sample | Pair]]:
+        """``documents``, each a record's one string, with their samples or pairs, without those that are bad."""
         if self.shape.is_text:
             tokens_of = zip(documents, plain_tokens(self.tokenizer, documents), strict=True)
             return [(document, self._whole([*tokens, self.end])) for document, tokens in tokens_of]
@@ -104,6 +122,8 @@ class Encoder:
             return [], lambda _: self._given(values)
         if self.shape.name == "instruction/output":
             return self._instruction(values)
+        if self.shape.is_pair:
+            return self._pair(values)
         if self.shape.name == "prompt/completion" and isinstance(values["prompt"], str):
             if isinstance(values["completion"], str):
                 return self._completion(values["prompt"], values["completion"])
@@ -146,6 +166,31 @@ class Encoder:
             return self._whole([*begin, *whole, *end], len(begin) + first)
 
         return [prompt, prompt + completion], make
+
+    def _pair(self, values: Mapping[str, Any]) -> Draft:
+        """Both answers, each as if it were a record of its own."""
+        names = ("chosen", "rejected")
+        texts = [name for name in names if isinstance(values[name], str)]
+        if len(texts) == 1:
+            raise BadRecord(texts[0], "a string beside an answer that is messages")
+        if texts and not isinstance(values.get("prompt"), str):
+            raise BadRecord("prompt", "no string before answers that are strings")
+        if texts:
+            drafts = [self._completion(values["prompt"], values[name]) for name in names]
+        else:
+            whole = with_prompt(values)
+            drafts = [self._chat(chat_of(whole, name)) for name in names]
+        (first, chosen), (second, rejected) = drafts
+
+        def make(tokens: list[list[int]]) -> Pair:
+            pair = Pair(chosen(tokens[: len(first)]), rejected(tokens[len(first) :]))
+            if texts:  # the prompt's last token may run on into one answer alone: then both are scored from it on
+                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in pair.segments)
+                for sample in pair.segments:
+                    sample.labels[start:] = sample.tokens[start:]
+            return pair
+
+        return first + second, make
 
     def _instruction(self, values: Mapping[str, Any]) -> Draft:
         for name in ("instruction", "output", "input", "system"):

@@ -29,10 +29,11 @@ from trainer.layout.partition import partition_spec
 from trainer.layout.recipe import Layout, matches
 from trainer.layout.stacking import first_name
 from trainer.model import experts_modules
-from trainer.step.eval_step import EvalStep
+from trainer.step.eval_step import EvalStep, PreferenceEvalStep
 from trainer.step.loss import Loss
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
+from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
 from trainer.step.routing import make_routing, router_losses, watch_routing
 from trainer.step.train_step import StepOptions, TrainStep
@@ -80,7 +81,11 @@ def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = 
     )
     moments = restored and _with_zeros(job, restored)
     step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, model, placed), trained)
-    return Built(model, placed, step, EvalStep(loss, placed))
+    objective = loss.objective
+    evaluation = (
+        PreferenceEvalStep(loss, placed, objective) if isinstance(objective, Preference) else EvalStep(loss, placed)
+    )
+    return Built(model, placed, step, evaluation)
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:
@@ -151,7 +156,14 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job))
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), _objective(job))
+
+
+def _objective(job: Job) -> Preference | None:
+    """What the job learns besides the next token; None: nothing."""
+    args = job.args
+    pairs = args.most_pairs(args.sequence_length)
+    return Preference(args.objective, args.beta, args.simpo_gamma, pairs) if pairs else None
 
 
 class _Prepare:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -15,9 +16,18 @@ from models.experts.routing import DROPPED, LOAD, RouterLosses
 from models.local_ops import LocalOps
 from models.partial_gradients import Tensors
 from trainer.errors import UserError
+from trainer.step.preference import REFERENCE
 from trainer.step.reduction import PartialGradient
 
 CORRECT = "correct_tokens"
+
+
+class Objective(Protocol):
+    """What stands in the place of the model's own loss of tokens."""
+
+    def __call__(self, logits: torch.Tensor, batch: Tensors, counts: torch.Tensor, /) -> tuple[torch.Tensor, Tensors]:
+        """The loss of ``logits`` [rows, S, V] on ``batch``, and what else is logged, by name."""
+        ...
 
 
 class Loss:
@@ -30,6 +40,7 @@ class Loss:
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
         router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
+        objective: what stands in the place of the mean cross entropy; None: nothing.
 
     Attributes:
         draws: whether the model has drawn random numbers in training so far.
@@ -43,9 +54,10 @@ class Loss:
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
         router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
+        objective: Objective | None = None,
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss, self.router_losses = router_loss, router_losses
+        self.router_loss, self.router_losses, self.objective = router_loss, router_losses, objective
         self.draws = False
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
@@ -58,14 +70,15 @@ class Loss:
         training: bool,
         random_key: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and by name what else is logged: the router losses, and of the experts what `count` records.
+        """The loss, and by name what else is logged: the router losses, and of the experts what `count` records; and
+        what the objective adds.
 
-        In evaluation also, as :data:`CORRECT`, how many targets were met.
+        In evaluation without one also, as :data:`CORRECT`, how many targets were met.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
             batch: name → tensor [rows, S].
-            tokens: what the sum over scored targets is divided by; a 0-d tensor.
+            tokens: what the sum over scored targets is divided by, a 0-d tensor; or the objective's counts.
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
 
@@ -76,7 +89,8 @@ class Loss:
         prepared: Tensors = {}
         for name, parameter in parameters.items():
             prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
-        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens, "use_cache": False}
+        inputs: dict[str, Any] = {name: tensor for name, tensor in batch.items() if name != REFERENCE}
+        inputs |= {"num_items_in_batch": tokens, "use_cache": False}
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
@@ -87,8 +101,11 @@ class Loss:
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
 
+        measured: Tensors = {}
+
         def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
             with (
+                self._with_objective(batch, tokens, measured),
                 side_outputs.given(real),
                 randomness.drawing(random_key) as draws,
                 LocalOps(),
@@ -103,13 +120,51 @@ class Loss:
 
         output, recorded = self._checked(run, training)
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
-        if not training:
+        logged |= {name: value.detach() for name, value in measured.items()}
+        if not training and self.objective is None:
             logged[CORRECT] = correct_tokens(output.logits, batch["labels"])
         if not (self.router_losses.any and training and real is not None):
             return output.loss, logged
         added = self.router_losses.values(recorded, real)
         loss = output.loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
+
+    @contextlib.contextmanager
+    def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
+        """Inside, the model computes the objective where it would compute the loss of tokens; its own router loss it
+        adds as ever. What the objective measures goes to ``measured``.
+
+        Raises:
+            UserError: the model has a loss that can't be replaced.
+        """
+        if self.objective is None:
+            yield
+            return
+        objective, calls = self.objective, 0
+
+        def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            value, found = objective(logits, batch, counts)
+            measured.update(found)
+            return value
+
+        # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
+        before = self.model.__dict__.get("_loss_function")
+        self.model.loss_function = loss
+        try:
+            yield
+        finally:
+            del self.model._loss_function
+            if before is not None:
+                self.model.loss_function = before
+        if calls != 1:
+            raise UserError(
+                asked=f"another objective than sft with {type(self.model).__name__}",
+                found=f"a forward that calls its loss function {calls} times",
+                why="its loss can't be replaced",
+                instead="a model such as llama or mixtral, or --objective sft",
+            )
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""
