@@ -145,7 +145,8 @@ def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
         if case["objective"] == "sft":
             records.append({"prompt": prompt, "completion": answer})
         else:
-            records.append({"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, 30)))})
+            most = min(30, LENGTH - length - asked - 2)  # a pair fits into a row: trl ends what is cut off
+            records.append({"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, most)))})
     return records
 
 
