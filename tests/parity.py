@@ -1,10 +1,12 @@
 """Our step against the plain transformers model: eager, unsharded, dropless, on the CPU.
 
-`python tests/parity.py` prints the table.
+python tests/parity.py                 the table of docs/numbers.md
+python tests/parity.py qwen3_next_ep   the rows of some recipes alone
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -21,8 +23,13 @@ from tests.support.cases import RECIPES, after_steps, make_batch, make_case, rel
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="recipe", help=", ".join(RECIPES))
+    names = parser.parse_args().recipes or list(RECIPES)
+    if unknown := set(names) - set(RECIPES):
+        parser.error(f"no recipe {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     table = Table("recipe", "mesh", "loss", "gradients", "worst gradient", "weights after 10 AdamW steps")
-    for name in RECIPES:
+    for name in names:
         case = make_case(name)
         batch = make_batch(case.config)
         ours, gradients = case.gradients(batch)

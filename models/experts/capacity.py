@@ -21,6 +21,7 @@ import torch
 from models.experts.projections import mlp
 from models.experts.routing import count
 from models.jax_call import Axes, jax, jax_call
+from models.side_outputs import real_tokens
 
 # (tensor, mesh axes of each dimension) -> the tensor laid out by them, and in the backward its gradient likewise
 Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
@@ -63,6 +64,9 @@ class Capacity:
         C = self.slots(s, k, E) if experts.training else s
         M = E * C
         x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
+        real_RS = real_tokens()
+        if real_RS is not None:  # padding chooses expert E, which there is none of: it takes no token's slot
+            index_Tk = torch.where(real_RS.reshape(T, 1) > 0, index_Tk, torch.full_like(index_Tk, E))
         # choice-major: every token's first choice is seated before any token's second
         index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
         weight_GN = weight_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)

@@ -183,6 +183,17 @@ def test_a_dropped_token_gives_nothing_and_the_fraction_is_recorded():
     assert torch.equal(y[12:], torch.zeros(12, H))
 
 
+def test_padding_takes_no_token_s_slot():
+    experts, (index, weights) = mixtral(), routing("all to one pair")
+    x, real = torch.randn(T, H), (torch.arange(T) >= T // 2).to(torch.float32).reshape(2, -1)  # padding comes first
+    with side_outputs.given(real):
+        y, metrics = side_outputs.collect_metrics(lambda: Capacity(factor=1.0)(experts, x, index, weights))
+    assert metrics[" dropped"][0].tolist() == [0]
+    assert metrics[" load"][0].tolist() == [[T / 2, T / 2, 0, 0]]
+    assert torch.allclose(y[T // 2 :], dense(experts, x, index, weights)[T // 2 :], atol=1e-5)
+    assert torch.equal(y[: T // 2], torch.zeros(T // 2, H))
+
+
 def test_capacity_is_never_more_than_can_be_filled():
     assert Capacity(factor=100.0).slots(tokens=24, top_k=2, experts=4) == 24
     assert Capacity(factor=1.25).slots(tokens=24, top_k=2, experts=4) == 15

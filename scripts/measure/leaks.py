@@ -1,0 +1,131 @@
+"""Whether a long run's memory is flat: a tiny Mixtral that logs, saves and evaluates, on 8 virtual devices.
+
+python scripts/measure/leaks.py                                   500 steps, a table, and leaks.png
+python scripts/measure/leaks.py --steps 2000 -- --lora_r 4        longer, with other options of scripts/train.py
+
+The table has the process's memory, which here is also the devices', the device tensors alive, and the compiles so far.
+Nothing is collected by hand: what only the garbage collector frees is counted until it comes by. The exit code is 1 if
+memory or tensors still grow: by more than 2 % from the median of the second fifth of the steps to that of the last.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("CPU_NUM_DEVICES", "8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import torch_xla.debug.metrics as met
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from transformers import MixtralConfig, TrainerCallback, TrainerControl, TrainerState
+from transformers import logging as transformers_logging
+
+from trainer.arguments import TrainingArguments
+from trainer.cli import Parser, parse
+from trainer.errors import exit_code
+from trainer.run import train
+from trainer.xla.runtime import compile_count
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_local_experts": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
+}
+RUN = {
+    "recipe": "mixtral_ep",
+    "mesh": "fsdp=4,expert=2",
+    "sequence_length": "64",
+    "logging_steps": "5",
+    "eval_strategy": "steps",
+    "eval_steps": "50",
+    "max_eval_rows": "16",
+    "save_steps": "50",
+    "save_total_limit": "2",
+}
+COLUMNS = {"rss": "memory, MiB", "tensors": "tensors alive", "compiles": "compiles"}
+MOST = 1.02  # of the last fifth over the second
+
+
+class Gauge(TrainerCallback):
+    """Notes what is alive after every step."""
+
+    def __init__(self) -> None:
+        self.noted: list[dict[str, float]] = []
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.noted.append(
+            {
+                "rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+                "tensors": (met.counter_value("CreateXlaTensor") or 0) - (met.counter_value("DestroyXlaTensor") or 0),
+                "compiles": compile_count(),
+            }
+        )
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    parser = Parser(__doc__)
+    parser.add_argument("--steps", type=int, default=500, help="how many (default: 500)")
+    parser.add_argument("--plot", default="leaks.png", help="the picture's file (default: leaks.png)")
+    options = parser.parse_args(words[:cut])
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    gauge = Gauge()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MixtralConfig(**MODEL).to_dict()), encoding="utf-8")
+        run = RUN | {"model": folder, "output_dir": f"{folder}/out", "max_steps": str(options.steps)}
+        given = [word for name, value in run.items() for word in (f"--{name}", value)]
+        (args,) = parse([TrainingArguments], [*given, *words[cut + 1 :]], __doc__)
+        train(args, Console(stderr=True), [gauge])
+    Path(options.plot).write_bytes(_picture(gauge.noted))
+    Console().print(_table(gauge.noted))
+    grown = {name: _growth([noted[name] for noted in gauge.noted]) for name in ("rss", "tensors")}
+    print(", ".join(f"{COLUMNS[name]}: {value:+.1%}" for name, value in grown.items()))
+    return int(any(value > MOST - 1 for value in grown.values()))
+
+
+def _growth(values: list[float]) -> float:
+    """How much the median of the last fifth is above that of the second."""
+    fifth = len(values) // 5
+    return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) - 1
+
+
+def _table(noted: list[dict[str, float]]) -> Table:
+    table = Table("step", *COLUMNS.values())
+    tenth = max(1, len(noted) // 10)
+    for step in range(tenth, len(noted) + 1, tenth):
+        table.add_row(str(step), *(f"{noted[step - 1][name]:,.0f}" for name in COLUMNS))
+    return table
+
+
+def _picture(noted: list[dict[str, float]]) -> bytes:
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(len(COLUMNS), 1, sharex=True), COLUMNS.items(), strict=True):
+        axes.plot(range(1, len(noted) + 1), [each[name] for each in noted])
+        axes.set(ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    axes.set(xlabel="step")
+    found = io.BytesIO()
+    figure.savefig(found, dpi=100, format="png")
+    return found.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
