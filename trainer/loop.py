@@ -106,6 +106,8 @@ class TrainingLoop:
             resume.check_model(job.adapted, job.config)
             self.batches.load_state_dict(resume.host["data"])
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
+            if self.reference is not None:
+                self.reference.load(resume.folder.parent)
 
         # ---- weights and steps ----
         if job.lora is None and (words := notice(*job.unused)) is not None:
@@ -195,13 +197,10 @@ class TrainingLoop:
         if self.reference is None:
             return
         if not self.reference.known:
-            if self.resume is not None:
-                self.reference.load(self.resume.folder.parent)
-            else:
-                step = ReferenceStep(self.train_step.loss, self.placed, self._pairs)
-                with self.watch.clock.on("evaluation"):
-                    rows, stopped = self.job.evaluation_rows, lambda: self.stop.any
-                    self.reference.compute(step, rows, self._share, stopped, self.console)
+            step = ReferenceStep(self.train_step.loss, self.placed, self._pairs)
+            with self.watch.clock.on("evaluation"):
+                rows, stopped = self.job.evaluation_rows, lambda: self.stop.any
+                self.reference.compute(step, rows, self._share, stopped, self.console)
         if kept and self.reference.known:
             self.reference.save(self.folder)
 

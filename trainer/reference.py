@@ -89,13 +89,15 @@ class Reference:
             batch_size: rows of a batch.
             share: which of its rows this process reads, as :func:`trainer.data.batches.heldout_batches` takes it.
         """
-        for name, rows in self._splits().items():
-            rows.values = np.full((len(rows), 2 * self.pairs), np.nan, dtype=np.float32)
-            batches = heldout_batches(rows.plain, batch_size, *share)
-            total = -(-len(rows) // batch_size)
-            for number, found in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
+        splits = self._splits()
+        found = {name: np.full((len(rows), 2 * self.pairs), np.nan, dtype=np.float32) for name, rows in splits.items()}
+        for name, rows in splits.items():
+            rows.values = found[name]
+        for name, rows in splits.items():
+            batches, total = heldout_batches(rows.plain, batch_size, *share), -(-len(rows) // batch_size)
+            for number, logps in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
                 first = number * batch_size
-                rows.values[first : first + batch_size] = found[: len(rows) - first]
+                found[name][first : first + batch_size] = logps[: len(rows) - first]
                 if stopped():
                     return
 
