@@ -127,6 +127,7 @@ def _trainer(objective: str) -> tuple[type, Any]:
 
 def main(what: str, folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text())
+    torch.set_num_threads(1)  # of so small a model threads only wait for one another
     if what == "init":
         write_start(folder, case)
     else:
