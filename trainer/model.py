@@ -208,7 +208,10 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
     text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
     for known in (text, config):  # a few families' class of the text alone takes the whole config
         if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            part = _on_meta(AutoModelForCausalLM, known)
+            try:
+                part = _on_meta(AutoModelForCausalLM, known)
+            except UserError:  # some of these classes can't be built from what they are mapped to
+                continue
             if type(part) is not type(whole) and names_in_whole(part, whole) is not None:
                 return part
     return text_in_whole(config)
