@@ -18,6 +18,7 @@ import transformers
 from trainer.arguments import TrainingArguments
 from trainer.compile.arguments import CompileArguments
 from trainer.errors import UserError
+from trainer.evaluation.arguments import EvaluationArguments
 from trainer.layout.load import load_recipe
 from trainer.layout.recipe import Compute
 
@@ -26,6 +27,12 @@ WICKED: list[Any] = [
     "5", "5e-5", "caf\udce9", b"5", [], [1], {}, {"a": {1}}, object(), torch.tensor(5), torch.zeros(3), np.float32(2),
     np.int64(7), np.array([1, 2]), Path("there"), int, 1j,
 ]  # fmt: skip
+
+
+REQUIRED: dict[type, dict[str, Any]] = {
+    TrainingArguments: {"recipe": "any"},
+    EvaluationArguments: {"model": "any", "tasks": "any"},
+}
 
 
 def refusal(make: Callable[[], Any]) -> str:
@@ -37,12 +44,12 @@ def refusal(make: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments])
+@pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])
 def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: type) -> None:
     taken = set()
     for field in fields(kind):
         for value in WICKED:
-            given = {**({"recipe": "any"} if kind is TrainingArguments else {}), field.name: value}
+            given = {**REQUIRED.get(kind, {}), field.name: value}
             if message := refusal(lambda given=given: kind(**given)):
                 assert f"--{field.name}" in message
                 continue

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.support.lives import Lives
@@ -92,3 +94,24 @@ def test_the_exported_merged_model_is_pefts_own_merge(runs, tmp_path):
             ours.values(), AutoModelForCausalLM.from_pretrained(runs / "base").state_dict().values(), strict=True
         )
     )
+
+
+def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs):
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
+    from trainer.evaluation.arguments import EvaluationArguments
+    from trainer.evaluation.lm import LM
+    from trainer.evaluation.opened import open_model
+
+    request = SimpleNamespace(args=("3 plus 1 ", "makes 4."))
+    found = []
+    for model in ("model", "checkpoint-4"):
+        options = EvaluationArguments(str(runs / "whole" / model), "any", recipe="mixtral_ep", max_length=64)
+        opened = open_model(options, Console(quiet=True))
+        (score,) = LM(opened.job, opened.step, opened.tokenizer).loglikelihood([request], disable_tqdm=True)
+        found.append(score[0])
+    plain = AutoModelForCausalLM.from_pretrained(runs / "base")
+    theirs = PeftModel.from_pretrained(plain, runs / "whole" / "model")
+    context, whole = (opened.tokenizer(text).input_ids for text in ("3 plus 1", "3 plus 1 makes 4."))
+    logits = theirs(torch.tensor([whole])).logits[0].log_softmax(-1)
+    expected = sum(logits[place - 1, whole[place]].item() for place in range(len(context), len(whole)))
+    assert found == pytest.approx([expected] * 2, rel=1e-4)

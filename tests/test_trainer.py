@@ -176,7 +176,7 @@ def test_an_evaluation_reads_as_many_rows_as_it_may_and_the_table_compares_the_s
     assert told.batches == 0
     assert len(evaluations(trainer)) == 1
     rows = trainer.corpus.heldout.spread(3)
-    assert trainer.heldout.dataset[:] == rows.dataset[:]
+    assert trainer.evaluator.first.dataset[:] == rows.dataset[:]
     ours = reference_loss(trainer, rows)
     assert evaluations(trainer)[-1][1] == pytest.approx(ours, rel=1e-5)
     text = re.sub(r" +", " ", said.getvalue())

@@ -1,7 +1,8 @@
 """Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
 
 What a recipe is written with is imported here at once, and loads neither torch nor transformers. The other public names
-(Job, TrainingArguments, TrainingLoop, train) are imported when they are first asked for. `docs/api.md` lists them all.
+(Job, Trainer, TrainingArguments, TrainingLoop, train) are imported when they are first asked for. `docs/api.md` lists
+them all.
 """
 
 import logging
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.job import Job
     from trainer.loop import TrainingLoop
     from trainer.run import train
+    from trainer.trainer import Trainer
 
 __all__ = [
     "Compute",
@@ -27,13 +29,19 @@ __all__ = [
     "Recipe",
     "Replicate",
     "Shard",
+    "Trainer",
     "TrainingArguments",
     "TrainingLoop",
     "UserError",
     "train",
 ]
 __getattr__, __dir__ = lazy_names(
-    __name__, Job="job", TrainingArguments="arguments.training", TrainingLoop="loop", train="run"
+    __name__,
+    Job="job",
+    Trainer="trainer",
+    TrainingArguments="arguments.training",
+    TrainingLoop="loop",
+    train="run",
 )
 
 name_user()  # before torch is imported

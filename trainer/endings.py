@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from transformers import TrainerState
 
 from trainer.arguments import TrainingArguments
+from trainer.checkpoint.lineage import folder_of, noted
+from trainer.checkpoint.read import RunCheckpoint
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.step.train_step import StepMetrics
@@ -21,6 +23,21 @@ def other_devices(job: Job, devices: int) -> UserError:
         why="its plan and its batches are made for that number",
         instead=f"Job.resolve(args, lambda: {devices}), or as many devices (CPU_NUM_DEVICES)",
     )
+
+
+def check_steps_left(args: TrainingArguments, resume: RunCheckpoint | None) -> None:
+    """Refuse a checkpoint beyond the run's steps, if their number is known.
+
+    Raises:
+        UserError: it is one.
+    """
+    if resume is not None and 0 < args.max_steps < resume.step:
+        raise UserError(
+            asked=f"--max_steps {args.max_steps} from {resume.folder}",
+            found=f"it is of step {resume.step}",
+            why="there is nothing left to do",
+            instead=f"--max_steps above {resume.step}, or an older checkpoint",
+        )
 
 
 def set_aside(names: Iterable[str], output: Folder) -> str:
@@ -49,6 +66,12 @@ def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:
         f"{metrics.bad_step - 1} left them, saved in {args.output_dir}/model",
         instead="a lower --learning_rate, some --warmup_steps, --max_grad_norm 1.0, or --bf16 false",
     )
+
+
+def best_elsewhere(args: TrainingArguments, state: TrainerState, output: Folder) -> str | None:
+    """What a run in ``output`` noted of the best weights' checkpoint, if it is to end with those, and not the last."""
+    best = state.best_model_checkpoint if args.load_best_model_at_end else None
+    return None if best == noted(folder_of(output, state.global_step), output) else best
 
 
 def best_unread(error: UserError, state: TrainerState, output: Folder) -> UserError:

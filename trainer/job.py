@@ -80,14 +80,25 @@ class Job:
     notice: str = field(init=False, repr=False)
 
     @classmethod
-    def resolve(cls, args: TrainingArguments, count_devices: Callable[[], int]) -> Job:
+    def resolve(
+        cls,
+        args: TrainingArguments,
+        count_devices: Callable[[], int],
+        *,
+        recipe: Recipe | None = None,
+        config: PretrainedConfig | None = None,
+    ) -> Job:
         """The job that ``args`` describe. ``count_devices`` is asked last: it may have to open the devices.
+
+        Args:
+            recipe: instead of the one that ``args`` name.
+            config: instead of that of the model that they name.
 
         Raises:
             UserError: as the class; no such recipe or model.
         """
-        written = None if args.recipe == AUTO else effective_recipe(args)
-        config = load_config(args.model, written or UNMADE)
+        written = None if recipe is None and args.recipe == AUTO else effective_recipe(args, recipe)
+        config = config or load_config(args.model, written or UNMADE)
         model = meta_model(config)
         # what the model itself can't do is refused before a device is asked for
         _assemble(written or _made_recipe(args, model), args, model)
@@ -187,13 +198,13 @@ class Job:
         return texts
 
 
-def effective_recipe(args: TrainingArguments) -> Recipe:
-    """The recipe that ``args`` name, with what they override (``--mesh``, ``--compute``, ``--bf16``).
+def effective_recipe(args: TrainingArguments, recipe: Recipe | None = None) -> Recipe:
+    """``recipe``, or the one that ``args`` name, with what they override (``--mesh``, ``--compute``, ``--bf16``).
 
     Raises:
         UserError: no such recipe, or an override that it can't take.
     """
-    recipe = load_recipe(args.recipe)
+    recipe = recipe or load_recipe(args.recipe)
     return _overridden(recipe if args.mesh is None else recipe.with_mesh(args.mesh), args)
 
 

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 
+from trainer import endings
+from trainer import state as states
 from trainer.arguments.training import DEFAULT_RATE
 from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import host_state, set_random_state
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder
 from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
-from trainer.data.batches import Batch, TrainingBatches, heldout_batches
+from trainer.data.batches import TrainingBatches
 from trainer.data.corpus import Corpus
+from trainer.data.rows import StoredRows
 from trainer.data.unigram import unigram_loss
-from trainer.endings import best_unread, farewell, not_finite, other_devices, set_aside
 from trainer.errors import UserError
+from trainer.evaluator import Evaluator
 from trainer.job import Job
 from trainer.lock import FolderLock
 from trainer.preemption import StopRequests
-from trainer.reference import Reference
-from trainer.report.bars import tracked
+from trainer.reference import check_sets, referred
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
-from trainer.state import is_evaluated, loss_before, note_if_best, state_at_the_start
+from trainer.samples import Samples
 from trainer.step.build import build
+from trainer.step.loss import LossFunction
+from trainer.step.measures import ComputeMetrics
 from trainer.step.meter import Meter, least_seconds
 from trainer.step.reference import ReferenceStep
 from trainer.step.train_step import StepMetrics
@@ -40,11 +42,11 @@ from trainer.streams import lasting_output
 from trainer.trackers import Tracker
 from trainer.unused import notice
 from trainer.watch import Watch
-from trainer.weights.adapters import files_of, save_adapter, weights_of
-from trainer.weights.hub_write import export
+from trainer.weights.adapters import weights_of
 from trainer.weights.live import LiveWeights
+from trainer.weights.out import write_model
 from trainer.weights.place import place_parameters
-from trainer.weights.sources import Source, part_and_rest, seeded_init
+from trainer.weights.sources import Source, seeded_init
 from trainer.xla.batch import batch_share
 from trainer.xla.mesh import build_mesh
 from trainer.xla.profile import ProfileCallback
@@ -63,6 +65,8 @@ class TrainingLoop:
             arguments' seed.
         resume: the checkpoint of a run to go on with, under whatever recipe and mesh it was saved.
         callbacks: transformers callbacks; docs/run.md says what they are told, and when.
+        compute_loss: the loss, of the model's outputs, in place of its own.
+        compute_metrics: what an evaluation measures besides.
         lock: the output folder's, where the caller holds it already; :meth:`train` takes it for its own length.
 
     Raises:
@@ -77,29 +81,27 @@ class TrainingLoop:
         *,
         source: Source | None = None,
         resume: RunCheckpoint | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
         console: Console | None = None,
         lock: FolderLock | None = None,
+        compute_loss: LossFunction | None = None,
+        compute_metrics: ComputeMetrics | None = None,
     ) -> None:
-        self.job, self.args, self.corpus, self.resume = job, job.args, corpus, resume
-        self.heldout, train = corpus.heldout.spread(self.args.max_eval_rows), corpus.train
-        self.reference: Reference | None = None
-        self._pairs = self.args.most_pairs(self.args.sequence_length)
-        if self.args.has_reference:
-            self.reference = Reference(train, self.heldout, self._pairs)
-            self.heldout, train = self.reference.heldout, self.reference.train
+        self.job, self.args, self.resume = job, job.args, resume
+        corpus, self.reference = referred(corpus, self.args)
+        self.corpus = corpus
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = Folder(str(self.args.output_dir))
         self.lock = lock or FolderLock(self.folder, self.console)
         self.watch = Watch(self.folder, job, self.console, resume, self.lock.check_held)
 
         # ---- batches, and where they go on ----
-        corpus.check_fits(self.args.sequence_length, job.config.get_text_config().vocab_size)
+        epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.mesh = build_mesh(job.recipe.mesh)
         if self.mesh.size() != job.devices:
-            raise other_devices(job, self.mesh.size())
-        self._share = batch_share(self.mesh, job.recipe.batch)
-        self.batches = TrainingBatches(train, job.rows, self.args.seed, *self._share)
+            raise endings.other_devices(job, self.mesh.size())
+        self._share = share = batch_share(self.mesh, job.recipe.batch)
+        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.whole, self.args.seed)
         if resume is not None:
@@ -109,21 +111,28 @@ class TrainingLoop:
             if self.reference is not None:
                 self.reference.load(resume.folder.parent)
 
+        self.samples = None
+        if self.args.sample_prompts is not None:
+            self.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
+            self.watch.samples = self.samples
+
         # ---- weights and steps ----
         if job.lora is None and (words := notice(*job.unused)) is not None:
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
-            built = build(job, self.mesh, weights_of(job, self.base, resume), resume)
+            weights = weights_of(job, self.base, resume)
+            built = build(job, self.mesh, weights, resume, compute_loss=compute_loss, measures=measures)
         self.model, self.placed = built.model, built.placed
-        self.train_step, self.eval_step = built.step, built.evaluation
+        self.train_step, told = built.step, (self._event, self._tell_evaluated)
+        self.evaluator = Evaluator(job, corpus, built.evaluation, share, self.console, self.stop, *told)
         self.schedule = self.args.schedule(self.rate)
 
         # ---- the loop's state, in transformers' own classes ----
         if resume is not None:
             self.train_step.metrics_read = resume.host["metrics_read"]
             self.schedule.skip(resume.step)
-        self.state, self.control = state_at_the_start(self.args, resume), TrainerControl()
-        flow = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
+        self.state, self.control = states.state_at_the_start(self.args, resume, epoch), TrainerControl()
+        flow: list[Any] = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
         if self.args.profile_steps is not None:
             flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
@@ -142,10 +151,10 @@ class TrainingLoop:
                 compile again, a checkpoint could not be written, or the best one could not be read (the last step's
                 weights are written then).
         """
-        if not self._pairs:  # their losses are none of tokens
+        if not self.args.is_preference:  # whose losses are none of tokens
             with waiting(self.console, "counting tokens for the unigram model …"):
                 vocabulary = self.job.config.get_text_config().vocab_size
-                self.watch.unigram = unigram_loss(self.corpus.train, self.heldout, vocabulary)
+                self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
         with self.lock, self.checkpoints, self.stop.listen():
             self._take_over_the_folder()
             self._refer()
@@ -160,19 +169,29 @@ class TrainingLoop:
                     say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
                 raise why from None
             problem = self._write_out_with(best)
-            after = None if self.stop.any else self._evaluate_and_log()
+            found = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
-        losses = loss_before(self.state), after, self.watch.unigram
+        key = self.evaluator.first_loss
+        losses = states.loss_before(self.state, key), None if found is None else found[key], self.watch.unigram
         self.console.print(closing_table(losses, self.state.log_history, compile_count(), str(self.folder)))
         if problem is not None:
             raise problem
         return self.state
 
-    def evaluate(self) -> dict[str, float]:
-        """``eval_loss`` (nats a token), ``eval_perplexity`` and ``eval_accuracy`` of the rows that are evaluated."""
+    def evaluate(self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval") -> dict[str, float]:
+        """What the held-out sets, or ``sets``, come to, which is also logged and told to the callbacks.
+
+        Returns:
+            ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
+            set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
+
+        Raises:
+            UserError: the objective compares with the starting weights, which did not see ``sets``.
+        """
+        check_sets(self.reference, sets)
         self._refer(kept=False)
-        return self.eval_step(self._heldout_batches()).entries
+        return self.evaluator(sets, prefix)
 
     def save_model(self, folder: Folder, source: Source | None = None) -> None:
         """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
@@ -182,13 +201,7 @@ class TrainingLoop:
             source: of the weights; default: those that are being trained.
         """
         weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
-        with waiting(self.console, f"writing {folder} …"):
-            if self.job.lora is not None:
-                save_adapter(folder, files_of(self.job), weights, self.corpus.tokenizer, self.console)
-                return
-            # a copy, since a model's config is written with the dtype of its weights
-            whole = part_and_rest(weights, self.base, self.job.names_in_whole)
-            export(folder, copy.deepcopy(self.job.whole), whole, self.corpus.tokenizer, console=self.console)
+        write_model(self.job, folder, weights, self.base, self.corpus.tokenizer, self.console)
 
     # ---- the loop ----
 
@@ -197,7 +210,7 @@ class TrainingLoop:
         if self.reference is None:
             return
         if not self.reference.known:
-            step = ReferenceStep(self.train_step.loss, self.placed, self._pairs)
+            step = ReferenceStep(self.train_step.loss, self.placed, self.reference.pairs)
             with self.watch.clock.on("evaluation"):
                 rows, stopped = self.job.evaluation_rows, lambda: self.stop.any
                 self.reference.compute(step, rows, self._share, stopped, self.console)
@@ -224,7 +237,7 @@ class TrainingLoop:
             self.watch.clock.turn_to("save")
             self._event("on_train_end")
         if self.stop.any:
-            say(self.console, farewell(self.stop.interrupted, self.state.global_step))
+            say(self.console, endings.farewell(self.stop.interrupted, self.state.global_step))
 
     def _ends(self) -> bool:
         done = self.state.global_step >= self.args.max_steps
@@ -242,7 +255,7 @@ class TrainingLoop:
                 self._evaluate_and_log()
             return
         due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
-        if args.eval_strategy == "steps" and due and not is_evaluated(state):
+        if args.eval_strategy == "steps" and due and not states.is_evaluated(state, self.evaluator.last_loss):
             self._evaluate_for_best()
             if state.best_global_step == state.global_step:
                 state.best_model_checkpoint = noted(self.resume.folder, self.folder)
@@ -299,31 +312,25 @@ class TrainingLoop:
 
     # ---- evaluation and logs ----
 
-    def _heldout_batches(self, *, stoppable: bool = False) -> Iterator[Batch]:
-        """The batches of an evaluation; if ``stoppable``, none after a signal."""
-        rows = self.job.evaluation_rows
-        batches = heldout_batches(self.heldout, rows, *self._share)
-        for batch in tracked(self.console, "held-out rows", batches, math.ceil(len(self.heldout) / rows)):
-            if stoppable and self.stop.any:
-                return
-            yield batch
-            self._event("on_prediction_step")
-
-    def _evaluate_and_log(self) -> float | None:
-        """The held-out loss, logged and told to the callbacks; None, and neither, if a signal cut it short."""
+    def _evaluate_and_log(self) -> dict[str, float] | None:
+        """What the held-out sets come to, each logged and told to the callbacks; None if a signal cut it short."""
         started = time.perf_counter()
         with self.watch.clock.on("evaluation"):
-            found = self.eval_step(self._heldout_batches(stoppable=True))
+            found = self.evaluator(stoppable=True)
+            if self.samples is not None and not self.stop.any:
+                self.samples.take(self.state.global_step, self.evaluator.step)
         self.meter.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
-        if self.stop.any:
-            return None
-        self._log(found.entries)
-        self._event("on_evaluate", metrics={**found.entries, "epoch": self.state.epoch})
-        return found.loss
+        self.watch.update(self.state, self.meter.expert_load)
+        return None if self.stop.any else found
+
+    def _tell_evaluated(self, found: dict[str, float]) -> None:
+        self.control.should_evaluate = False
+        self._note(found)
+        self._event("on_evaluate", metrics={**found, "epoch": self.state.epoch})
 
     def _evaluate_for_best(self) -> None:
-        if note_if_best(self.state, self._evaluate_and_log()):
+        if states.note_if_best(self.state, self._evaluate_and_log(), self.args):
             self.control.should_save |= self.args.save_strategy == "best"
 
     def _log_metrics(self) -> None:
@@ -335,10 +342,14 @@ class TrainingLoop:
             self._log(logs)
 
     def _log(self, logs: dict[str, Any]) -> None:
+        self._note(logs)
+        self.watch.update(self.state, self.meter.expert_load)
+
+    def _note(self, logs: dict[str, Any]) -> None:
+        """Log, without the page: it belongs to the run alone."""
         logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._event("on_log", logs=logs)
-        self.watch.update(self.state, self.meter.expert_load)
 
     def _log_saved(self, saved: Saved | None) -> None:
         if saved is not None:
@@ -346,7 +357,7 @@ class TrainingLoop:
 
     def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
         self.state.global_step = metrics.bad_step - 1
-        raise not_finite(metrics, self.args)
+        raise endings.not_finite(metrics, self.args)
 
     # ---- what it saves and leaves ----
 
@@ -373,14 +384,13 @@ class TrainingLoop:
         for name, content in self.job.as_texts().items():
             self.folder.write(name, as_json(content))
         if aside := self.checkpoints.begin(self.resume):
-            say(self.console, set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
+            say(self.console, endings.set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
         self.watch.update(self.state, ())
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
-        best = self.state.best_model_checkpoint
-        last = noted(folder_of(self.folder, self.state.global_step), self.folder)
-        if not self.args.load_best_model_at_end or self.stop.any or best is None or best == last:
+        best = None if self.stop.any else endings.best_elsewhere(self.args, self.state, self.folder)
+        if best is None:
             return None
         self._log_saved(self.checkpoints.wait())
         return noted_folder(best, self.folder)
@@ -399,7 +409,7 @@ class TrainingLoop:
             self._write_out(source)
         except UserError as error:
             self._write_out()
-            return best_unread(error, self.state, self.folder)
+            return endings.best_unread(error, self.state, self.folder)
         # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
         parameters = self.placed.parameters
         parameters.clear()
@@ -409,9 +419,7 @@ class TrainingLoop:
         return None
 
     def _write_out(self, source: Source | None = None) -> None:
-        """Write the state and, unless preempted or stopped before anything was learned, the model; wait for the
-        checkpoint under way; write the pictures and the page.
-        """
+        """Write the state and, unless preempted or stopped before anything was learned, the model; then the page."""
         self.lock.check_held()
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):

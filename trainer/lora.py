@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "trainable_token_indices"), (None, {}, [])),
     **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), (None,)),
     "monteclora_config": (None,),
+}
+# … and of an adapter that is yet to be made
+_AT_THE_START: dict[str, tuple[Any, ...]] = {
+    "init_lora_weights": (True,),
+    "loftq_config": ({}, None),
+    "task_type": (None, "CAUSAL_LM"),
+    **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config", "layers_pattern"), (None,)),
+    "ensure_weight_tying": (False,),
 }
 
 
@@ -229,26 +238,72 @@ def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
         if folder.size(CONFIG) > _LARGEST:
             raise ValueError("too large for a config")
         values = json.loads(folder.read(CONFIG))
-        if values.get("peft_type") != "LORA":
-            raise ValueError(f"peft_type {values.get('peft_type')!r:.80}")
-        r, alpha, rslora = values["r"], values["lora_alpha"], bool(values.get("use_rslora"))
-        if type(r) is not int or not 0 < r < 2**20 or not isinstance(alpha, int | float) or not 0 < alpha < 2**31:
-            raise ValueError(f"r {r!r:.80}, lora_alpha {alpha!r:.80}")
-        chosen = _chosen(values, model)
+        found = _read_values(values, model)
     except UserError as error:
         raise _unreadable(asked, f"{error.asked}: {error.found}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
         raise _unreadable(asked, f"{CONFIG}: {type(error).__name__}: {error}") from error
-    more = [f"{key}={values[key]!r:.80}" for key, plain in _PLAIN.items() if values.get(key, plain[0]) not in plain]
-    if more or not chosen:
+    _check_plain(values, found, model, asked)
+    return found
+
+
+def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """The options that mean a new adapter as PEFT's ``LoraConfig`` has it, whose fields ``values`` are.
+
+    Raises:
+        UserError: it asks for something else than plain LoRA of weights that ``model`` has; names the field.
+    """
+    asked = "peft_config=LoraConfig(…)"
+    try:
+        found = _read_values(values, model)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
+        raise UserError(
+            asked=asked,
+            found=f"{type(error).__name__}: {error}",
+            why="it describes no LoRA adapter",
+            instead="peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')",
+        ) from error
+    _check_plain(values, found, model, asked, _AT_THE_START)
+    if values.get("target_modules") == ALL and not values.get("target_parameters"):
+        # PEFT adapts experts by this word where transformers 4 had them as linear layers (Mixtral), and others not
+        words = [ALL]
+    else:
+        words = _short(found.targets, [name for name, _ in model.named_parameters()])
+    return {"lora_r": found.r, "lora_alpha": found.alpha, "use_rslora": found.rslora, "lora_target": ",".join(words)}
+
+
+def _read_values(values: Mapping[str, Any], model: PreTrainedModel) -> Lora:
+    """The adapter that the fields of an ``adapter_config.json`` describe.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, re.error: they describe none.
+    """
+    if values.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type {values.get('peft_type')!r:.80}")
+    r, alpha, rslora = values["r"], values["lora_alpha"], bool(values.get("use_rslora"))
+    if type(r) is not int or not 0 < r < 2**20 or not isinstance(alpha, int | float) or not 0 < alpha < 2**31:
+        raise ValueError(f"r {r!r:.80}, lora_alpha {alpha!r:.80}")
+    return Lora(r, float(alpha), rslora, tuple(_chosen(values, model)))
+
+
+def _check_plain(
+    values: Mapping[str, Any],
+    found: Lora,
+    model: PreTrainedModel,
+    asked: str,
+    further: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> None:
+    """Refuse fields that say more than plain LoRA, and targets that the model has not."""
+    plain = {**_PLAIN, **further}
+    more = [f"{key}={values[key]!r:.80}" for key, known in plain.items() if values.get(key, known[0]) not in known]
+    if more or not found.targets:
         raise UserError(
             asked=asked,
             found=", ".join(more) or f"none of its targets is a weight of {type(model).__name__} that can be adapted",
             why="two factors beside each adapted weight, and nothing else, is what is trained and merged here",
             instead="an adapter of plain LoRA for this model",
         )
-    _check_untied(chosen, model)
-    return Lora(r, float(alpha), rslora, tuple(chosen))
+    _check_untied(found.targets, model)
 
 
 def _chosen(values: Mapping[str, Any], model: PreTrainedModel) -> list[str]:

@@ -44,7 +44,8 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             asked=f"recipe {recipe.name} without a model",
             found="the recipe has no default model",
             why="a plan needs shapes",
-            instead="--model with a hub id, a folder, or a config.json",
+            instead="--model with a hub id, a folder, or a config.json; or a --recipe with a model of its own, such as "
+            "mixtral_ep",
         )
     path = None if model is None else Path(model)
     if model is not None and path is not None:

@@ -15,10 +15,13 @@ from trainer.storage import Folder, StorageError
 COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand: the run's page links it
 
 
-def find_output(args: TrainingArguments, recipe_name: str) -> Folder:
+def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
     """The run's output folder; ``args.output_dir`` then names it. Nothing is written.
 
     A run that is resumed goes on in the folder that it has.
+
+    Args:
+        writes: the folder must be free, for the run fills it.
 
     Raises:
         UserError: it is a file, or holds something that nothing tells the run to write over.
@@ -28,7 +31,7 @@ def find_output(args: TrainingArguments, recipe_name: str) -> Folder:
     if not folder.remote and os.path.isfile(str(folder)):
         raise _taken(folder, "a file", "")
     entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]
-    if entries and not args.overwrite_output_dir and not _resumes_in(args.resume_from_checkpoint, folder):
+    if writes and entries and not args.overwrite_output_dir and not _resumes_in(args.resume_from_checkpoint, folder):
         raise _taken(
             folder,
             f"a folder that holds {len(entries)} entries",

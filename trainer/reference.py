@@ -5,14 +5,18 @@ A run that goes on has trained weights, so it reads what its first life wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from trainer.arguments import TrainingArguments
 from trainer.data.batches import heldout_batches
+from trainer.data.corpus import Corpus
+from trainer.data.mixture import MixedRows
 from trainer.data.packing import Columns
 from trainer.data.rows import Rows, StoredRows
 from trainer.errors import UserError
@@ -54,21 +58,26 @@ class Reference:
         pairs: in a row at most.
 
     Attributes:
-        train, heldout: the rows with that column.
+        train: the rows to train on with that column.
+        sets: those that are evaluated, by the names of their sets.
 
     Raises:
         UserError: the rows are not stored.
     """
 
-    def __init__(self, train: Rows, heldout: StoredRows, pairs: int) -> None:
+    def __init__(self, train: Rows, sets: Mapping[str, StoredRows], pairs: int) -> None:
         if not isinstance(train, StoredRows):
+            mixed = isinstance(train, MixedRows)
             raise UserError(
                 asked="an objective that compares with the starting weights",
-                found="rows that are made as training goes on",
-                why="what the starting weights say of each row is computed before the first step, and stored",
-                instead="no --streaming; or --objective orpo or simpo, which compare with nothing",
+                found="a mixture of datasets" if mixed else "rows that are made as training goes on",
+                why="what the starting weights say of each row is computed before the first step, and kept beside the "
+                "rows of one dataset",
+                instead=f"{'a single dataset' if mixed else 'no --streaming'}; or --objective orpo or simpo, which "
+                "compare with nothing",
             )
-        self.pairs, self.train, self.heldout = pairs, ReferredRows(train), ReferredRows(heldout)
+        self.pairs, self.train = pairs, ReferredRows(train)
+        self.sets = {name: ReferredRows(rows) for name, rows in sets.items()}
 
     @property
     def known(self) -> bool:
@@ -143,4 +152,29 @@ class Reference:
         return ""
 
     def _splits(self) -> dict[str, ReferredRows]:
-        return {"train": self.train, "heldout": self.heldout}
+        return {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
+
+
+def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
+    """``corpus`` with what the starting weights say, if the objective asks for it: of what is evaluated no more rows.
+
+    Raises:
+        UserError: as :class:`Reference`.
+    """
+    if not args.has_reference:
+        return corpus, None
+    sets = {name: rows.spread(args.max_eval_rows) for name, rows in corpus.heldout_sets.items()}
+    found = Reference(corpus.train, sets, args.most_pairs(args.sequence_length))
+    heldout = next(iter(found.sets.values()))
+    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
+
+
+def check_sets(reference: Reference | None, sets: Mapping[str, StoredRows] | None) -> None:
+    """Refuse other ``sets`` than the run's own where the loss compares with the starting weights."""
+    if reference is not None and sets is not None:
+        raise UserError(
+            asked="to evaluate other rows than those of the run",
+            found="an objective that compares with the starting weights",
+            why="what they say of each row is computed before the first step, of the run's own rows",
+            instead="evaluate() of the run's own sets, which eval_dataset names from the start",
+        )

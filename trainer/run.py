@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 from rich.console import Console
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trainer.arguments import TrainingArguments
+from trainer.asked import asked_tokenizer, data_options
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.fitting import SampleOptions
-from trainer.data.records import find_shape
+from trainer.data.mixture import shapes_of
+from trainer.data.prompts import read_prompts
 from trainer.data.sources import locate
-from trainer.data.tokenizer import check_tokenizer, open_tokenizer
-from trainer.errors import UserError
+from trainer.endings import check_steps_left
+from trainer.given import Given
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
@@ -34,100 +33,137 @@ from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.weights.adapters import check_adapter
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
-from trainer.weights.sources import has_weights
+from trainer.weights.sources import Source, has_weights
 from trainer.xla.mesh import check_mesh
 from trainer.xla.runtime import device_count, init_runtime
 
 
+@dataclass(frozen=True)
+class Start:
+    """A run that nothing more can be refused of before its data are read; nothing is written and no device opened.
+
+    Args:
+        source: the weights that it starts from; None: a random init, or all of them are in ``resume``.
+        resume: the checkpoint to go on from.
+    """
+
+    job: Job
+    given: Given
+    lock: FolderLock
+    tokenizer: PreTrainedTokenizerBase | None
+    source: Source | None
+    resume: RunCheckpoint | None
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
+    console: Console
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """Holds the output folder inside the ``with``."""
+        return claim(self.lock)
+
+    @property
+    def data(self) -> DataOptions:
+        """Which data, and how they become rows."""
+        given = self.given
+        return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model)
+
+    def open(self) -> TrainingLoop:
+        """Devices, data, weights, and the loop on them."""
+        started = time.perf_counter()
+        console = self.console
+        _say_what_runs(self.job, console)
+        if self.resume is not None:
+            _say_where_it_goes_on(self.resume, self.job.args, console)
+        corpus = _load_data(self, console)
+        reading_took = time.perf_counter() - started
+        with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
+            loop = TrainingLoop(
+                self.job,
+                corpus,
+                source=self.source,
+                resume=self.resume,
+                callbacks=self.callbacks,
+                console=console,
+                lock=self.lock,
+                compute_loss=self.given.compute_loss,
+                compute_metrics=self.given.compute_metrics,
+            )
+        loop.watch.began(earlier=reading_took)
+        say(console, f"output:  {self.lock.folder}")
+        return loop
+
+
 @lasting_output()
 def train(
-    args: TrainingArguments, console: Console | None = None, callbacks: Sequence[TrainerCallback] = ()
+    args: TrainingArguments,
+    console: Console | None = None,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
 ) -> TrainingLoop:
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
-    console = console or Console()
+    start = prepare(args, Given(), callbacks, console or Console())
+    with start.claimed():
+        loop = start.open()
+        loop.train()
+    return loop
 
-    # ---- what can be refused, cheapest first; until here nothing is written and no device is opened ----
+
+def prepare(
+    args: TrainingArguments,
+    given: Given,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    console: Console,
+    *,
+    writes: bool = True,
+) -> Start:
+    """Refuse what can be, cheapest first; until the end nothing is written and no device is opened.
+
+    Args:
+        given: what ``args`` can't name.
+        writes: the output folder must be free, for the run fills it.
+
+    Raises:
+        UserError: anything in the arguments, the recipe or the model that can't be.
+    """
+    args.check_given(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
     callbacks = [*callbacks, *open_trackers(args.report_to, console)]
-    job = Job.resolve(args, device_count)
+    job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
     check_mesh(job.recipe.mesh)
-    job = _for_samples(job)
+    job = _for_samples(job, given)
     check_adapter(job)
-    output = find_output(args, job.recipe.name)
-    tokenizer = _tokenizer(job)
+    if args.sample_prompts is not None:
+        read_prompts(args.sample_prompts)
+    output = find_output(args, job.recipe.name, writes=writes)
+    tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     lock = FolderLock(output, console)
-    lock.check_free()
+    if writes:
+        lock.check_free()
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
     # a checkpoint of an adapter, or of a part, holds no more than that
     needed = resume is None or job.is_part or job.lora is not None
-    given = args.model if args.model and has_weights(args.model) and needed else None
-    source = open_hub_weights(given, job.whole) if given else None
-    with claim(lock):
-        return _run(job, lock, tokenizer, source, resume, callbacks, console)
+    source: Source | None = given.weights(job.whole) if needed else None
+    if needed and args.model and has_weights(args.model):
+        source = open_hub_weights(args.model, job.whole)
+    return Start(job, given, lock, tokenizer, source, resume, callbacks, console)
 
 
-def _run(
-    job: Job,
-    lock: FolderLock,
-    tokenizer: PreTrainedTokenizerBase | None,
-    source: HubWeights | None,
-    resume: RunCheckpoint | None,
-    callbacks: Sequence[TrainerCallback],
-    console: Console,
-) -> TrainingLoop:
-    # ---- devices, data, weights ----
-    started = time.perf_counter()
-    _say_what_runs(job, console)
-    if resume is not None:
-        _say_where_it_goes_on(resume, job.args, console)
-    corpus = _load_data(job, tokenizer, console)
-    reading_took = time.perf_counter() - started
-    with reading(source, console) if source else contextlib.nullcontext():
-        loop = TrainingLoop(job, corpus, source=source, resume=resume, callbacks=callbacks, console=console, lock=lock)
-    loop.watch.began(earlier=reading_took)
-    say(console, f"output:  {lock.folder}")
-    loop.train()
-    return loop
-
-
-def _for_samples(job: Job) -> Job:
+def _for_samples(job: Job, given: Given) -> Job:
     """``job``, whose rows keep samples apart if the dataset's records become samples: refused if the model can't.
 
     Of the dataset no more is read than shows its columns.
     """
     args = job.args
-    if args.eval_dataset is not None:
-        locate(args.eval_dataset)
-    if find_shape(args.dataset, args.text_column, args.is_preference).is_text or args.isolate_documents:
+    for evaluated in (given.evaluated or args.eval_sets).values():
+        locate(evaluated)
+    dataset = args.dataset if given.train is None else given.train
+    shapes = shapes_of(dataset, args.text_column, args.is_preference)
+    if args.isolate_documents or all(shape.is_text for shape in shapes):
         return job
     args.isolate_documents = True
     return replace(job, args=args)
-
-
-def _stops(job: Job) -> frozenset[int]:
-    """The tokens that end a generation, as the model's config and its generation config name them."""
-    named: list[Any] = [job.config, job.config.get_text_config()]
-    if job.args.model is not None:
-        with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(job.args.model))
-    ids = (getattr(config, "eos_token_id", None) for config in named)
-    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
-
-
-def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
-    """The tokenizer asked for, else the one that lies with the weights; None: one is trained on the data."""
-    name, args, vocabulary = job.args.tokenizer, job.args, job.config.get_text_config().vocab_size
-    if name is None and args.model is not None:
-        local = Path(args.model)
-        if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
-            name = args.model
-    tokenizer = None if name is None else open_tokenizer(name)
-    check_tokenizer(tokenizer, vocabulary)
-    return tokenizer
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
@@ -135,38 +171,16 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
     found.check_model(job.adapted, job.config)
     if job.lora is not None:
         check_same(found.folder, job.lora, job.model)
-    if found.step > job.args.max_steps:
-        raise UserError(
-            asked=f"--max_steps {job.args.max_steps} from {found.folder}",
-            found=f"it is of step {found.step}",
-            why="there is nothing left to do",
-            instead=f"--max_steps above {found.step}, or an older checkpoint",
-        )
+    check_steps_left(job.args, found)
 
 
-def _load_data(job: Job, tokenizer: PreTrainedTokenizerBase | None, console: Console) -> Corpus:
-    args = job.args
-    options = DataOptions(
-        dataset=args.dataset,
-        text_column=args.text_column,
-        sequence_length=args.sequence_length,
-        isolate_documents=args.isolate_documents,
-        streaming=args.streaming,
-        shuffle_rows=args.shuffle_rows,
-        eval_dataset=args.eval_dataset,
-        max_samples=args.max_samples,
-        samples=SampleOptions(
-            args.train_on_prompt,
-            args.overflow,
-            on_bad_row=args.on_bad_row,
-            stops=_stops(job),
-            pairs=args.most_pairs(args.sequence_length),
-        ),
-    )
+def _load_data(start: Start, console: Console) -> Corpus:
+    args = start.job.args
     with waiting(console, "reading and tokenising the data …"):
-        corpus = load_corpus(options, tokenizer, job.config.get_text_config().vocab_size)
+        corpus = load_corpus(start.data, start.tokenizer, start.job.config.get_text_config().vocab_size)
     tokens = "a stream" if corpus.train.tokens is None else f"{corpus.train.tokens:,} tokens"
-    held, evaluated = len(corpus.heldout), len(corpus.heldout.spread(args.max_eval_rows))
+    sets = corpus.heldout_sets.values()
+    held, evaluated = sum(map(len, sets)), sum(len(rows.spread(args.max_eval_rows)) for rows in sets)
     part = f"{evaluated:,} of them evaluated" if evaluated < held else "all evaluated"
     say(console, f"data:    {tokens} to train on; {held:,} rows held out, {part}")
     for line in corpus.notes:
@@ -190,5 +204,6 @@ def _say_what_runs(job: Job, console: Console) -> None:
 
 def _say_where_it_goes_on(resume: RunCheckpoint, args: TrainingArguments, console: Console) -> None:
     say(console, f"resume:  {resume.folder}")
-    for other in resume.other_options(args.as_dict()):
+    unknown = ("max_steps", "warmup_steps") if args.max_steps < 1 else ()  # before the data are read
+    for other in resume.other_options({name: v for name, v in args.as_dict().items() if name not in unknown}):
         say(console, f"         other than in the checkpoint: {other}")

@@ -3,37 +3,116 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterable, Mapping
 
 from transformers import TrainerState
 
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import RunCheckpoint
+from trainer.data.corpus import Corpus
+from trainer.data.mixture import MixedRows
+from trainer.data.rows import Rows, StoredRows
+from trainer.endings import check_steps_left
+from trainer.errors import UserError, did_you_mean
+from trainer.job import Job
+from trainer.step.eval_step import Evaluation, PreferenceEvaluation
+from trainer.step.loss import LossFunction
+from trainer.step.measures import ComputeMetrics, Measures, measures_of
+from trainer.step.preference import LOGGED
 from trainer.storage import Folder
 
 
-def state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None) -> TrainerState:
-    """A new run's state, or that of the run to go on with, which counts on towards this run's steps."""
+def settled(
+    job: Job,
+    corpus: Corpus,
+    resume: RunCheckpoint | None,
+    compute_loss: LossFunction | None,
+    compute_metrics: ComputeMetrics | None,
+) -> tuple[int | None, Measures]:
+    """What only the data show of a run: the steps of an epoch (None: not known), and what its evaluations measure.
+
+    ``job.args.max_steps`` is known from here on.
+
+    Raises:
+        UserError: the rows are not the job's, nothing is left to do, or no evaluation gives what is called the best.
+    """
+    args, vocabulary = job.args, job.config.get_text_config().vocab_size
+    args.check_given(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
+    corpus.check_fits(args.sequence_length, vocabulary)
+    epoch = steps_an_epoch(corpus.train, job.rows)
+    if epoch is not None:
+        args.settle_epochs(epoch)
+    check_steps_left(args, resume)
+    measures = measures_of(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
+    check_best(args, corpus.heldout_sets, measures.names, compute_loss is None)
+    return epoch, measures
+
+
+def steps_an_epoch(rows: Rows, batch_rows: int) -> int | None:
+    """Steps that go through ``rows`` once, as transformers counts them; None: a stream's end is not known."""
+    count = len(rows) if isinstance(rows, StoredRows) else rows.rows if isinstance(rows, MixedRows) else None
+    return None if count is None else math.ceil(count / batch_rows)
+
+
+def state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None, epoch: int | None) -> TrainerState:
+    """A new run's state, or that of the run to go on with, which counts on towards this run's steps.
+
+    Args:
+        epoch: steps of one; None: not known.
+    """
     state = TrainerState() if resume is None else resume.trainer_state
     state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
+    state.num_train_epochs = sys.maxsize if epoch is None else math.ceil(args.max_steps / epoch)
     for name in ("logging_steps", "eval_steps", "save_steps"):
         setattr(state, name, getattr(args, name))
     return state
 
 
-def is_evaluated(state: TrainerState) -> bool:
-    """Whether the held-out loss of the state's step is known."""
-    return any("eval_loss" in entry and entry["step"] == state.global_step for entry in state.log_history)
+def prefix_of(name: str, first: str = "eval") -> str:
+    """What the log entries of the held-out set ``name`` begin with, as transformers has it."""
+    return f"{first}_{name}" if name else first
 
 
-def note_if_best(state: TrainerState, loss: float | None) -> bool:
-    """Notes ``loss``, the held-out one of the state's step, if it is the lowest yet; returns whether it is."""
-    lowest = loss is not None and math.isfinite(loss) and (state.best_metric is None or loss < state.best_metric)
-    if lowest:
-        state.best_metric, state.best_global_step = loss, state.global_step
-    return lowest
+def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:
+    """Refuse a ``metric_for_best_model`` that no evaluation gives.
+
+    Args:
+        sets: the names of what is held out.
+        metrics: those of ``compute_metrics``.
+        is_entropy: whether the loss has a perplexity.
+    """
+    wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
+    given: Evaluation | PreferenceEvaluation = Evaluation(0.0, 0.0, dict.fromkeys(metrics, 0.0), is_entropy)
+    if args.is_preference:
+        given = PreferenceEvaluation(0.0, dict.fromkeys(LOGGED, 0.0))
+    known = [name for each in sets for name in given.named(prefix_of(each))]
+    if wanted and args.best_metric not in known:
+        raise UserError(
+            asked=f"--metric_for_best_model {args.metric_for_best_model}",
+            found="no evaluation gives that",
+            why="the best weights are those with the best of one number",
+            instead=f"{did_you_mean(args.best_metric, known)}one of {', '.join(known)}",
+        )
 
 
-def loss_before(state: TrainerState) -> float | None:
-    """The held-out loss before the first step; None if it was not measured."""
-    return next((entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry and not entry["step"]), None)
+def is_evaluated(state: TrainerState, last: str) -> bool:
+    """Whether what is held out was evaluated at the state's step; ``last``: the name of the last set's loss."""
+    return any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
+
+
+def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: TrainingArguments) -> bool:
+    """Notes what ``args`` call the best in ``found``, at the state's step, if it is the best yet; returns whether."""
+    value, best = (found or {}).get(args.best_metric), state.best_metric
+    if value is None or not math.isfinite(value):
+        return False
+    if best is not None and not (value > best if args.greater_is_better else value < best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True
+
+
+def loss_before(state: TrainerState, name: str) -> float | None:
+    """The held-out loss ``name`` before the first step; None if it was not measured."""
+    return next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)

@@ -19,6 +19,7 @@ from trainer.report.expert_load import ExpertLoad, as_record, load_picture
 from trainer.report.goodput import Clock, Life, lives_as_json, read_lives
 from trainer.report.lines import say
 from trainer.report.page import RunView, run_page
+from trainer.samples import SAMPLES, Samples
 from trainer.storage import Folder, StorageError
 from trainer.xla.runtime import chip, compile_seconds
 
@@ -33,6 +34,7 @@ _FILES = {
     "loss_curve.png": "the loss as a picture",
     "expert_load.png": "the load of experts as a picture",
     "expert_load.json": "the load of experts in numbers",
+    SAMPLES: "the answers to --sample_prompts",
     LIVES: "where each process's seconds went",
 }
 
@@ -51,6 +53,7 @@ class Watch:
 
     Attributes:
         unigram: the loss of a unigram model, once it is known.
+        samples: the run's answers, if it writes some down.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Watch:
         self.folder, self.job, self.console, self._check_held = folder, job, console, check_held
         self.clock = Clock(compile_seconds)
         self.unigram: float | None = None
+        self.samples: Samples | None = None
         first = 0 if resume is None else resume.step
         self._life = Life(time.time(), time.time(), first, first)
         self._earlier = [] if resume is None else self._earlier_lives(resume.folder.parent)
@@ -126,6 +130,7 @@ class Watch:
             hbm=None if kind is None else kind.hbm_bytes,
             plan=(PLAN_HEADER, plan_rows(job.plan)),
             links=[(name, what) for name, what in _FILES.items() if name in there],
+            samples=() if self.samples is None else self.samples.entries,
         )
 
     def _facts(self) -> list[tuple[str, str]]:

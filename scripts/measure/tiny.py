@@ -136,7 +136,8 @@ BY_HAND: dict[str, dict[str, Any]] = {
             "intermediate_size": 128,
             "num_hidden_layers": 3,
             "vocab_size": 256,
-        }
+        },
+        "vocabulary_map": {"<|extra_200|>": 255, "<image>": 254, "<|visual token 000000|>": 253},
     },
     "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 3},
     "flint": {"num_hidden_layers": 10},

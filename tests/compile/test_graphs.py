@@ -67,7 +67,7 @@ def test_a_run_compiles_no_graph_that_is_not_asked(tmp_path: Path) -> None:
     assert compile_count() - before == sum(compiles.values()) + 1
     # the evaluation that was asked is the one that ran
     assert job.evaluation_rows == 8 < job.micro_batch_rows == 16
-    assert trainer.eval_step.guard._signature["input_ids"] == "shape [8, 24], torch.int64"
+    assert trainer.evaluator.step.guard._signature["input_ids"] == "shape [8, 24], torch.int64"
 
 
 def text_of(lowered: Lowered) -> str:

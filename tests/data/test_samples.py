@@ -34,7 +34,7 @@ TEMPLATES = {
 }
 
 
-def raising(document: str, bad: BadRecord) -> None:
+def raising(number: int, bad: BadRecord) -> None:
     raise bad
 
 

@@ -121,7 +121,7 @@ class Odd(nn.Module):
         (torch.float32, torch.bfloat16),
         (object(), object()),
     ],
-    ids=str,
+    ids=lambda kinds: type(kinds[0]).__name__,
 )
 def test_layers_that_differ_in_an_attribute_of_any_type_are_never_one(kinds):
     assert list(group(Odd(*kinds), "layers").runs) == [Run(0, 1, 1), Run(1, 1, 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -13,11 +13,10 @@ from trainer.arguments.values import Checked, option
 class ModelArguments(Checked):
     """The model, its layout and what its numbers are stored in."""
 
-    recipe: str = field(
-        metadata={
-            "help": "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from "
-            "--model's own parallel plan and shapes, on the axes of --mesh."
-        }
+    recipe: str = option(
+        "auto",
+        "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from --model's "
+        "own parallel plan and shapes, on the axes of --mesh.",
     )
     model: str | None = option(
         None,

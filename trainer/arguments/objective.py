@@ -53,6 +53,16 @@ class ObjectiveArguments(Checked):
                 instead=f"no --{name}, or --objective sft",
             )
 
+    def check_given(self, **given: object) -> None:
+        """Refuse what is ``given``, name → value, and is not None: it is made for a loss of tokens."""
+        for name in (name for name, value in given.items() if value is not None and self.is_preference):
+            raise UserError(
+                asked=f"{name} with the objective {self.objective}",
+                found="rows of pairs, whose loss compares two answers",
+                why=_WHY[name],
+                instead=f"no {name}, or the objective sft",
+            )
+
     @property
     def is_preference(self) -> bool:
         """Whether records are pairs of answers."""
@@ -75,5 +85,8 @@ _WHY = {
     "text_column": "plain text has no two answers",
     "train_on_prompt": "both answers have the same prompt, which says nothing of which is preferred",
     "overflow": "a part of an answer is preferred to nothing",
+    "compute_loss_func": "the objective is the loss, and there is one loss",
+    "compute_metrics": "it is given tokens and their targets, and an evaluation of pairs adds up pairs",
+    "predict": "it tells of each record what the model says of its tokens, and a record of pairs has two answers",
     "streaming": "what the starting weights say of each row is stored beside it, and of a stream no rows are stored",
 }

@@ -57,12 +57,18 @@ class OutputArguments(Checked):
     load_best_model_at_end: bool = option(
         False, "End with the weights of the checkpoint whose held-out loss was the lowest."
     )
-    metric_for_best_model: str = option("eval_loss", "What `best` means: eval_loss, the held-out loss; the lower.")
+    metric_for_best_model: str = option(
+        "eval_loss",
+        "What `best` means: eval_loss, eval_perplexity, eval_accuracy; of a named set eval_NAME_loss, …; or what "
+        "compute_metrics gives.",
+    )
+    greater_is_better: bool | None = option(
+        None, "Whether more of that is better. Default: unless its name ends in loss or perplexity."
+    )
 
     # transformers' callbacks read these; they are no options of ours
     logging_strategy = IntervalStrategy.STEPS
     eval_delay = 0
-    greater_is_better = False
     hub_private_repo = trackio_space_id = trackio_bucket_id = None
     trackio_static_space_id = False  # nothing is pushed to the hub
 
@@ -75,7 +81,8 @@ class OutputArguments(Checked):
         self.check("max_eval_rows", self.max_eval_rows >= 0, "it can't be negative", 0)
         self.choose("eval_strategy", ["no", "steps"])
         self.choose("save_strategy", ["no", "steps", "epoch", "best"])
-        self.choose("metric_for_best_model", ["eval_loss"])
+        if self.greater_is_better is None:
+            self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
         limit = self.save_total_limit
         self.check("save_total_limit", limit is None or limit >= 1, "the newest checkpoint is always kept", 1)
         self._check_best()
@@ -97,6 +104,12 @@ class OutputArguments(Checked):
         raise UserError(
             asked=asked, found=found, why="the best weights are those of a step evaluated and saved", instead=instead
         )
+
+    @property
+    def best_metric(self) -> str:
+        """``metric_for_best_model`` as it is logged."""
+        name = self.metric_for_best_model
+        return name if name.startswith("eval_") else f"eval_{name}"
 
     @property
     def profiled(self) -> tuple[int, int]:

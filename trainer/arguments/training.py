@@ -15,16 +15,20 @@ from trainer.arguments.data import DataArguments
 from trainer.arguments.model import ModelArguments
 from trainer.arguments.objective import ObjectiveArguments
 from trainer.arguments.output import OutputArguments
+from trainer.arguments.samples import SampleArguments
 from trainer.arguments.values import check_values, option
 from trainer.errors import UserError
 from trainer.schedule import KINDS, Schedule
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
+DEFAULT_STEPS = 300  # where neither steps nor epochs are asked for
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
 @dataclass
-class TrainingArguments(OutputArguments, ObjectiveArguments, AdapterArguments, DataArguments, ModelArguments):
+class TrainingArguments(
+    SampleArguments, OutputArguments, ObjectiveArguments, AdapterArguments, DataArguments, ModelArguments
+):
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
 
     The first options are those of the last class above: it is in this order that ``--help`` lists them.
@@ -34,7 +38,14 @@ class TrainingArguments(OutputArguments, ObjectiveArguments, AdapterArguments, D
         1, "Rows a micro-batch for each device along the recipe's batch axes; evaluation takes no more."
     )
     gradient_accumulation_steps: int = option(1, "Micro-batches an optimizer step; all inside one XLA computation.")
-    max_steps: int = option(300, "Optimizer steps.")
+    num_train_epochs: float | None = option(
+        None, "Times through the data, where --max_steps says nothing; --streaming knows no length, and takes those."
+    )
+    max_steps: int = option(
+        -1,
+        "Optimizer steps; they win over --num_train_epochs. Default: as many as the epochs are, and without those "
+        f"{DEFAULT_STEPS}.",
+    )
     learning_rate: float | None = option(
         None, "Peak learning rate. Default: 2e-3 for a random init, 5e-5 (transformers' default) for given weights."
     )
@@ -76,7 +87,7 @@ class TrainingArguments(OutputArguments, ObjectiveArguments, AdapterArguments, D
             text_column=self.text_column, train_on_prompt=self.train_on_prompt, overflow=split, streaming=stream
         )
         self.isolate_documents |= self.is_preference  # the two answers of a pair share a row
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             self.check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
         for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):
             self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
@@ -90,14 +101,50 @@ class TrainingArguments(OutputArguments, ObjectiveArguments, AdapterArguments, D
         self.choose("router_balance", ["sequence", "batch"])
         self._read_schedule()
         self.check_output()
+        self.check_samples()
+        self._read_length()
+
+    def _read_length(self) -> None:
+        """How many steps, if that can be said before the data are seen."""
+        epochs = self.num_train_epochs
+        self.check("max_steps", self.max_steps >= 1 or self.max_steps == -1, "a run has a step at least", DEFAULT_STEPS)
+        self.check("num_train_epochs", epochs is None or epochs > 0, "it counts times through the data", 3)
+        if epochs is None or self.max_steps > 0:
+            self.settle_steps(self.max_steps if self.max_steps > 0 else DEFAULT_STEPS)
+        elif self.streaming:
+            raise UserError(
+                asked=f"--num_train_epochs {epochs:g} of --streaming",
+                found="a stream, whose length shows where it ends",
+                why="the learning rate falls with the steps, so their number must be known before the first",
+                instead="--max_steps N, which may go through the data several times; or no --streaming",
+            )
+
+    def settle_epochs(self, steps_an_epoch: int) -> None:
+        """Turn ``num_train_epochs`` into ``max_steps``, as transformers counts them, unless those are known.
+
+        Raises:
+            UserError: as :meth:`settle_steps`.
+        """
+        if self.max_steps < 1 and self.num_train_epochs is not None:
+            self.settle_steps(math.ceil(self.num_train_epochs * steps_an_epoch))
+
+    def settle_steps(self, steps: int) -> None:
+        """Set ``max_steps``, and what is a share of them.
+
+        Raises:
+            UserError: the scheduler gives no rates for so many steps, or ``profile_steps`` lie beyond them.
+        """
+        self.max_steps = steps
+        warmup = self.warmup_steps  # in steps, as transformers counts them
+        self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+        for rate in [self.learning_rate] if self.learning_rate else DEFAULT_RATE.values():
+            self.schedule(rate)
         if self.profile_steps is not None:
             first, last = self.profiled
-            self.check("profile_steps", 1 <= first <= last <= self.max_steps, "it is a part of the run's steps", "2:4")
+            self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", "2:4")
 
     def _read_schedule(self) -> None:
-        """Warm-up as a number of steps, as transformers counts them; and a scheduler that gives rates."""
-        warmup = self.warmup_steps
-        self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(self.max_steps * warmup)
+        """The scheduler's further arguments, from JSON or as they are."""
         self.choose("lr_scheduler_type", KINDS)
         options = self.lr_scheduler_kwargs
         try:
@@ -112,8 +159,6 @@ class TrainingArguments(OutputArguments, ObjectiveArguments, AdapterArguments, D
                 why="it is a JSON object: names and values",
                 instead="""--lr_scheduler_kwargs '{"min_lr_rate": 0.1}'""",
             )
-        for rate in [self.learning_rate] if self.learning_rate else DEFAULT_RATE.values():
-            self.schedule(rate)
 
     def schedule(self, peak: float) -> Schedule:
         """The learning rates of a run that rises to ``peak``.

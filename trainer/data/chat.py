@@ -47,6 +47,11 @@ class Chat:
     first: int = 0
 
     @property
+    def unknown_roles(self) -> list[str]:
+        """The role of each message whose role is none that templates know."""
+        return [m["role"] for m in self.messages if m["role"] not in ROLES]
+
+    @property
     def turns(self) -> list[int]:
         """The numbers of the messages that are trained on; not a first one, which answers nothing."""
         return [i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT and i >= max(self.first, 1)]
@@ -192,7 +197,7 @@ class Template:
         before, with_it = tokens[1 : 1 + count], tokens[1 + count :]
         for i, beginning in zip(chat.turns, before, strict=True):
             self._check_begins(whole, beginning, f"as far as message {i + 1}")
-        ends = [*map(len, before[1:]), len(whole)]
+        ends = [*map(len, before), len(whole)][1:]  # none of a chat without turns
         spans = []
         for i, start, turn, next_start in zip(chat.turns, map(len, before), with_it, ends, strict=True):
             end = len(turn)
@@ -219,6 +224,7 @@ class Template:
             "messages",
             f"the chat template renders a chat {what} otherwise than the whole: they part at token {at + 1}, "
             f"{second!r} where the whole has {first!r}",
+            parts=True,
         )
 
     def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:

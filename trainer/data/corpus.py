@@ -11,17 +11,17 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
 import tokenizers
 import transformers
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trainer.cache import cache_root, cached, digest
@@ -30,15 +30,17 @@ from trainer.data.document_stream import find_stream
 from trainer.data.documents import find_documents
 from trainer.data.fitting import SampleOptions, SamplePacker
 from trainer.data.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
+from trainer.data.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
 from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from trainer.data.row_stream import StreamedRows
 from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
 from trainer.data.selection import evaluated_on, first_of, first_of_stream, stream_evaluated_on
 from trainer.data.shapes import Shape
-from trainer.data.tally import notes
+from trainer.data.tally import notes, unread_notes
 from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
 from trainer.errors import UserError
 
+Found = TypeVar("Found")
 CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
 
 
@@ -48,8 +50,9 @@ class DataOptions:
 
     Args:
         dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
-            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change). None: the source
-            of this Python's standard library.
+            (``id:config`` where the dataset has several, ``id@commit`` for one that does not change); or several, each
+            with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``; or records of the library `datasets`, stored or
+            streamed. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
         text_column: where records keep their text; None: their columns say of what shape they are.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
@@ -58,22 +61,26 @@ class DataOptions:
         heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
             A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
             same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
-        eval_dataset: documents to hold out instead, of which none is trained on; as ``dataset``.
+        eval_dataset: documents to hold out instead, of which none is trained on, each as ``dataset``, by the names of
+            their sets; one without a name has an empty one.
         max_samples: train on so many documents alone, the first; None: all. A share of them is held out where nothing
             else is.
-        samples: how records of other shapes than text become rows, and texts that do not share any.
+        samples: how records of other shapes than text become rows, and texts that do not share any; and what becomes
+            of rows of a file that can't be read.
+        labels: rows of text have labels too, as those of samples have beside which they are mixed.
     """
 
-    dataset: str | None
+    dataset: str | Dataset | IterableDataset | None
     sequence_length: int
     text_column: str | None = None
     isolate_documents: bool = False
     streaming: bool = False
     shuffle_rows: int = 2048
     heldout_fraction: float = 0.05
-    eval_dataset: str | None = None
+    eval_dataset: Mapping[str, str | Dataset | IterableDataset] = field(default_factory=dict)
     max_samples: int | None = None
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
+    labels: bool = False
 
     def makes_samples(self, shape: Shape) -> bool:
         """Whether records of ``shape`` become samples, each whole; texts are joined, and rows cut from them."""
@@ -87,12 +94,20 @@ class Corpus:
     Each row has ``input_ids``, and with ``isolate_documents`` also ``segment_ids`` (1, 2, … in each row, 0 for padding)
     and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` are
     lines for a person: what was recognised, and what became of it.
+
+    ``named`` are the held-out rows of each set that has a name; ``heldout`` are then those of the first.
     """
 
     train: Rows
     heldout: StoredRows
     tokenizer: PreTrainedTokenizerBase
     notes: tuple[str, ...] = ()
+    named: Mapping[str, StoredRows] = field(default_factory=dict)
+
+    @property
+    def heldout_sets(self) -> Mapping[str, StoredRows]:
+        """The held-out rows of each set by its name, which is empty where there is but one."""
+        return self.named or {"": self.heldout}
 
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
@@ -103,7 +118,8 @@ class Corpus:
             UserError: names both numbers.
         """
         check_vocabulary(self.tokenizer, vocab_size)
-        for rows in (self.train, self.heldout):
+        mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]
+        for rows in (*mixed, *self.heldout_sets.values()):
             if isinstance(rows, StoredRows) and len(rows) and (found := len(rows.dataset[0]["input_ids"])) != length:
                 raise UserError(
                     asked=f"a job with rows of {length} tokens",
@@ -135,21 +151,34 @@ def load_corpus(
             to make a row on either side of the split; chats without a template; a bad row.
     """
     check_tokenizer(tokenizer, vocab_size)
+    sources, root = sources_of(options.dataset), cache_root(cache_dir)
     load = _streamed_corpus if options.streaming else _stored_corpus
-    return load(options, tokenizer, vocab_size, cache_root(cache_dir))
+    if len(sources) == 1:
+        return load(options, tokenizer, vocab_size, root)
+    if tokenizer is None:
+        raise no_tokenizer(options.dataset)
+    shapes = shapes_of(options.dataset, options.text_column, bool(options.samples.pairs))
+    labels = any(map(options.makes_samples, shapes))
+    corpora = [
+        load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
+    ]
+    train = MixedRows([corpus.train for corpus in corpora], shares([source.weight for source in sources]))
+    held = [corpus.heldout for corpus in (corpora[:1] if options.eval_dataset else corpora)]
+    heldout = StoredRows(datasets.concatenate_datasets([rows.dataset for rows in held]))
+    notes = mixture_notes(sources, train, [corpus.notes for corpus in corpora])
+    return Corpus(train, heldout, tokenizer, notes, corpora[0].named)
 
 
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Tokenizer and rows from the cache, made if they are not there."""
-    pairs = bool(options.samples.pairs)
-    documents = find_documents(options.dataset, options.text_column, pairs)
-    if options.max_samples is not None:
-        documents = first_of(documents, options.max_samples)
-    if options.eval_dataset is not None:
-        documents = evaluated_on(documents, find_documents(options.eval_dataset, options.text_column, pairs))
-    _check_samples(options, documents.shape, tokenizer)
+    find = _finder(find_documents, options)
+    found, others = find(options.dataset), {name: find(each) for name, each in options.eval_dataset.items()}
+    documents = found if options.max_samples is None else first_of(found, options.max_samples)
+    if others:
+        documents = evaluated_on(documents, others)
+    check_samples(options, documents.shape, tokenizer)
     key = [CACHE_FORMAT, documents.fingerprint, options.heldout_fraction]
     with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
         scratch = Path(temporary)
@@ -161,26 +190,77 @@ def _stored_corpus(
         if tokenizer is None:
             folder = root / "tokenizers" / digest([*key, vocab_size, tokenizers.__version__])
             tokenizer = trained_tokenizer(folder, scratch, lambda: _sample(split()["train"]), vocab_size)
+
+        def unread() -> Counter[str]:
+            return sum((each.unread.tally for each in (found, *others.values())), Counter())
+
         packing = _packing_key(options, documents.shape, tokenizer)
         new_packer = _packers(options, documents.shape, tokenizer)
         rows = cached(
             root / "rows" / digest([*key, *packing]),
             scratch,
-            build=lambda folder: write_rows(split(), folder, new_packer, documents.asked),
+            build=lambda folder: write_rows(split(), folder, new_packer, documents.asked, unread),
             load=load_rows,
         )
     tally = sum((Counter(split.tally) for split in rows.values()), Counter())
-    return Corpus(rows["train"], rows["heldout"], tokenizer, _notes(options, documents.shape, tally))
+    train, *held = rows.values()
+    return Corpus(train, held[0], tokenizer, _notes(options, documents.shape, tally), _named(options, held))
+
+
+def _finder(find: Callable[..., Found], options: DataOptions) -> Callable[[Any], Found]:
+    """``find``, which takes a dataset, with what ``options`` say of all of them."""
+    samples = options.samples
+    return functools.partial(
+        find, text_column=options.text_column, on_bad_row=samples.on_bad_row, pairs=bool(samples.pairs)
+    )
+
+
+def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
+    """The held-out rows of the sets that have names, in their order."""
+    return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
+
+
+def load_rows_of(
+    dataset: str | Dataset | IterableDataset, options: DataOptions, tokenizer: PreTrainedTokenizerBase
+) -> StoredRows:
+    """The rows of other data than those of a corpus, of all of it and in its order. Those of samples are one a row.
+
+    Args:
+        options: how the corpus was made.
+
+    Raises:
+        UserError: as :func:`load_corpus`.
+    """
+    options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
+    documents = _finder(find_documents, options)(dataset)
+    check_samples(options, documents.shape, tokenizer)
+    packing = _packing_key(options, documents.shape, tokenizer)
+    new_packer = _packers(options, documents.shape, tokenizer)
+    root = cache_root(None)
+    with _no_progress_bars(), tempfile.TemporaryDirectory(dir=root, prefix="scratch-") as temporary:
+        scratch = Path(temporary)
+        rows = cached(
+            root / "rows" / digest([CACHE_FORMAT, documents.fingerprint, "alone", *packing]),
+            scratch,
+            build=lambda folder: write_rows(
+                {"test": next(iter(documents.read(scratch / "documents").values()))},
+                folder,
+                new_packer,
+                documents.asked,
+            ),
+            load=load_rows,
+        )
+    return rows["test"]
 
 
 def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
     """Makes the packer of documents of ``shape``."""
     if not options.makes_samples(shape):
-        return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents)
+        return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
 
     def place_of(document: str) -> str:
-        datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
-        found = (find_stream(each, options.text_column, shape.is_pair).place_of(document) for each in datasets)
+        find, datasets = _finder(find_stream, options), [options.dataset, *options.eval_dataset.values()]
+        found = (find(each).place_of(document) for each in datasets)
         return next(filter(None, found), "a record")
 
     return functools.partial(
@@ -202,10 +282,12 @@ def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokeni
         key += [shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
         key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row, sorted(samples.stops)]
         key += [samples.pairs] if samples.pairs else []
+    elif options.labels:
+        key += ["labels"]
     return key
 
 
-def _check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuse samples that can't be made, before more of them is read than their columns."""
     if not options.makes_samples(shape):
         return
@@ -229,7 +311,7 @@ def _check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedToke
 
 def _notes(options: DataOptions, shape: Shape, tally: Mapping[str, int]) -> tuple[str, ...]:
     if not options.makes_samples(shape):
-        return ()
+        return tuple(unread_notes(tally))
     trained = "every token" if options.samples.train_on_prompt else shape.trained
     words = f"records with {', '.join(shape.required)}; trained on: {trained}"
     return words, *notes(shape, tally, options.sequence_length)
@@ -250,13 +332,14 @@ def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
-    pairs = bool(options.samples.pairs)
-    stream = find_stream(options.dataset, options.text_column, pairs)
+    find = _finder(find_stream, options)
+    stream = find(options.dataset)
     if options.max_samples is not None:
         stream = first_of_stream(stream, options.max_samples)
-    if options.eval_dataset is not None:
-        stream = stream_evaluated_on(stream, find_stream(options.eval_dataset, options.text_column, pairs))
-    _check_samples(options, stream.shape, tokenizer)
+    sets = {name: stream_evaluated_on(stream, find(each)) for name, each in options.eval_dataset.items()}
+    if sets:
+        stream = replace(next(iter(sets.values())), identity="; ".join(each.identity for each in sets.values()))
+    check_samples(options, stream.shape, tokenizer)
     fraction = 0.0 if stream.heldout else options.heldout_fraction
     if tokenizer is None:
         folder = root / "tokenizers" / digest([CACHE_FORMAT, stream.identity, fraction, vocab_size, "stream"])
@@ -265,13 +348,15 @@ def _streamed_corpus(
             tokenizer = trained_tokenizer(folder, Path(scratch), lambda: texts, vocab_size)
     new_packer = _packers(options, stream.shape, tokenizer)
     heldout, left_out = heldout_of_stream(stream, new_packer(), fraction)
+    held = [heldout, *(heldout_of_stream(each, new_packer(), 0.0)[0] for each in [*sets.values()][1:])]
     first, length, _, *samples = _packing_key(options, stream.shape, tokenizer)
     packing = [first, length, new_packer().columns, *samples]
     # the last two: a place in a stream counts rows of documents that were packed together
     key = [CACHE_FORMAT, *packing, options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, new_packer, left_out, options.shuffle_rows, fingerprint)
-    return Corpus(rows, heldout, tokenizer, _notes(options, stream.shape, heldout.tally))
+    notes_of = _notes(options, stream.shape, heldout.tally)
+    return Corpus(rows, heldout, tokenizer, notes_of, _named(options, held))
 
 
 @contextmanager

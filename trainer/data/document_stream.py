@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from trainer.data.documents import text_documents
-from trainer.data.records import columns_of, identity_of, open_records
-from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import Files, HubDataset, cause, locate, not_utf8, pick_splits
+from trainer.data.records import columns_of, identity_of, open_records, shape_of_files, texts_of_file
+from trainer.data.shapes import Shape, no_pairs, recognise, text_shape
+from trainer.data.sources import Files, Given, HubDataset, cause, locate, not_utf8, pick_splits
+from trainer.data.unread import Unread
 from trainer.errors import UserError
 
 
@@ -29,6 +30,7 @@ class DocumentStream:
         shape: of its records.
         names: of its parts, where they are files.
         heldout: the documents that the dataset itself holds out.
+        unread: what was left out where it was read.
     """
 
     asked: str
@@ -38,6 +40,7 @@ class DocumentStream:
     shape: Shape = text_shape()  # noqa: RUF009  (it is frozen)
     names: tuple[str, ...] = ()
     heldout: DocumentStream | None = None
+    unread: Unread = Unread("a stream", "error")  # noqa: RUF009  (it counts nothing)
 
     def documents(self) -> Iterator[tuple[str, str | None]]:
         """All documents, part after part."""
@@ -48,40 +51,72 @@ class DocumentStream:
         for part in range(self.parts):
             for row, (_, text) in enumerate(self.read(part, 0), start=1):
                 if text == document:
-                    return f"{self.names[part] if self.names else f'part {part + 1} of {self.parts}'}, row {row}"
+                    return f"{self.name_of(part)}, row {row}"
         return self.heldout.place_of(document) if self.heldout else None
 
+    def name_of(self, part: int) -> str:
+        """A part as a person knows it."""
+        return self.names[part] if self.names else f"part {part + 1} of {self.parts}"
 
-def find_stream(dataset: str | None, text_column: str | None, pairs: bool = False) -> DocumentStream:
+
+def find_stream(
+    dataset: str | Dataset | IterableDataset | None,
+    text_column: str | None,
+    on_bad_row: str = "error",
+    pairs: bool = False,
+) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
     Raises:
         UserError: nothing is there, or nothing to read, or no column of text. ``read`` raises it where a stream breaks.
     """
     where = locate(dataset)
-    if isinstance(where, Files) and where.kind == "text":
-        names = list(where.files)
-        return DocumentStream(
-            where.asked,
-            identity_of(where),
-            len(names),
-            lambda part, document: itertools.islice(text_documents(where, names[part]), document, None),
-        )
-    splits, identity = open_records(where)
+    unread = Unread(where.asked, on_bad_row)
+    if isinstance(where, HubDataset | Given):
+        return _of_records(where, text_column, pairs)
+    identity, names = identity_of(where), list(where.files)
+    if where.kind == "text":
+        if pairs:
+            raise no_pairs(where.asked, "plain text")
+
+        def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
+            return itertools.islice(text_documents(where, names[part], unread), document, None)
+
+        return DocumentStream(where.asked, identity, len(names), read, names=tuple(names), unread=unread)
+    shape, splits = shape_of_files(where, text_column, pairs), where.by_split()
     train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
-    streams = [_records(where, name, splits[name], (shape, identity)) for name in [train, *heldout]]
+    identity = f"{identity}, {', '.join(shape.required)}"
+    streams = [_of_files(where, splits[name], (shape, identity), unread) for name in [train, *heldout]]
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _records(where: Files | HubDataset, name: str, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
+def _of_files(where: Files, names: list[str], known: tuple[Shape, str], unread: Unread) -> DocumentStream:
+    """The stream of the rows of files of one split; a row that has no text, or can't be read, is None."""
+    shape, identity = known
+
+    def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
+        for text in texts_of_file(where, names[part], shape, unread, document):
+            yield text or "", text
+
+    return DocumentStream(where.asked, identity, len(names), read, shape, tuple(names), unread=unread)
+
+
+def _of_records(where: HubDataset | Given, text_column: str | None, pairs: bool) -> DocumentStream:
+    splits, identity = open_records(where)
+    train, heldout = pick_splits(splits, where.asked)
+    shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
+    streams = [_records(where, splits[name], (shape, identity)) for name in [train, *heldout]]
+    return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
+
+
+def _records(where: HubDataset | Given, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
     recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked, shape.is_pair)
     chosen = split.select_columns(shape.required[0]) if shape.is_text else split
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
-        # `skip` is exact in every kind of file (a test counts), and drops whole Arrow tables without converting them
+        # `skip` is exact in every kind of file, and drops whole Arrow tables without converting them
         records: Any = chosen.shard(split.num_shards, part).skip(document)
         try:
             for record in records:
@@ -97,7 +132,5 @@ def _records(where: Files | HubDataset, name: str, split: IterableDataset, known
                 instead="the same command with --resume_from_checkpoint latest, when the data can be read again",
             ) from error
 
-    files = [path.name for path in where.by_split().get(name, [])] if isinstance(where, Files) else []
-    names = tuple(files) if len(files) == split.num_shards else ()
     columns = ", ".join(shape.required)
-    return DocumentStream(where.asked, f"{identity}, {columns}", split.num_shards, read, shape, names)
+    return DocumentStream(where.asked, f"{identity}, {columns}", split.num_shards, read, shape)

@@ -10,21 +10,14 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, IterableDataset, Value
 
 from trainer.cache import digest
-from trainer.data.records import find_shape
-from trainer.data.shapes import Shape, recognise, text_shape
-from trainer.data.sources import (
-    Files,
-    HubDataset,
-    check_records,
-    locate,
-    not_utf8,
-    pick_splits,
-    unreadable,
-)
-from trainer.data.tables import stored_tables
+from trainer.data.record_files import Unreadable
+from trainer.data.records import shape_of_files, texts_of_file
+from trainer.data.shapes import Shape, no_pairs, recognise, text_shape
+from trainer.data.sources import Files, Given, HubDataset, locate, not_utf8, pick_splits, unreadable
+from trainer.data.unread import Unread
 from trainer.errors import UserError
 
 # one text file alone is cut at line ends into about a hundred documents, so that some can be held out
@@ -44,26 +37,38 @@ class Documents:
         read: takes a scratch folder, which must outlive the result. Returns the documents to train on as ``train``, and
             those that the dataset itself holds out, if any, under the name of their split. Columns: ``text``, and
             ``name`` if the documents are files.
+        unread: what was left out when they were read.
     """
 
     asked: str
     fingerprint: str
     shape: Shape
     read: Callable[[Path], Mapping[str, Dataset]]
+    unread: Unread
 
 
-def find_documents(dataset: str | None, text_column: str | None, pairs: bool = False) -> Documents:
+def find_documents(
+    dataset: str | Dataset | IterableDataset | None,
+    text_column: str | None,
+    on_bad_row: str = "error",
+    pairs: bool = False,
+) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
         UserError: nothing is there, or nothing to read. ``read`` raises it for what only the content shows.
     """
     where = locate(dataset)
+    unread = Unread(where.asked, on_bad_row)
+    if isinstance(where, Given):
+        return _given_documents(where, text_column, unread, pairs)
     if isinstance(where, HubDataset):
-        return _hub_documents(where, text_column, pairs)
+        return _hub_documents(where, text_column, unread, pairs)
     if where.kind == "text":
-        return _text_file_documents(where)
-    return _record_documents(where, find_shape(dataset, text_column, pairs))
+        if pairs:
+            raise no_pairs(where.asked, "plain text")
+        return _text_file_documents(where, unread)
+    return _record_documents(where, shape_of_files(where, text_column, pairs), unread)
 
 
 def key_hash(key: str) -> int:
@@ -88,7 +93,7 @@ def _stamps(files: Mapping[str, Path]) -> list[Any]:
     return stamps
 
 
-def text_documents(where: Files, name: str) -> Iterator[tuple[str, str]]:
+def text_documents(where: Files, name: str, unread: Unread) -> Iterator[tuple[str, str]]:
     """(name, text) of the documents of the text file ``name``: the whole file, or groups of lines of an only file.
 
     Raises:
@@ -97,68 +102,82 @@ def text_documents(where: Files, name: str) -> Iterator[tuple[str, str]]:
     path = where.files[name]
     try:
         if len(where.files) == 1:
-            yield from ((f"{name}:{i}", text) for i, text in enumerate(_line_groups(path)))
+            yield from ((f"{name}:{i}", text) for i, text in enumerate(_line_groups(path, unread)))
         else:
             yield name, path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         if not where.skip_undecodable:
-            raise not_utf8(replace(where, files={name: path}), error) from error
+            if unread.policy == "error":
+                raise not_utf8(replace(where, files={name: path}), error) from error
+            unread(name, None, Unreadable(f"UnicodeDecodeError: {error}", rest=True))
     except OSError as error:
         if not where.skip_undecodable:
-            raise UserError(
-                asked=f"{where.asked}: the text of {path}",
-                found=f"{type(error).__name__}: {error}",
-                why="a text file must be readable",
-                instead="make it readable, or move it out of the folder",
-            ) from error
+            unread(name, None, Unreadable(f"{type(error).__name__}: {error}", rest=True))
 
 
-def _text_file_documents(where: Files) -> Documents:
-    fingerprint = digest(_stamps(where.files))
+def _text_file_documents(where: Files, unread: Unread) -> Documents:
+    fingerprint = digest([_stamps(where.files), unread.policy])
 
     def documents() -> Iterator[dict[str, str]]:
         for file in where.files:
-            yield from ({"text": text, "name": name} for name, text in text_documents(where, file))
+            yield from ({"text": text, "name": name} for name, text in text_documents(where, file, unread))
 
     def read(scratch: Path) -> Mapping[str, Dataset]:
-        features = Features(text=Value("large_string"), name=Value("string"))
-        try:
-            made = Dataset.from_generator(documents, features=features, cache_dir=str(scratch), fingerprint=fingerprint)
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
-        return {"train": made}
+        return {"train": _written(documents, Features(text=Value("large_string"), name=Value("string")), scratch)}
 
-    return Documents(where.asked, fingerprint, text_shape(), read)
+    return Documents(where.asked, fingerprint, text_shape(), read, unread)
 
 
-def _line_groups(path: Path) -> Iterator[str]:
-    """The text of a file, cut at line ends into about a hundred pieces."""
+def _written(rows: Callable[[], Iterator[dict[str, Any]]], features: Features, scratch: Path) -> Dataset:
+    """``rows`` as a dataset in the folder ``scratch``; raises their own UserError."""
+    try:
+        return Dataset.from_generator(rows, features=features, cache_dir=str(scratch), fingerprint=scratch.name)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+
+
+def _line_groups(path: Path, unread: Unread) -> Iterator[str]:
+    """The text of a file, cut at line ends into about a hundred pieces; lines that are no UTF-8 may be left out."""
     least, most = DOCUMENT_BYTES
     size = min(most, max(least, path.stat().st_size // DOCUMENTS_OF_ONE_FILE))
-    with path.open(encoding="utf-8-sig") as file:
-        while lines := file.readlines(size):
-            yield "".join(lines)
+    number = 0
 
-
-def _record_documents(where: Files, shape: Shape) -> Documents:
-    def read(scratch: Path) -> Mapping[str, Dataset]:
-        check_records(where)
+    def decoded(line: bytes) -> str:
+        nonlocal number
+        number += 1
         try:
-            splits = _read_records(where, scratch)
-        except Exception as error:  # of many types: each file format is malformed in its own ways
-            raise unreadable(where, error) from error
-        return _texts(_checked(_picked(splits, shape, where.asked), where), shape, scratch)
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            if unread.policy == "error":
+                raise
+            unread(path.name, number, Unreadable(f"UnicodeDecodeError: {error}"))
+            return ""
 
-    return Documents(where.asked, digest([_stamps(where.files), *shape.required]), shape, read)
+    with path.open("rb") as file:
+        while lines := file.readlines(size):
+            yield "".join(map(decoded, lines))
 
 
-def _read_records(where: Files, scratch: Path) -> Mapping[str, Dataset]:
-    if where.kind == "csv":
-        return stored_tables(where.by_split(), scratch)
-    return datasets.load_dataset(where.kind, data_files=where.patterns(), cache_dir=str(scratch))
+def _record_documents(where: Files, shape: Shape, unread: Unread) -> Documents:
+    def read(scratch: Path) -> Mapping[str, Dataset]:
+        splits = where.by_split()
+        train, heldout = pick_splits(splits, where.asked)
+
+        def rows_of(names: list[str]) -> Callable[[], Iterator[dict[str, Any]]]:
+            # each row's own string, and None where it has none
+            return lambda: ({"text": text} for n in names for text in texts_of_file(where, n, shape, unread))
+
+        features = Features(text=Value("large_string"))
+        return {
+            name: _written(rows_of(splits[split]), features, scratch / name)
+            for name, split in [("train", train), *((each, each) for each in heldout)]
+        }
+
+    return Documents(where.asked, digest([_stamps(where.files), *shape.required, unread.policy]), shape, read, unread)
 
 
-def _hub_documents(where: HubDataset, text_column: str | None, pairs: bool) -> Documents:
+def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
     try:
         loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
     except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
@@ -168,7 +187,29 @@ def _hub_documents(where: HubDataset, text_column: str | None, pairs: bool) -> D
     splits = _picked(loaded, shape, where.asked)
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
-    return Documents(where.asked, fingerprint, shape, lambda scratch: _texts(_checked(splits, where), shape, scratch))
+
+    def read(scratch: Path) -> Mapping[str, Dataset]:
+        return _texts(_checked(splits, where), shape, scratch)
+
+    return Documents(where.asked, fingerprint, shape, read, unread)
+
+
+def _given_documents(where: Given, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
+    if not isinstance(where.records, Dataset):
+        raise UserError(
+            asked=f"rows of {where.asked} that are stored",
+            found="a stream, whose length shows where it ends",
+            why="all of it would have to be read first",
+            instead="streaming=True, or a Dataset",
+        )
+    shape = recognise(where.records.features, text_column, where.asked, pairs)
+    splits = _picked({"train": where.records}, shape, where.asked)
+    identity = digest([where.identity, *shape.required])
+
+    def read(scratch: Path) -> Mapping[str, Dataset]:
+        return _texts(_checked(splits, where), shape, scratch)
+
+    return Documents(where.asked, identity, shape, read, unread)
 
 
 def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str, Dataset]:
@@ -200,7 +241,7 @@ def _texts(splits: Mapping[str, Dataset], shape: Shape, scratch: Path) -> dict[s
     }
 
 
-def _checked(splits: dict[str, Dataset], where: Files | HubDataset) -> dict[str, Dataset]:
+def _checked(splits: dict[str, Dataset], where: HubDataset | Given) -> dict[str, Dataset]:
     """``splits``, whose texts are UTF-8: Arrow files and Parquet hold whatever bytes were written as text."""
     for split in splits.values():
         for table in split.with_format("arrow").iter(RECORDS_AT_ONCE):

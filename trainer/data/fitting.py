@@ -12,13 +12,14 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.packing import Columns, as_table
-from trainer.data.samples import IGNORE, Encoder, Sample
+from trainer.data.samples import IGNORE, Encoder, Sample, joined
 from trainer.data.shapes import BadRecord, Shape
 from trainer.errors import UserError
 
@@ -48,6 +49,17 @@ class SampleOptions:
 Group = tuple[Sample, ...]
 
 
+class Watch(Protocol):
+    """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it.
+
+    Of a pair the two answers are told as one sample.
+    """
+
+    def bad(self, number: int, bad: BadRecord) -> None: ...
+
+    def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None: ...
+
+
 class SamplePacker:
     """Records → rows of S tokens. It keeps nothing for the next call: the last row of each is filled up.
 
@@ -55,6 +67,7 @@ class SamplePacker:
         shape: of the records.
         isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
         place_of: a record's file and row, for messages.
+        watch: is told what becomes of each record.
 
     Attributes:
         tally: what was counted so far; :func:`trainer.data.tally.notes` says it in words.
@@ -70,7 +83,9 @@ class SamplePacker:
         options: SampleOptions,
         isolate: bool = True,
         place_of: Callable[[str], str] = lambda document: f"a record that begins {document[:60]!r}",
+        watch: Watch | None = None,
     ) -> None:
+        self.watch, self._documents = watch, list[str]()
         self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
         self.tally: Counter[str] = Counter()
         self.rest = np.empty(0, dtype=np.int32)  # as a packer of text has: no row holds part of a sample
@@ -89,13 +104,16 @@ class SamplePacker:
     def rows(self, documents: Sequence[str]) -> Columns:
         """The rows of ``documents``, each column [B, S]."""
         groups: list[Group] = []
-        for document, found in self.encoder(documents):
+        self._documents = [*documents]
+        for number, found in self.encoder(documents):
             self.tally["samples"] += 1
-            kept = [group for group in self._fitted(document, found.segments) if _all_scored(group)]
+            kept = [group for group in self._fitted(documents[number], found.segments) if _all_scored(group)]
             self.tally["without target"] += not kept and (
                 self.options.overflow != "drop" or not _all_scored(found.segments)
             )
             groups += kept
+            if self.watch is not None:
+                self.watch.made(number, joined(found.segments), [joined(group) for group in kept])
         lengths = [_length(group) for group in groups]
         most = self.options.pairs or None
         bins = best_fit(lengths, self.length, most) if self.options.packing else [[i] for i in range(len(groups))]
@@ -143,12 +161,14 @@ class SamplePacker:
                     columns["position_ids"][place] = np.arange(len(sample.tokens))
         return columns
 
-    def _bad(self, document: str, bad: BadRecord) -> None:
+    def _bad(self, number: int, bad: BadRecord) -> None:
         self.tally["bad"] += 1
+        if self.watch is not None:
+            self.watch.bad(number, bad)
         if self.options.on_bad_row == "error":
             raise UserError(
                 asked=f"samples of {self.encoder.shape.name}",
-                found=f"{self.place_of(document)}, column {bad.column}: {bad.found}",
+                found=f"{self.place_of(self._documents[number])}, column {bad.column}: {bad.found}",
                 why="no sample can be made of it",
                 instead="the data mended, or --on_bad_row skip, which leaves such rows out and counts them",
             )

@@ -20,6 +20,7 @@ from trainer.data.document_stream import DocumentStream
 from trainer.data.documents import Documents, has_text, key_hash
 from trainer.data.packing import DOCUMENTS_AT_ONCE, AnyPacker, as_table
 from trainer.data.rows import StoredRows
+from trainer.data.selection import HELDOUT
 from trainer.errors import UserError
 
 # characters of text that are looked at where all of it may be too much: to hold out, and to train a tokenizer
@@ -28,14 +29,15 @@ HELDOUT_ROWS = 512  # the most that are held out of a stream
 
 
 def split_documents(documents: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
-    """Reads ``documents``; returns those with text as ``train`` and ``heldout``.
+    """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the sets that have names.
 
     ``heldout_fraction`` is the share that is held out where the dataset itself holds nothing out.
 
     Raises:
         UserError: too few documents have text in them, or they can't be read.
     """
-    train, *given = documents.read(scratch).values()
+    splits = dict(documents.read(scratch))
+    train, given = splits.pop(next(iter(splits))), splits
     hashes_D = _hashes(train)
     filled_D = hashes_D >= 0
     distinct = np.unique(hashes_D[filled_D])
@@ -47,7 +49,8 @@ def split_documents(documents: Documents, scratch: Path, heldout_fraction: float
             instead="a dataset with more documents",
         )
     if given:
-        return {"train": train.select(np.flatnonzero(filled_D)), "heldout": given[0]}
+        named = {name: held for name, held in given.items() if name.startswith(HELDOUT)}
+        return {"train": train.select(np.flatnonzero(filled_D)), **(named or {HELDOUT: next(iter(given.values()))})}
     heldout_D = filled_D & (hashes_D <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
     return {
         "train": train.select(np.flatnonzero(filled_D & ~heldout_D)),

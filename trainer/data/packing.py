@@ -48,20 +48,23 @@ class AnyPacker(Protocol):
 class Packer:
     """Documents of text → rows of S tokens: joined, and cut every S tokens.
 
-    Tokens that do not fill a row wait in ``rest`` for the next call.
+    Tokens that do not fill a row wait in ``rest`` for the next call. ``labels``: rows have them, as rows of samples do.
     """
 
     groups = 1
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool) -> None:
-        self.tokenizer, self.length, self.isolate = tokenizer, sequence_length, isolate_documents
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool, labels: bool = False
+    ) -> None:
+        self.tokenizer, self.length, self.isolate, self.labels = tokenizer, sequence_length, isolate_documents, labels
         self.rest = np.empty(0, dtype=np.int32)
         self.tally: Counter[str] = Counter()  # nothing is left out or cut
 
     @property
     def columns(self) -> list[str]:
         """The names of a row's columns, each int32 [S]."""
-        return ["input_ids", *(["segment_ids", "position_ids"] if self.isolate else [])]
+        labels = ["labels"] if self.labels else []
+        return ["input_ids", *labels, *(["segment_ids", "position_ids"] if self.isolate else [])]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
         """The rows that the documents in ``batch["text"]`` complete; documents without text are left out."""
@@ -75,7 +78,8 @@ class Packer:
         count = len(flat) // self.length
         self.rest = flat[count * self.length :].copy()  # not a view, which would keep all of `flat`
         rows_BS = flat[: count * self.length].reshape(count, self.length)
-        return {"input_ids": rows_BS} | (self._documents_of(rows_BS) if self.isolate else {})
+        made = {"input_ids": rows_BS} | ({"labels": rows_BS} if self.labels else {})
+        return made | (self._documents_of(rows_BS) if self.isolate else {})
 
     def _documents_of(self, rows_BS: np.ndarray) -> Columns:
         """The columns that tell a row's documents apart.

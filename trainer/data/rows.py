@@ -176,8 +176,17 @@ class StoredOrder:
         return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
 
 
-def write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable[[], AnyPacker], asked: str) -> None:
+def write_rows(
+    splits: Mapping[str, Dataset],
+    folder: Path,
+    new_packer: Callable[[], AnyPacker],
+    asked: str,
+    tally: Callable[[], Mapping[str, int]] = dict,
+) -> None:
     """Write the rows of each split of documents to ``folder``, and last how many there are, which `load_rows` checks.
+
+    Args:
+        tally: what was counted while the documents were read.
 
     Raises:
         UserError: the documents of a split don't fill one row.
@@ -202,6 +211,8 @@ def write_rows(splits: Mapping[str, Dataset], folder: Path, new_packer: Callable
                 why="they don't fill one row",
                 instead="a larger dataset, or a shorter --sequence_length",
             )
+    first = next(iter(tallies))
+    tallies[first] |= tally()
     (folder / "rows.json").write_text(json.dumps({"rows": counts, "tallies": tallies}))
 
 

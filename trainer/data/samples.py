@@ -5,10 +5,11 @@ Shape legend: T tokens of a sample.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,14 @@ _INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n
 
 @dataclass(frozen=True)
 class Sample:
-    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100 where the loss is not on it."""
+    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100 where the loss is not on it.
+
+    ``counts``: what was counted when it was made.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:
@@ -55,6 +60,16 @@ class Pair:
         return self.chosen, self.rejected
 
 
+def joined(segments: Sequence[Sample]) -> Sample:
+    """``segments`` one behind the other, to be looked at as one."""
+    if len(segments) == 1:
+        return segments[0]
+    counts: Counter[str] = sum((Counter(each.counts) for each in segments), Counter())
+    return Sample(
+        np.concatenate([each.tokens for each in segments]), np.concatenate([each.labels for each in segments]), counts
+    )
+
+
 # what is tokenised of a record, and what their tokens make
 Draft = tuple[list[str], Callable[[list[list[int]]], Any]]
 
@@ -66,7 +81,7 @@ class Encoder:
         train_on_prompt: the loss is on every token.
         stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only its special ones count: a
             config that was never made for it names a number that is some letter here.
-        on_bad: called with each record that no sample can be made of, and why; it may raise.
+        on_bad: called with the number of each record that no sample can be made of, and why; it may raise.
         tally: what is counted on the way.
 
     Raises:
@@ -78,7 +93,7 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         shape: Shape,
         tally: Counter[str],
-        on_bad: Callable[[str, BadRecord], None],
+        on_bad: Callable[[int, BadRecord], None],
         train_on_prompt: bool = False,
         stops: frozenset[int] = frozenset(),
     ) -> None:
@@ -90,27 +105,36 @@ class Encoder:
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
-    def __call__(self, documents: Sequence[str]) -> list[tuple[str, Sample | Pair]]:
-        """``documents``, each a record's one string, with their samples or pairs, without those that are bad."""
+    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Pair]]:
+        """The samples or pairs of ``documents``, each a record's one string, with its number; without those that are
+        bad.
+        """
         if self.shape.is_text:
-            tokens_of = zip(documents, plain_tokens(self.tokenizer, documents), strict=True)
-            return [(document, self._whole([*tokens, self.end])) for document, tokens in tokens_of]
-        drafts = [(document, draft) for document in documents if (draft := self._tried(document, self._draft))]
+            tokens_of = enumerate(plain_tokens(self.tokenizer, documents))
+            return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
+        drafts = [
+            (number, draft)
+            for number, document in enumerate(documents)
+            if (draft := self._tried(number, functools.partial(self._draft, document)))
+        ]
         texts = [text for _, (texts, _) in drafts for text in texts]
         # verbose=False: no warning that a text is longer than the model's context
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
-        samples = []
-        for document, (texts, make) in drafts:
-            own = [next(tokens) for _ in texts]
-            samples.append((document, self._tried(document, lambda _, make=make, own=own: make(own))))  # type: ignore[misc]
-        return [(document, sample) for document, sample in samples if sample is not None]
+        samples: list[tuple[int, Sample | Pair]] = []
+        for number, (texts, make) in drafts:
+            made = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
+            if made is not None:
+                for sample in made.segments:
+                    self.tally.update(sample.counts)
+                samples.append((number, made))
+        return samples
 
-    def _tried(self, document: str, make: Callable[[str], Any]) -> Any:
+    def _tried(self, number: int, make: Callable[[], Any]) -> Any:
         try:
-            return make(document)
+            return make()
         except BadRecord as bad:
-            self.on_bad(document, bad)
+            self.on_bad(number, bad)
             return None
 
     def _draft(self, document: str) -> Draft:
@@ -160,10 +184,10 @@ class Encoder:
             pairs = zip(asked, whole, strict=False)
             # the first token that the prompt alone would not have, even if it holds the prompt's last letters too
             first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
-            self.tally["merged"] += first < len(asked)
             begin = self.begin if whole[:1] != self.begin else []
             end = [] if whole[-1:] == [self.end] else [self.end]
-            return self._whole([*begin, *whole, *end], len(begin) + first)
+            sample = self._whole([*begin, *whole, *end], len(begin) + first)
+            return replace(sample, counts={"merged": int(first < len(asked))})
 
         return [prompt, prompt + completion], make
 
@@ -210,18 +234,21 @@ class Encoder:
             tokens, spans = template.marked_spans(chat)
             # turns of the prompt are not trained on
             prompt = [template.text(chat, chat.first)] if chat.first else []
-            return prompt, lambda found: self._turns(tokens, [span for span in spans if span[0] >= len(*found or [[]])])
+            return prompt, lambda found: self._turns(
+                chat, tokens, [span for span in spans if span[0] >= len(*found or [[]])]
+            )
 
         def make(found: list[list[int]]) -> Sample:
-            return self._turns(found[0], template.spans(chat, found))
+            return self._turns(chat, found[0], template.spans(chat, found))
 
         return template.texts(chat), make
 
-    def _turns(self, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Sample:
+    def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Sample:
         """The loss is on the tokens of ``spans``."""
-        self.tally["turns"] += len(spans)
-        self.tally["turns without stop"] += sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
-        sample = self._whole(tokens, len(tokens))
+        counts = Counter(f"unknown role {role!r}" for role in chat.unknown_roles)
+        counts["turns"] = len(spans)
+        counts["turns without stop"] = sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
+        sample = replace(self._whole(tokens, len(tokens)), counts=counts)
         for a, b in [] if self.train_on_prompt else spans:
             sample.labels[a:b] = sample.tokens[a:b]
         return sample

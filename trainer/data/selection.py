@@ -15,6 +15,8 @@ from trainer.data.documents import Documents
 from trainer.data.shapes import Shape
 from trainer.errors import UserError
 
+HELDOUT = "heldout"
+
 
 def first_of(documents: Documents, most: int) -> Documents:
     """``documents`` with the first ``most`` of those to train on."""
@@ -35,21 +37,26 @@ def first_of_stream(stream: DocumentStream, most: int) -> DocumentStream:
     return replace(stream, identity=f"{stream.identity}, the first {most}", parts=1, read=read, names=())
 
 
-def evaluated_on(documents: Documents, others: Documents) -> Documents:
-    """``documents`` with all that ``others`` train on as the ones held out.
+def evaluated_on(documents: Documents, others: Mapping[str, Documents]) -> Documents:
+    """``documents`` with all that each of ``others`` trains on as one held out, under its name in :func:`split_name`.
 
     Raises:
         UserError: they are of another shape.
     """
-    _check_same(documents.shape, others.shape, others.asked)
+    for other in others.values():
+        _check_same(documents.shape, other.shape, other.asked)
+    sets = {"train": documents, **{split_name(name): each for name, each in others.items()}}
 
     def read(scratch: Path) -> Mapping[str, Dataset]:
-        train, held = (
-            next(iter(each.read(scratch / name).values())) for name, each in (("train", documents), ("eval", others))
-        )
-        return {"train": train, "eval": held}
+        return {name: next(iter(each.read(scratch / name).values())) for name, each in sets.items()}
 
-    return replace(documents, fingerprint=digest([documents.fingerprint, others.fingerprint, "eval"]), read=read)
+    key = [documents.fingerprint, *((name, each.fingerprint) for name, each in others.items()), "eval"]
+    return replace(documents, fingerprint=digest(key), read=read)
+
+
+def split_name(name: str) -> str:
+    """The split of the named set ``name`` of what is held out; of the one without a name where that is empty."""
+    return f"{HELDOUT}-{name}" if name else HELDOUT
 
 
 def stream_evaluated_on(stream: DocumentStream, others: DocumentStream) -> DocumentStream:

@@ -48,19 +48,22 @@ class Shape:
         return self == PAIRS
 
     def document(self, record: Mapping[str, Any]) -> str | None:
-        """The record as one string; None if all of its columns are empty."""
+        """The record as one string; of text None if there is none."""
         if self.is_text:
             return record[self.required[0]]
         values = {name: _without_nulls(record.get(name)) for name in (*self.required, *self.optional)}
         values = {name: value for name, value in values.items() if value is not None}
-        return json.dumps(values, ensure_ascii=False, default=str) if values else None
+        return json.dumps(values, ensure_ascii=False, default=str)
 
 
 class BadRecord(ValueError):
-    """A record that no sample can be made of: the column, and what was found there."""
+    """A record that no sample can be made of: the column, and what was found there.
 
-    def __init__(self, column: str, found: str) -> None:
-        self.column, self.found = column, found
+    ``parts``: the chat template renders its beginning otherwise than the whole.
+    """
+
+    def __init__(self, column: str, found: str, parts: bool = False) -> None:
+        self.column, self.found, self.parts = column, found, parts
         super().__init__(f"{column}: {found}")
 
 

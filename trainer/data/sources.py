@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
-import mmap
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+from datasets import Dataset, IterableDataset
 
 from trainer.errors import UserError
 
@@ -22,7 +21,6 @@ SUFFIXES = {
     "arrow": [".arrow"],
     "csv": [".csv"],
 }
-BINARY = ("parquet", "arrow")  # kinds that have no lines
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
 HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
 # what lies beside the data of a dataset in a repository: text that is no data where the data are records, …
@@ -32,8 +30,6 @@ ABOUT = re.compile(
 )
 # … and records of the dataset, not in it
 ABOUT_RECORDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
-# where a null may be what a file of records begins with, alone or in a list; and where one has a line of its own
-NULL_FIRST, NULL_LINE = re.compile(rb"[\s\[]*null"), re.compile(rb"\n[ \t\r]*null[ \t\r]*(?=\n|\Z)")
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -55,16 +51,12 @@ class Files:
     is_folder: bool = True
     skip_undecodable: bool = False
 
-    def by_split(self) -> dict[str, list[Path]]:
-        """The paths of each split's files. In a folder, file names say the split, as they do on the hub."""
-        paths: dict[str, list[Path]] = {}
-        for name, path in self.files.items():
-            paths.setdefault(_split_of(name) if self.is_folder else "train", []).append(path)
-        return paths
-
-    def patterns(self) -> dict[str, list[str]]:
-        """The paths of each split's files, as `datasets` takes them: patterns, in which nothing is a wildcard."""
-        return {split: [glob.escape(str(path)) for path in paths] for split, paths in self.by_split().items()}
+    def by_split(self) -> dict[str, list[str]]:
+        """The names of each split's files. In a folder, file names say the split, as they do on the hub."""
+        names: dict[str, list[str]] = {}
+        for name in self.files:
+            names.setdefault(_split_of(name) if self.is_folder else "train", []).append(name)
+        return names
 
 
 @dataclass(frozen=True)
@@ -77,12 +69,37 @@ class HubDataset:
     configuration: str | None
 
 
-def locate(dataset: str | None) -> Files | HubDataset:
+@dataclass(frozen=True)
+class Given:
+    """Records that a caller holds: a ``Dataset``, or an ``IterableDataset``, whose records come again each time."""
+
+    asked: str
+    records: Dataset | IterableDataset
+
+    @property
+    def identity(self) -> str:
+        """A name for the records; of a stream, which has none of its own, its columns and parts."""
+        if isinstance(self.records, Dataset):
+            # semi-private: datasets/arrow_dataset.py, datasets 5.2; of the content, or of what made it
+            return f"{len(self.records):,} records ({self.records._fingerprint})"
+        return f"a stream of {self.records.num_shards} parts, columns {sorted(self.records.features or ())}"
+
+    def stream(self) -> IterableDataset:
+        """The records one after another."""
+        return self.records.to_iterable_dataset() if isinstance(self.records, Dataset) else self.records
+
+
+Place = Files | HubDataset | Given
+
+
+def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
     """The place that ``--dataset`` names; None is the standard library. Nothing is read.
 
     Raises:
         UserError: there is no such file or folder, or it holds nothing to read, or files of several kinds.
     """
+    if isinstance(dataset, Dataset | IterableDataset):
+        return Given(f"a {type(dataset).__name__}", dataset)
     if dataset is None:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
@@ -144,13 +161,6 @@ def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
             instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
         )
     kind = next(iter(kinds))
-    if kind != "text" and "::" in str(path.absolute()):
-        raise UserError(
-            asked=asked,
-            found=f"'::' in the path {path.absolute()}",
-            why="the library that reads such files takes it for a file within another",
-            instead="a path without it",
-        )
     return files, kind
 
 
@@ -178,9 +188,9 @@ def _split_of(name: str) -> str:
     return match[1] if match else "train"
 
 
-def not_utf8(where: Files | HubDataset, error: Exception) -> UserError:
+def not_utf8(where: Place, error: Exception) -> UserError:
     """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
-    files = where.files.values() if isinstance(where, Files) and where.kind not in BINARY else ()
+    files = where.files.values() if isinstance(where, Files) else ()
     lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
     return UserError(
         asked=f"{where.asked}: its text",
@@ -201,32 +211,7 @@ def _undecodable_line(path: Path) -> int | None:
     return None
 
 
-def check_records(where: Files, most: int | None = None) -> None:
-    """Refuse JSON files with a record that is `null` where pyarrow 26 ends the whole process: the first, or a line.
-
-    Args:
-        most: look at so many bytes of each file alone.
-
-    Raises:
-        UserError: names the file.
-    """
-    for name, path in where.files.items() if where.kind == "json" else ():
-        if not path.stat().st_size:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = len(data) if most is None else most
-            # in a record that stands in several lines a null may have a line of its own
-            lines = data.readline().rstrip().endswith(b"}")
-            if NULL_FIRST.match(data) or (lines and NULL_LINE.search(data, 0, end)):
-                raise UserError(
-                    asked=where.asked,
-                    found=f"a record of {name} that is null",
-                    why="it holds no text, and the reader of JSON does not survive it",
-                    instead="the file without such records (of JSON-lines: grep -v '^null$')",
-                )
-
-
-def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
+def unreadable(where: Place, error: Exception) -> UserError:
     """The UserError of a dataset that `datasets` could not open."""
     if isinstance(where, Files):
         return UserError(
@@ -235,6 +220,13 @@ def unreadable(where: Files | HubDataset, error: Exception) -> UserError:
             why=f"it can't be read as {where.kind}",
             instead="files with one JSON object a line (.jsonl), Parquet or Arrow files, or tables with a first line "
             "of names (.csv)",
+        )
+    if isinstance(where, Given):
+        return UserError(
+            asked=where.asked,
+            found=cause(error),
+            why="its records can't be read",
+            instead="a dataset of the library `datasets` whose first record can be looked at",
         )
     return UserError(
         asked=where.asked,

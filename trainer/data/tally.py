@@ -38,11 +38,24 @@ def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
         lines.append(f"{kind} without any scored token, dropped: {count['without target']}")
     if tally.get("bad"):
         lines.append(f"bad rows, left out: {count['bad']}")
+    lines += unread_notes(tally)
     if tally.get("merged"):
         lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
+    roles = {name.removeprefix("unknown role "): n for name, n in tally.items() if name.startswith("unknown role ")}
+    if roles:
+        words = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items()))
+        lines.append(f"warning: messages of roles that chat templates don't know: {words}")
     if tally.get("turns without stop"):
         lines.append(
             f"warning: turns behind which the template writes no token that ends a generation: "
             f"{count['turns without stop']} of {count['turns']}; from these the model does not learn to stop"
         )
     return lines
+
+
+def unread_notes(tally: Mapping[str, int]) -> list[str]:
+    """A line for a person if rows or files were left out because they can't be read: how many, and where."""
+    if not (count := tally.get("unreadable")):
+        return []
+    places = [name.removeprefix("unreadable ") for name in tally if name.startswith("unreadable ")]
+    return [f"rows that can't be read, left out: {count:,} ({'; '.join(places)}{'; …' * (len(places) < count)})"]

@@ -10,17 +10,19 @@ from html import escape
 from typing import Any
 
 from trainer.report.chart import SCRIPT, STYLE, Point, html_chart
+from trainer.report.curve import heldout_keys
 from trainer.report.expert_load import BUSIEST, DROPPED, ENTROPY, ExpertLoad, labelled
 from trainer.report.goodput import WHAT, Life, goodput, where_time_went
 from trainer.report.html import html_bars, html_memory_bar, html_page, html_table
 from trainer.report.units import size
 
 RELOAD_SECONDS = 60
+_ANSWERS = 6  # to one prompt: the first, and the last ones
 
-# log keys → chart: a log line's value, as it is, over the steps
+# log keys → chart: a log line's value, as it is, over the steps; the first two have a line for each set held out too
 _CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
-    ("Loss (nats a token)", {"loss": "training", "eval_loss": "held out"}, None),
-    ("Held-out token accuracy", {"eval_accuracy": "accuracy"}, None),
+    ("Loss (nats a token)", {"loss": "training"}, None),
+    ("Held-out token accuracy", {}, None),
     ("Learning rate", {"learning_rate": "learning rate"}, 0.0),
     ("Gradient norm", {"grad_norm": "gradient norm"}, 0.0),
     ("Tokens a second", {"tokens_per_second": "tokens/s"}, 0.0),
@@ -52,6 +54,7 @@ class RunView:
         hbm: bytes of a device that a program can use; None: not known.
         plan: header and rows of the plan's table.
         links: (file of the output folder, what it is).
+        samples: ``step``, ``prompt`` and ``answer`` of each answer, in order.
     """
 
     title: str
@@ -67,6 +70,7 @@ class RunView:
     hbm: int | None
     plan: tuple[Sequence[str], Sequence[Sequence[str]]]
     links: Sequence[tuple[str, str]]
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 def run_page(view: RunView) -> str:
@@ -77,6 +81,7 @@ def run_page(view: RunView) -> str:
         f"<p>{escape(_as_of(view))}</p>",
         html_table(("", ""), [*_latest(view), *view.facts]),
         f'<h2>Curves</h2><div class="charts">{"".join(_charts(view))}</div>',
+        *_samples(view),
         *_experts(view),
         "<h2>Where the time went</h2>",
         *_time(view.lives),
@@ -122,13 +127,20 @@ def _latest(view: RunView) -> Iterator[tuple[str, str]]:
         "mfu": ("MFU", "{:.1%}"),
         "saved_step": ("last checkpoint", "checkpoint-{:.0f}"),
     }
+    for found in ("loss", "perplexity", "accuracy"):
+        for key, name in heldout_keys(view.log, found).items():
+            what, form = forms[f"eval_{found}"]
+            forms.setdefault(key, (f"{what}{name.removeprefix('held out')}", form))
     for key, (what, form) in forms.items():
         if points := points_of(view.log, key):
             yield what, form.format(points[-1][1])
 
 
 def _charts(view: RunView) -> Iterator[str]:
-    for title, keys, floor in _CHARTS:
+    (loss, *_), (accuracy, *_), *_ = _CHARTS
+    heldout = {loss: heldout_keys(view.log, "loss"), accuracy: heldout_keys(view.log, "accuracy")}
+    for title, own, floor in _CHARTS:
+        keys = {**own, **heldout.get(title, {})}
         lines = {name: points_of(view.log, key) for key, name in keys.items()}
         if view.unigram is not None and "loss" in keys:
             ends = [step for points in lines.values() for step, _ in points]
@@ -156,6 +168,18 @@ def _experts(view: RunView) -> Iterator[str]:
     ]
     if rows:
         yield html_table(("layer", "busiest over the mean", "entropy", "dropped"), rows)
+
+
+def _samples(view: RunView) -> Iterator[str]:
+    """Each prompt with its first answer and the last few."""
+    answers: dict[str, list[tuple[str, str]]] = {}
+    for entry in view.samples:
+        answers.setdefault(entry["prompt"], []).append((f"{entry['step']:,}", entry["answer"]))
+    if answers:
+        yield '<h2 id="samples">Answers</h2>'
+    for prompt, found in answers.items():
+        rows = found if len(found) <= _ANSWERS else [found[0], *found[1 - _ANSWERS :]]
+        yield f'<pre class="prompt">{escape(prompt)}</pre>{html_table(("step", "answer"), rows, numbers=1)}'
 
 
 def _by_number(label: str) -> tuple[int, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +40,21 @@ _FORMATS = {
     "save_bytes": "{:,} bytes",
     "save_seconds": "in {:.2f} s",
 }
+_SET_METRIC = re.compile(r"eval_(\w+)_(loss|perplexity|accuracy)")
+
+
+def log_line(logs: Mapping[str, Any]) -> str:
+    """A log entry as a person reads it: of a named set its name first, and last what compute_metrics gave."""
+    parts: dict[tuple[int, str], str] = {}
+    sets = dict.fromkeys(f"{found[1]}: " for key in logs if (found := _SET_METRIC.fullmatch(key)))
+    order = list(_FORMATS)
+    for key, value in logs.items():
+        kind = _SET_METRIC.sub(r"eval_\2", key)
+        if value is not None and kind in _FORMATS:
+            parts[order.index(kind), key] = _FORMATS[kind].format(value)
+        elif key.startswith("eval_") and type(value) is float:
+            parts[len(order), key] = f"{key.removeprefix('eval_')} {value:.4g}"
+    return "".join(sets) + "  ".join(text for _, text in sorted(parts.items()))
 
 
 class ProgressCallback(TrainerCallback):
@@ -65,7 +81,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
-        text = "  ".join(form.format(logs[key]) for key, form in _FORMATS.items() if logs.get(key) is not None)
+        text = log_line(logs)
         if text:
             say(self.console, f"step {state.global_step:>6}  {text}")
         if self.progress is not None and "loss" in logs:

@@ -11,9 +11,15 @@ from trainer.lazy_names import lazy_names
 if TYPE_CHECKING:
     from trainer.step.compile_guard import CompileGuard
     from trainer.step.eval_step import EvalStep
+    from trainer.step.measures import Predictions
     from trainer.step.train_step import StepMetrics, TrainStep
 
-__all__ = ["CompileGuard", "EvalStep", "StepMetrics", "TrainStep"]
+__all__ = ["CompileGuard", "EvalStep", "Predictions", "StepMetrics", "TrainStep"]
 __getattr__, __dir__ = lazy_names(
-    __name__, CompileGuard="compile_guard", EvalStep="eval_step", StepMetrics="train_step", TrainStep="train_step"
+    __name__,
+    CompileGuard="compile_guard",
+    EvalStep="eval_step",
+    Predictions="measures",
+    StepMetrics="train_step",
+    TrainStep="train_step",
 )

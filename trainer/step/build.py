@@ -6,8 +6,8 @@ There is one way to it, for a run on this process's devices and for a lowering w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,15 +29,19 @@ from trainer.layout.partition import partition_spec
 from trainer.layout.recipe import Layout, matches
 from trainer.layout.stacking import first_name
 from trainer.model import experts_modules
+from trainer.step.decoders import CachedDecoder, RowDecoder, unstacked
 from trainer.step.eval_step import EvalStep, PreferenceEvalStep
-from trainer.step.loss import Loss
+from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
+from trainer.step.loss import Loss, LossFunction
+from trainer.step.measures import Measures
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
 from trainer.step.routing import make_routing, router_losses, watch_routing
 from trainer.step.train_step import StepOptions, TrainStep
-from trainer.weights.place import place_parameters
+from trainer.weights.live import LiveWeights
+from trainer.weights.place import place_buffers, place_parameters
 from trainer.weights.sources import Source
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
@@ -55,37 +59,96 @@ class Built:
     evaluation: EvalStep
 
 
-def build(job: Job, mesh: DeviceMesh, source: Source, restored: Source | None = None) -> Built:
+def build(
+    job: Job,
+    mesh: DeviceMesh,
+    source: Source,
+    restored: Source | None = None,
+    *,
+    compute_loss: LossFunction | None = None,
+    measures: Measures | None = None,
+) -> Built:
     """The job's model with its weights from ``source`` placed on ``mesh``, and its steps.
 
     Args:
         restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
+        compute_loss: in place of the model's loss; see `Loss`.
+        measures: what an evaluation measures beside the loss.
     """
     unused, _ = job.unused  # before anything is placed, since a loss of no parameter is refused
     trained = {e.name: [name not in unused for name in job.stored.members(e.name)] for e in job.stored.parameters}
+    evaluation = build_evaluation(job, mesh, source, compute_loss=compute_loss, measures=measures)
+    loss, placed, args = evaluation.loss, evaluation.placed, job.args
+    optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(loss.model))
+    options = StepOptions(
+        args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
+    )
+    moments = restored and _with_zeros(job, restored)
+    step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, loss.model, placed), trained)
+    return Built(loss.model, placed, step, evaluation)
+
+
+def build_evaluation(
+    job: Job,
+    mesh: DeviceMesh,
+    source: Source,
+    *,
+    compute_loss: LossFunction | None = None,
+    measures: Measures | None = None,
+) -> EvalStep:
+    """The job's model with its weights from ``source`` placed on ``mesh``, to be evaluated: nothing else is placed."""
+    model = _on_mesh(job, mesh, job.recipe.activations)
+    parameters = place_parameters(model, job.stored, mesh, source)
+    placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
+    loss = _make_loss(job, model, mesh, compute_loss)
+    if isinstance(loss.objective, Preference):
+        return PreferenceEvalStep(loss, placed, loss.objective)
+    return EvalStep(loss, placed, measures)
+
+
+def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: Sampling) -> Generator:
+    """What continues texts with the model and the weights of ``step``, which stay where they are.
+
+    With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
+    transformers has no cache of one shape for the model, each token is computed from the whole row.
+
+    Raises:
+        UserError: the model has not as many positions as ``shape``.
+    """
+    mesh, batch = step.placed.mesh, job.recipe.batch
+    heads = tuple(axis for axis in job.plan.mesh if axis not in batch)
+    check_positions(job.model, shape.length)
+    if not can_cache(job.model):
+        return Generator(RowDecoder(step.loss, step.placed, shape, sampling), shape)
+    plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))
+    by_rows = {
+        pattern: {axis: placement for axis, placement in layout.items() if placement.is_shard(0)}
+        for pattern, layout in job.recipe.activations.items()
+    }
+    model = _on_mesh(plain, mesh, by_rows)  # a decoded token has no sequence to split
+    attention.choose(model, attention.MASKED)
+    live = LiveWeights(step.loss.model, job.stored, mesh, step.placed.parameters)
+
+    def parameters() -> Tensors:
+        place_buffers(model, mesh, live)
+        return unstacked(job.stored, step.placed.parameters)
+
+    decoder = CachedDecoder(_make_loss(plain, model, mesh, None), parameters, mesh, (batch, heads), shape, sampling)
+    return Generator(decoder, shape)
+
+
+def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
+    """A copy of the job's assembled model, its kernels bound to ``mesh`` and its activations laid out."""
     model = copy.deepcopy(job.assembled)
     _bind_kernels(job, model, mesh)
     scopes.annotate(model)
     if not any(isinstance(module, DecoderLayers) for module in model.modules()):
         number_layers(model)
-    for pattern, layout in job.recipe.activations.items():
+    for pattern, layout in activations.items():
         for name, module in model.named_modules():
             if matches(pattern, name):
                 module.register_forward_hook(_constrain_output(layout, mesh))
-    parameters = place_parameters(model, job.stored, mesh, source)
-    placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    loss, args = _make_loss(job, model, mesh), job.args
-    optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(model))
-    options = StepOptions(
-        args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
-    )
-    moments = restored and _with_zeros(job, restored)
-    step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, model, placed), trained)
-    objective = loss.objective
-    evaluation = (
-        PreferenceEvalStep(loss, placed, objective) if isinstance(objective, Preference) else EvalStep(loss, placed)
-    )
-    return Built(model, placed, step, evaluation)
+    return model
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:
@@ -143,8 +206,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     experts.bind(model, experts_modules(model), kernel)
 
 
-def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
-    """The model's loss, its parameters cast to the compute dtype and laid out just before use."""
+def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
+    """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
     partials = partial_gradients_of(job, model, mesh)
     prepare = _Prepare(job, mesh, partials)
@@ -156,7 +219,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> Loss:
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), _objective(job))
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own, _objective(job))
 
 
 def _objective(job: Job) -> Preference | None:

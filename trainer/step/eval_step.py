@@ -1,16 +1,18 @@
-"""EvalStep: loss and token accuracy over held-out batches, in one graph and one transfer to the host."""
+"""EvalStep: loss, token accuracy and a person's own metrics over held-out batches, in one graph and one transfer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from models.partial_gradients import Tensors
 from trainer.step.compile_guard import CompileGuard
-from trainer.step.loss import CORRECT, Loss, scored_tokens
+from trainer.step.loss import Loss, scored_tokens
+from trainer.step.measures import CORRECT, IDS, LOG_PROBS, Measures, token_values
 from trainer.step.placed import Placed
 from trainer.step.preference import CHOSEN_LOSS, LOGGED, PAIR_LOSS, Preference
 from trainer.xla import sharding
@@ -24,12 +26,16 @@ class Evaluation:
 
     Args:
         loss: mean cross entropy over the scored targets, in nats a token, without the auxiliary loss; NaN if there is
-            none.
+            none. With a loss function of one's own, the mean of that.
         accuracy: the share of them that no other token was given a higher score than; NaN likewise.
+        metrics: of a person's own, by name.
+        is_entropy: whether the loss is the cross entropy, and so has a perplexity.
     """
 
     loss: float
     accuracy: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    is_entropy: bool = True
 
     @property
     def perplexity(self) -> float:
@@ -39,7 +45,13 @@ class Evaluation:
     @property
     def entries(self) -> dict[str, float]:
         """As log entries, under transformers' kind of names."""
-        return {"eval_loss": self.loss, "eval_perplexity": self.perplexity, "eval_accuracy": self.accuracy}
+        return self.named("eval")
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """As log entries whose names begin with ``prefix``."""
+        perplexity = {"perplexity": self.perplexity} if self.is_entropy else {}
+        found = {"loss": self.loss, **perplexity, "accuracy": self.accuracy, **self.metrics}
+        return {f"{prefix}_{name}": value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,22 @@ class PreferenceEvaluation:
     loss: float
     means: Mapping[str, float]
 
-    @property
-    def entries(self) -> dict[str, float]:
-        """As log entries, under transformers' kind of names."""
-        return {"eval_loss": self.loss, **{f"eval_{name}": value for name, value in self.means.items()}}
+    def named(self, prefix: str) -> dict[str, float]:
+        """As log entries whose names begin with ``prefix``."""
+        return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **self.means}.items()}
 
 
 class EvalStep:
-    """Evaluates batches; no logit leaves a device."""
+    """Evaluates batches; no logit leaves a device.
 
-    size = 3  # of the sums
+    Args:
+        measures: what is measured beside the loss.
+    """
 
-    def __init__(self, loss: Loss, placed: Placed) -> None:
-        self.loss, self.placed = loss, placed
+    def __init__(self, loss: Loss, placed: Placed, measures: Measures | None = None) -> None:
+        self.loss, self.placed, self.measures = loss, placed, measures or Measures()
         self.guard = CompileGuard("evaluation step", expected=1)
+        self.predict_guard = CompileGuard("prediction step", expected=1)
 
     def __call__(self, batches: Iterable[Tensors]) -> Evaluation | PreferenceEvaluation:
         """What ``batches`` (host tensors of [rows, S]) come to together."""
@@ -77,50 +91,95 @@ class EvalStep:
             self.trace(batch, sums)
             run_now([sums])
             self.guard.after()
-        return self.found(sums.cpu().tolist())
+        return self._read(sums)
 
-    def found(self, sums: Sequence[float]) -> Evaluation | PreferenceEvaluation:
-        """What ``sums`` over all batches mean."""
-        total, tokens, correct = sums
-        return Evaluation(total / tokens, correct / tokens) if tokens else Evaluation(math.nan, math.nan)
+    def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation | PreferenceEvaluation, np.ndarray, np.ndarray]:
+        """What ``batches`` come to, and of each position the most likely token and the target's log-probability.
+
+        Both are [all rows, S]; the graph is another than that of an evaluation, and is compiled once too.
+        """
+        sums = self.begin()
+        kept: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        for batch in batches:
+            self.predict_guard.before(batch)
+            values = self.trace(batch, sums, values=True)
+            run_now([sums, *values])
+            self.predict_guard.after()
+            for column, value in zip(kept, values, strict=True):
+                column.append(value.cpu().numpy())
+        ids, log_probs = map(np.concatenate, kept)
+        return self._read(sums), ids, log_probs
+
+    @property
+    def size(self) -> int:
+        """How many sums there are: of the losses, of the scored targets, of those met, and of each metric its sum and
+        count.
+        """
+        return 3 + 2 * len(self.measures.names)
 
     def begin(self) -> torch.Tensor:
-        """The sums before the first batch, placed: of the losses, of the scored targets, and of those met."""
+        """The sums before the first batch, placed."""
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
-    def trace(self, batch: Tensors, sums: torch.Tensor) -> None:
-        """Build the graph that adds ``batch`` to ``sums``, and run nothing."""
+    def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
+        """Build the graph that adds ``batch`` to ``sums``, and run nothing; returns what each token came to, if asked.
+
+        That is what :meth:`predict` returns, [rows, S], laid out as the batch.
+        """
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
-            sums.copy_(sharding.constrain(sums + self.added(inputs), mesh, (None,)))
+            added, recorded = self._added(inputs, values)
+            sums.copy_(sharding.constrain(sums + added, mesh, (None,)))
+            rows = (self.placed.batch_axes or None, None)
+            return [sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS)] if values else []
 
-    def added(self, batch: Tensors) -> torch.Tensor:
-        """What the placed ``batch`` adds to the sums."""
-        one = torch.ones((), device=batch["labels"].device)
-        loss, recorded = self.loss(self.placed.parameters, batch, one, training=False)
-        return torch.stack([loss.to(torch.float32), scored_tokens(batch["labels"]), recorded[CORRECT]])
+    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+        """What the placed ``batch`` adds to the sums; and by name what was recorded, each token's ``values`` too."""
+
+        def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+            return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}
+
+        scored = scored_tokens(batch["labels"])
+        # of a person's own loss it can't be told whether it is divided by what it is given, or is a mean by itself
+        share = torch.ones((), device=scored.device) if self.loss.compute is None else scored.clamp(min=1)
+        loss, recorded = self.loss(self.placed.parameters, batch, share, training=False, measure=measure)
+        total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
+        counted = torch.stack([total, scored, recorded[CORRECT]])
+        return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
+
+    def _read(self, sums: torch.Tensor) -> Evaluation | PreferenceEvaluation:
+        total, tokens, correct, *pairs = sums.cpu().tolist()
+        metrics = {
+            name: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else math.nan
+            for i, name in enumerate(self.measures.names)
+        }
+        loss, accuracy = (total / tokens, correct / tokens) if tokens else (math.nan, math.nan)
+        return Evaluation(loss, accuracy, metrics, self.loss.compute is None)
 
 
 class PreferenceEvalStep(EvalStep):
-    """Evaluates batches of pairs under a preference objective."""
+    """Evaluates batches of pairs under a preference objective. Of single tokens it says nothing."""
 
     names = (PAIR_LOSS, CHOSEN_LOSS, *LOGGED)
-    size = 2 + len(names)
 
     def __init__(self, loss: Loss, placed: Placed, objective: Preference) -> None:
         super().__init__(loss, placed)
         self.objective = objective
 
-    def added(self, batch: Tensors) -> torch.Tensor:
-        """The counts of ``batch``, and the sums of what is logged of its pairs."""
+    @property
+    def size(self) -> int:
+        """How many sums there are: both counts, and what is logged of pairs."""
+        return 2 + len(self.names)
+
+    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+        assert not values, "predictions of pairs are refused by the Trainer"
         counts = self.objective.counts(batch)
         _, recorded = self.loss(self.placed.parameters, batch, torch.ones_like(counts), training=False)
-        return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])])
+        return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
 
-    def found(self, sums: Sequence[float]) -> PreferenceEvaluation:
-        """The means of ``sums``."""
-        pairs, targets, pair_loss, chosen_loss, *values = sums
+    def _read(self, sums: torch.Tensor) -> PreferenceEvaluation:
+        pairs, targets, pair_loss, chosen_loss, *values = sums.cpu().tolist()
         if not pairs:
             return PreferenceEvaluation(math.nan, dict.fromkeys(LOGGED, math.nan))
         means = {name: value / pairs for name, value in zip(LOGGED, values, strict=True)}

@@ -19,7 +19,9 @@ from trainer.errors import UserError
 from trainer.step.preference import REFERENCE
 from trainer.step.reduction import PartialGradient
 
-CORRECT = "correct_tokens"
+IGNORE = -100  # the label of what is not scored
+# (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
+LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Objective(Protocol):
@@ -40,7 +42,8 @@ class Loss:
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
         router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
-        objective: what stands in the place of the mean cross entropy; None: nothing.
+        compute: a loss of the caller's own, in place of the model's; traced, as all else.
+        objective: what stands in the place of the mean cross entropy, where ``compute`` is None; None: nothing.
 
     Attributes:
         draws: whether the model has drawn random numbers in training so far.
@@ -54,10 +57,12 @@ class Loss:
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
         router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
+        compute: LossFunction | None = None,
         objective: Objective | None = None,
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss, self.router_losses, self.objective = router_loss, router_losses, objective
+        self.router_loss, self.router_losses = router_loss, router_losses
+        self.compute, self.objective = compute, objective
         self.draws = False
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
@@ -69,11 +74,10 @@ class Loss:
         *,
         training: bool,
         random_key: torch.Tensor | None = None,
+        measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
         """The loss, and by name what else is logged: the router losses, and of the experts what `count` records; and
         what the objective adds.
-
-        In evaluation without one also, as :data:`CORRECT`, how many targets were met.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
@@ -81,16 +85,16 @@ class Loss:
             tokens: what the sum over scored targets is divided by, a 0-d tensor; or the objective's counts.
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
+            measure: (logits, labels) → what else is wanted by name.
 
         Raises:
-            UserError: the model draws random numbers in a way that can't be made a function of a key.
+            UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
+                loss is none.
         """
-        self.model.train(training)
-        prepared: Tensors = {}
-        for name, parameter in parameters.items():
-            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
         inputs: dict[str, Any] = {name: tensor for name, tensor in batch.items() if name != REFERENCE}
-        inputs |= {"num_items_in_batch": tokens, "use_cache": False}
+        inputs["num_items_in_batch"] = tokens
+        if self.compute is not None:
+            del inputs["labels"]
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
@@ -100,17 +104,52 @@ class Loss:
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
-
         measured: Tensors = {}
+        with self._with_objective(batch, tokens, measured):
+            output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
+        logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
+        logged |= {name: value.detach() for name, value in measured.items()}
+        if measure is not None:
+            logged |= measure(output.logits, batch["labels"])
+        loss = output.loss if self.compute is None else self._own(output, batch["labels"], tokens)
+        if not (self.router_losses.any and training and real is not None):
+            return loss, logged
+        added = self.router_losses.values(recorded, real)
+        loss = loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
+        return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
+
+    def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """The model's logits [rows, S, V] in evaluation, of inputs such as ``input_ids`` [rows, S]; no labels.
+
+        Raises:
+            UserError: as a call.
+        """
+        return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
+
+    def _forward(
+        self,
+        parameters: Tensors,
+        inputs: dict[str, Any],
+        real: torch.Tensor | None,
+        random_key: torch.Tensor | None,
+        *,
+        training: bool,
+    ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+        """The model's output, and by name what its modules recorded on the way."""
+        self.model.train(training)
+        prepared: Tensors = {}
+        for name, parameter in parameters.items():
+            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
+        segment_ids = inputs.get("segment_ids")
+        inputs = {"use_cache": False, **inputs}
 
         def run() -> tuple[Any, dict[str, list[torch.Tensor]]]:
             with (
-                self._with_objective(batch, tokens, measured),
                 side_outputs.given(real),
                 randomness.drawing(random_key) as draws,
                 LocalOps(),
-                masks_without_reads(batch.get("segment_ids")),
-                side_outputs.joined(*([] if packed else ["router_logits"])),
+                masks_without_reads(segment_ids),
+                side_outputs.joined(*(["router_logits"] if segment_ids is None else [])),
             ):
                 found = side_outputs.collect_metrics(
                     lambda: partial_gradients.functional_call(self.model, prepared, kwargs=inputs)
@@ -118,16 +157,22 @@ class Loss:
             self.draws |= draws.drawn
             return found
 
-        output, recorded = self._checked(run, training)
-        logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
-        logged |= {name: value.detach() for name, value in measured.items()}
-        if not training and self.objective is None:
-            logged[CORRECT] = correct_tokens(output.logits, batch["labels"])
-        if not (self.router_losses.any and training and real is not None):
-            return output.loss, logged
-        added = self.router_losses.values(recorded, real)
-        loss = output.loss + self.router_losses.z * added["z"] + self.router_losses.balance * added["balance"]
-        return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
+        return self._checked(run, training)
+
+    def _own(self, output: Any, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The caller's loss."""
+        assert self.compute is not None
+        loss = self.compute(output, labels, tokens)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
+            shape = f" of shape {list(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else ""
+            raise UserError(
+                asked="compute_loss_func(outputs, labels, num_items_in_batch)",
+                found=f"it returned a {type(loss).__name__}{shape}",
+                why="it is traced into the step, whose gradients are of one number",
+                instead="a tensor of no dimension, such as "
+                "cross_entropy(logits, targets, reduction='sum') / num_items_in_batch",
+            )
+        return loss
 
     @contextlib.contextmanager
     def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
@@ -200,16 +245,9 @@ def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
 
 def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
     """How many targets of ``labels`` [..., S] are scored, as a 0-d float: not the first, and none that is -100."""
-    return (labels[..., 1:] != -100).to(torch.float32).sum()
+    return (labels[..., 1:] != IGNORE).to(torch.float32).sum()
 
 
-def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How many scored targets of ``labels`` [rows, S] have the highest of ``logits`` [rows, S, V]; a 0-d float.
-
-    Reductions over V alone, which a device does for its part of a vocabulary that is cut; an argmax, or a lookup of the
-    target's logit, could have it gathered.
-    """
-    targets = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100).unsqueeze(-1)
-    vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-    own = torch.where(vocabulary == targets, logits, -torch.inf).amax(-1)
-    return ((own >= logits.amax(-1)) & (targets.squeeze(-1) != -100)).to(torch.float32).sum()
+def targets(labels: torch.Tensor) -> torch.Tensor:
+    """What each position of ``labels`` [rows, S] predicts, the label of the next one; -100 where that is not scored."""
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)

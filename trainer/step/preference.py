@@ -130,7 +130,7 @@ class SegmentLogps:
 def token_logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The log-probability of each of ``targets`` [B, S] by ``logits`` [B, S, V], in float32; 0 where it is -100.
 
-    By the very operation that the loss of tokens is made of, so that no more logits are kept for the backward.
+    By the very operation that the loss of tokens is made of.
     """
     flat = F.cross_entropy(
         logits.to(torch.float32).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"

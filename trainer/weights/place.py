@@ -50,7 +50,7 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     placed: dict[str, torch.Tensor] = {entry.name: nn.Parameter(tensors[entry.name]) for entry in plan.parameters}
     for alias, name in owners.items():
         _assign(model, alias, placed[name])
-    _place_buffers(model, mesh, source)
+    place_buffers(model, mesh, source)
     left = [name for name, t in itertools.chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     assert not left, f"left without data: {left}"
     return placed
@@ -149,7 +149,7 @@ def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]
     return batches
 
 
-def _place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
+def place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
     """Replicates the buffers. Most are in no checkpoint (RoPE's frequencies) and were built with the model."""
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):

@@ -1,0 +1,46 @@
+"""Read all of a dataset as a run would, on any machine, and say what would train wrongly:
+
+python scripts/data.py --dataset chats.jsonl --model DIR_OR_HUB_ID --html audit.html
+
+It takes the options of scripts/train.py; those of data, --model, --tokenizer and --recipe count.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
+os.environ["USE_TORCH_XLA"] = "0"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+from trainer.cli import parse
+from trainer.errors import exit_code
+
+EXIT_CODES = """Exit codes:
+  0    all is fine
+  2    something asked for can't be
+  3    something would train wrongly, or stop the run
+"""
+
+
+def main() -> int:
+    import transformers
+    from rich.console import Console
+
+    from trainer.arguments import TrainingArguments
+    from trainer.audit import AuditArguments, run_audit
+
+    words = sys.argv[1:]
+    if not any(word.partition("=")[0] == "--recipe" for word in words):
+        words = ["--recipe", "auto", *words]  # no layout is needed; it may say which model
+    shown, args = parse([AuditArguments, TrainingArguments], words, __doc__, EXIT_CODES)
+    transformers.logging.set_verbosity_error()
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=200)
+    return run_audit(args, shown, console)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,156 @@
+"""Mixtures: each dataset gives its share, its rows come once before any comes again, and a run goes on exactly."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
+from tests.support.texts import TEXTS, write_jsonl
+from trainer.data.audit import audit
+from trainer.data.batches import TrainingBatches
+from trainer.data.corpus import Corpus, DataOptions, load_corpus
+from trainer.data.mixture import MixedRows, shares, sources_of
+from trainer.data.samples import IGNORE
+from trainer.errors import UserError
+
+TOKENIZER = byte_tokenizer(CHATML, "<|im_end|>")
+
+
+def load(path: Path, weights: tuple[float, float] = (0.7, 0.3), **options: Any) -> Corpus:
+    """Texts and chats, mixed."""
+    texts = write_jsonl(path / "texts.jsonl", TEXTS[:120])
+    talks = write_records(path / "chats.jsonl", chats(90, 10))
+    settings = {"sequence_length": 256, "isolate_documents": True, "heldout_fraction": 0.2, **options}
+    dataset = f"{texts}:{weights[0]},{talks}:{weights[1]}"
+    return load_corpus(DataOptions(dataset, **settings), TOKENIZER, 300, path / "cache")
+
+
+def row_of(batch: Any) -> bytes:
+    return batch["input_ids"][0].numpy().tobytes()
+
+
+def is_chat(batch: Any) -> bool:
+    return bool((batch["labels"] == IGNORE).sum() > 20)
+
+
+# ---- what is asked for ----
+
+
+def test_a_mixture_is_told_from_paths_and_from_configurations(tmp_path: Path) -> None:
+    both = sources_of("a.jsonl:0.7,some/id@main:configuration:3")
+    assert [(source.dataset, source.weight) for source in both] == [
+        ("a.jsonl", 0.7),
+        ("some/id@main:configuration", 3.0),
+    ]
+    for whole in ("some/id:0.7", "some/id:configuration", "x.jsonl"):
+        assert [source.dataset for source in sources_of(whole)] == [whole]
+    odd = write_jsonl(tmp_path / "a:0.5,b:0.5")
+    assert [source.dataset for source in sources_of(str(odd))] == [str(odd)]
+    colon = write_jsonl(tmp_path / "c:d.jsonl")
+    assert sources_of(f"{colon}:1,x.jsonl:2")[0].dataset == str(colon)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "found"),
+    [("a.jsonl,b.jsonl:1", "without a weight: a.jsonl"), ("a:0,b:1", "weights 0.0, 1.0"), ("a:1,b:9999", "would give")],
+)
+def test_a_mixture_that_can_not_be_is_refused(dataset: str, found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        sources_of(dataset)
+
+
+def test_shares_are_the_nearest_thousandths() -> None:
+    assert shares([0.7, 0.3]) == [700, 300]
+    assert shares([1, 1, 1]) == [334, 333, 333]
+    assert shares([5, 0.01]) == [998, 2]
+
+
+# ---- what is drawn ----
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_source_gives_its_share_and_no_row_comes_again_before_all_of_its_source_came(
+    tmp_path: Path, streaming: bool
+) -> None:
+    corpus = load(tmp_path, streaming=streaming, shuffle_rows=16)
+    batches = TrainingBatches(corpus.train, 1, seed=0)
+    drawn = list(itertools.islice(batches, 1000))
+    assert abs(sum(map(is_chat, drawn)) - 300) <= 2, "a row of chats may be scored almost whole"
+    for kind in (True, False):
+        rows = [row_of(batch) for batch in drawn if is_chat(batch) == kind]
+        size = len({*rows})
+        assert size > 10
+        # streamed texts are joined across epochs, so that their rows are cut elsewhere in the second
+        times = [Counter(rows[n : n + size]) for n in range(0, 1 if streaming else len(rows) - size, size)]
+        assert all(set(counts.values()) == {1} for counts in times) or streaming
+        if not streaming:
+            assert all(counts.keys() == set(rows) for counts in times)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_mixture_goes_on_exactly_and_draws_as_the_seed_says(tmp_path: Path, streaming: bool) -> None:
+    corpus = load(tmp_path, streaming=streaming, shuffle_rows=16)
+    batches, other = (TrainingBatches(corpus.train, 4, seed=seed) for seed in (0, 1))
+    drawn, cursors, again = [], [], []
+    for _ in range(40):
+        cursors.append(json.loads(json.dumps(batches.state_dict())))
+        drawn.append(next(batches))
+    assert [row_of(next(other)) for _ in range(8)] != [row_of(batch) for batch in drawn[:8]]
+    for start, batch_size in ((0, 4), (13, 4), (26, 2)):
+        again = TrainingBatches(corpus.train, batch_size, seed=0)
+        again.load_state_dict(cursors[start])
+        rows = np.concatenate([next(again)["input_ids"].numpy() for _ in range((40 - start) * 4 // batch_size)])
+        assert (rows == np.concatenate([batch["input_ids"].numpy() for batch in drawn[start:]])).all()
+    assert batches.epoch >= 1
+
+
+def test_an_epoch_is_over_when_the_last_source_was_gone_through(tmp_path: Path) -> None:
+    corpus = load(tmp_path, (0.2, 0.8))
+    rows = corpus.train
+    assert isinstance(rows, MixedRows)
+    batches = TrainingBatches(rows, 1, seed=0)
+    epoch = [row_of(batch) for batch in itertools.takewhile(lambda _: batches.epoch < 1, batches)]
+    texts = {np.array(row, dtype=np.int64).tobytes() for row in rows.sources[0].dataset["input_ids"]}
+    assert len(texts - set(epoch)) <= 1, "the row that ends the epoch is not in it"
+    assert rows.tokens is not None
+    assert abs(len(epoch) - rows.tokens / 256) < 60, "as long as it says, but for the order within a thousand rows"
+
+
+# ---- beside it ----
+
+
+def test_what_is_held_out_is_each_sources_own_and_the_notes_say_what_each_gives(tmp_path: Path) -> None:
+    corpus = load(tmp_path)
+    text = TOKENIZER.decode(list(itertools.chain(*corpus.heldout.dataset["input_ids"])))
+    assert "Story" in text
+    assert "<|im_start|>assistant" in text
+    first = next(note for note in corpus.notes if "texts.jsonl" in note)
+    assert "texts.jsonl: 70.0% of the rows" in first
+    assert "times in an epoch" in first
+    corpus.check_fits(256, 300)
+    with pytest.raises(UserError, match="rows of 256"):
+        corpus.check_fits(128, 300)
+
+
+def test_a_mixture_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match="without a tokenizer"):
+        load_corpus(DataOptions(f"{path}:1,{path}:1", 64), None, 300, tmp_path / "cache")
+
+
+def test_the_audit_of_a_mixture_names_the_dataset_of_each_place(tmp_path: Path) -> None:
+    one, two = (
+        write_records(tmp_path / name / "x.jsonl", chats(5))
+        for name in ("one", "two")
+        if (tmp_path / name).mkdir() is None
+    )
+    found = audit(DataOptions(f"{one}:1,{two}:3", 512, isolate_documents=True), TOKENIZER)
+    assert [source.share for source in found.sources] == [0.25, 0.75]
+    assert found.findings["duplicate"].places[0] == (f"{two}: x.jsonl, row 1", f"as {one}: x.jsonl, row 1")

@@ -1,0 +1,275 @@
+"""The audit: all records of a dataset become samples as in a run, and what would train wrongly is named.
+
+Records are read, tokenised, cut and packed by what a run uses for it; no device is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.corpus import DataOptions, check_samples
+from trainer.data.document_stream import DocumentStream, find_stream
+from trainer.data.documents import has_text
+from trainer.data.fitting import SamplePacker
+from trainer.data.mixture import BLOCK, shares, sources_of
+from trainer.data.packing import DOCUMENTS_AT_ONCE
+from trainer.data.samples import Encoder, Sample, joined
+from trainer.data.shapes import BadRecord, Shape
+
+LISTED = 1000  # places of a finding that are kept; all are counted
+
+# finding → what it means. The first ones make the audit fail, the others are said.
+WRONG = {
+    "bad row": "no sample can be made of it",
+    "unreadable": "no record can be read there",
+    "template parts": "the chat template renders a beginning otherwise than the whole",
+    "unscored": "no token of the sample is trained on",
+    "no stop token": "a turn behind which the template writes no token that ends a generation",
+    "unknown role": "a role that chat templates don't know",
+    "too long": "longer than a row, with --overflow error",
+    "nothing": "nothing to train on",
+}
+SAID = {
+    "cut": "longer than a row: cut or split by --overflow",
+    "dropped": "longer than a row: dropped by --overflow",
+    "left out": "a bad row, by --on_bad_row skip",
+    "no text": "nothing stands in it",
+    "merged": "the prompt's last token runs on into the completion, and is scored",
+    "duplicate": "the very tokens of an earlier sample",
+    "held out too": "the very tokens of a sample that is trained on",
+}
+
+
+@dataclass
+class Findings:
+    """Places of one finding: how many, and the first of them with what was found."""
+
+    count: int = 0
+    places: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, place: str, found: str) -> None:
+        self.count += 1
+        if len(self.places) < LISTED:
+            self.places.append((place, found))
+
+
+@dataclass
+class SourceAudit:
+    """What one dataset came to.
+
+    Args:
+        name: as it was asked for.
+        shape: of its records.
+        heldout: it is evaluated on, not trained on.
+        share: of the rows of a mixture.
+        tally: as of a :class:`trainer.data.fitting.SamplePacker`.
+        lengths: tokens of each sample, before any is cut.
+        shown: samples to look at: (place, what is left of the sample).
+    """
+
+    name: str
+    shape: Shape
+    heldout: bool
+    share: float
+    tally: Counter[str] = field(default_factory=Counter)
+    lengths: array = field(default_factory=lambda: array("q"))
+    shown: list[tuple[str, Sample]] = field(default_factory=list)
+
+
+@dataclass
+class Audit:
+    """What all records came to. ``findings``: of ``WRONG`` and ``SAID``."""
+
+    length: int
+    sources: list[SourceAudit]
+    findings: dict[str, Findings]
+
+    @property
+    def wrong(self) -> dict[str, Findings]:
+        """What would train wrongly, or stop the run."""
+        return {name: found for name, found in self.findings.items() if name in WRONG}
+
+
+class _Auditor:
+    """Watches a packer and notes what becomes of each record."""
+
+    def __init__(self, options: DataOptions, show: int) -> None:
+        self.options, self.show = options, show
+        self.findings: dict[str, Findings] = {}
+        self.first: dict[bytes, tuple[str, bool]] = {}  # hash of a sample's tokens → its place, whether held out
+        self.places: list[str] = []  # of the records of a call
+        self.prefix = ""  # of places, where there are several datasets
+        self.source: SourceAudit
+
+    def note(self, finding: str, place: str, found: str = "") -> None:
+        self.findings.setdefault(finding, Findings()).add(place, found)
+
+    def bad(self, number: int, bad: BadRecord) -> None:
+        skipped = self.options.samples.on_bad_row == "skip"
+        finding = "template parts" if bad.parts else "left out" if skipped else "bad row"
+        self.note(finding, self.places[number], f"column {bad.column}: {bad.found}")
+
+    def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None:
+        place, length, policy = self.places[number], len(sample.tokens), self.options.samples.overflow
+        self.source.lengths.append(length)
+        if length > self.options.sequence_length:
+            finding = {"error": "too long", "drop": "dropped"}.get(policy, "cut")
+            self.note(finding, place, f"{length:,} tokens")
+        if not kept and (policy != "drop" or not sample.scored):
+            self.note("unscored", place, f"of {length:,} tokens" + (", once it was cut" if sample.scored else ""))
+        for name, count in sample.counts.items():
+            if name.startswith("unknown role"):
+                self.note("unknown role", place, name.removeprefix("unknown role "))
+            elif name == "turns without stop" and count:
+                self.note("no stop token", place, f"{count} of its {sample.counts['turns']} turns")
+            elif name == "merged" and count:
+                self.note("merged", place)
+        self._compare(place, sample)
+        if len(self.source.shown) < self.show:
+            self.source.shown += [(place, piece) for piece in kept[:1]]
+
+    def _compare(self, place: str, sample: Sample) -> None:
+        key = hashlib.blake2b(sample.tokens.tobytes(), digest_size=12).digest()
+        first, held = self.first.setdefault(key, (place, self.source.heldout))
+        if first != place:
+            self.note("held out too" if self.source.heldout and not held else "duplicate", place, f"as {first}")
+
+
+def audit(
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    show: int = 0,
+    read: Callable[[DocumentStream, str, int], None] = lambda stream, name, characters: None,
+) -> Audit:
+    """Read all records that a run of ``options`` would, those to evaluate on too.
+
+    Args:
+        show: samples of each source to keep.
+        read: is told of each group of documents: their stream, file and characters.
+
+    Raises:
+        UserError: what a run refuses before it reads them.
+    """
+    auditor, sources = _Auditor(options, show), []
+    asked = [*_asked(options)]
+    for name, heldout, share in asked:
+        stream = find_stream(name, options.text_column, "list", bool(options.samples.pairs))
+        check_samples(options, stream.shape, tokenizer)
+        limit = None if heldout else options.max_samples
+        parts = [(stream, heldout, limit)]
+        if stream.heldout is not None and not options.eval_dataset:
+            parts.append((stream.heldout, True, None))
+        for each, held, most in parts:
+            auditor.source = SourceAudit(each.asked.removeprefix("--dataset "), each.shape, held, share)
+            sources.append(auditor.source)
+            auditor.prefix = f"{name}: " if len(asked) > 1 else ""
+            _read(each, auditor, tokenizer, most, read)
+            if not held and not auditor.source.tally["scored"]:
+                auditor.note("nothing", auditor.source.name, "no scored token in any record")
+        unreadable = "left out" if options.samples.on_bad_row == "skip" else "unreadable"
+        for place, why in stream.unread.places.items():
+            auditor.note(unreadable, auditor.prefix + place, why)
+    return Audit(options.sequence_length, sources, auditor.findings)
+
+
+def _asked(options: DataOptions) -> Iterator[tuple[Any, bool, float]]:
+    """Each dataset: its name, whether it is held out, its share of the rows."""
+    found = sources_of(options.dataset)
+    for source, share in zip(found, shares([source.weight for source in found]), strict=True):
+        yield source.dataset, False, share / BLOCK
+    for dataset in options.eval_dataset.values():
+        yield dataset, True, 1.0
+
+
+def _read(
+    stream: DocumentStream,
+    auditor: _Auditor,
+    tokenizer: PreTrainedTokenizerBase,
+    most: int | None,
+    read: Callable[[DocumentStream, str, int], None],
+) -> None:
+    """All documents of ``stream``, the first ``most``; packed in the groups in which a run packs what it stores."""
+    add, size = _adder(stream.shape, auditor, tokenizer)
+    places: list[str] = []
+    texts: list[str] = []
+    characters = count = 0
+    for part in range(stream.parts):
+        name = stream.name_of(part)
+        unreadable = len(stream.unread.places)
+        for row, (_, text) in enumerate(stream.read(part, 0), start=1):
+            if count == most:
+                break
+            count += 1
+            place = f"{auditor.prefix}{name}, row {row}"
+            if text and has_text(text):
+                places.append(place)
+                texts.append(text)
+                characters += len(text)
+            elif len(stream.unread.places) == unreadable and stream.shape.is_text:
+                auditor.note("no text", place)
+            unreadable = len(stream.unread.places)
+            if len(texts) == size:
+                auditor.places = places
+                add(texts)
+                read(stream, name, characters)
+                places, texts, characters = [], [], 0
+    auditor.places = places
+    add(texts)
+    read(stream, "", characters)
+
+
+def _adder(
+    shape: Shape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Callable[[list[str]], None], int]:
+    """What takes a group of documents, and how many there are in one."""
+    options, tally = auditor.options, auditor.source.tally
+    if options.makes_samples(shape):
+        lenient = replace(options.samples, on_bad_row="skip")
+        if lenient.overflow == "error":
+            lenient = replace(lenient, overflow="truncate_right")
+        packer = SamplePacker(tokenizer, shape, options.sequence_length, lenient, options.isolate_documents)
+        packer.watch, packer.tally = auditor, tally
+        packer.encoder.tally = tally
+        return lambda texts: (packer.rows(texts), None)[1], DOCUMENTS_AT_ONCE * packer.groups
+    encoder = Encoder(tokenizer, shape, tally, auditor.bad, train_on_prompt=True)
+
+    def add(texts: list[str]) -> None:
+        """Texts are joined and cut: each row is full, and every token of it scored."""
+        for number, found in encoder(texts):
+            sample = joined(found.segments)
+            tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
+            auditor.source.lengths.append(len(sample.tokens))
+            auditor._compare(auditor.places[number], sample)
+            if len(auditor.source.shown) < auditor.show:
+                size = options.sequence_length
+                piece = Sample(sample.tokens[:size], sample.labels[:size])
+                auditor.source.shown.append((auditor.places[number], piece))
+        tally["rows"] = tally["tokens"] // options.sequence_length
+
+    return add, DOCUMENTS_AT_ONCE
+
+
+def histogram(lengths: Sequence[int], length: int) -> list[tuple[str, int]]:
+    """How many samples have so many tokens: (range, count), the ranges about as wide as their middle.
+
+    The row's ``length`` is an edge, so that what does not fit is told apart.
+    """
+    if not len(lengths):
+        return []
+    top = max(lengths)
+    edges = {n for k in range(3, 64) for n in (2**k, 3 * 2 ** (k - 1)) if n < top * 1.5} | {0, length}
+    bounds = sorted(edge for edge in edges if edge < max(top, length) * 1.5)
+    while bounds[-1] < top:
+        bounds.append(top)
+    counts, _ = np.histogram(np.asarray(lengths) - 0.5, bounds)
+    found = [(f"{a + 1:,} to {b:,}", int(n)) for a, b, n in zip(bounds, bounds[1:], counts, strict=False)]
+    used = [i for i, (_, n) in enumerate(found) if n]
+    return found[used[0] : used[-1] + 1]

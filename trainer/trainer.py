@@ -1,0 +1,220 @@
+"""Trainer: what a person calls from Python, under transformers' names; `scripts/train.py` goes the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer_utils import PredictionOutput, TrainOutput
+
+from trainer.arguments import TrainingArguments
+from trainer.data.batches import as_batch
+from trainer.data.corpus import load_rows_of
+from trainer.data.rows import StoredRows
+from trainer.errors import UserError
+from trainer.given import Records, check_records, named_sets, resolve
+from trainer.layout.recipe import Recipe
+from trainer.loop import TrainingLoop
+from trainer.output import find_output
+from trainer.run import Start, prepare
+from trainer.step.loss import LossFunction, targets
+from trainer.step.measures import ComputeMetrics
+from trainer.storage import Folder
+from trainer.streams import lasting_output
+from trainer.weights.hub_push import push_folder
+
+
+class Trainer:
+    """Trains a causal language model on a mesh: transformers' Trainer by name and meaning, with a ``recipe`` besides.
+
+    Nothing is read, and no device opened, before :meth:`train`, :meth:`evaluate` or :meth:`predict`. What is given here
+    goes before what ``args`` name; docs/fine_tuning.md has an example and docs/run.md what differs from transformers.
+
+    Args:
+        model: a hub id or folder, whose weights are the start; a config of transformers, for a random init; or a
+            ``PreTrainedModel`` on the CPU. Default: what ``args`` name, else the recipe's own small model.
+        args: everything else that a run does.
+        recipe: a name, the path of a file, or a ``Recipe``. Default: what ``args`` name, which is ``auto``.
+        train_dataset: a path or hub id, or a ``Dataset`` or ``IterableDataset``, whose records are of any shape that
+            docs/data.md lists.
+        eval_dataset: likewise, or a dict of several by their names, each logged as ``eval_NAME_loss``.
+        processing_class: the tokenizer, or its name. Default: what lies with the weights.
+        data_collator: refused: rows are made beforehand, of one shape.
+        compute_loss_func: ``(outputs, labels, num_items_in_batch)`` → the loss, a tensor of no dimension: the *sum*
+            over the scored targets divided by ``num_items_in_batch``. Traced into the step.
+        compute_metrics: `trainer.step.Predictions` of one batch → ``{name: (sum, count)}``, traced into the evaluation.
+        callbacks: transformers' own, or yours.
+        peft_config: a ``peft.LoraConfig``; what it says beyond plain LoRA is refused by name.
+
+    Raises:
+        UserError: something given is of a kind that can't be.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PretrainedConfig | PreTrainedModel | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        recipe: str | Path | Recipe | None = None,
+        train_dataset: Records | None = None,
+        eval_dataset: Records | Mapping[str, Records] | None = None,
+        processing_class: str | PreTrainedTokenizerBase | None = None,
+        data_collator: Any = None,
+        compute_loss_func: LossFunction | None = None,
+        compute_metrics: ComputeMetrics | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        peft_config: Any = None,
+        console: Console | None = None,
+    ) -> None:
+        self.args, self._given = resolve(
+            args,
+            model=model,
+            recipe=recipe,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            peft_config=peft_config,
+        )
+        self.console, self._callbacks = console or Console(), list(callbacks or ())
+        self._start: Start | None = None
+        self._loop: TrainingLoop | None = None
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The loop on the devices, opened when it is first asked for. Nothing is written yet."""
+        if self._loop is None:
+            self._start = prepare(self.args, self._given, self._callbacks, self.console, writes=False)
+            self._loop = self._start.open()
+        return self._loop
+
+    @property
+    def state(self) -> TrainerState:
+        """The run's steps, log and best evaluation, as transformers' callbacks see them."""
+        return self.loop.state
+
+    @lasting_output()
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+        """Train to ``max_steps``, a signal or a loss that is not finite; leaves the output folder complete.
+
+        Args:
+            resume_from_checkpoint: the path of one; True: the newest in the output folder, or a new run if it has none
+                yet. Default: what ``args`` say.
+
+        Raises:
+            UserError: anything in the arguments, the recipe, the model or the data that can't be; or the trainer has
+                trained already.
+        """
+        if resume_from_checkpoint:
+            where = "latest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
+            self.args, self._start, self._loop = replace(self.args, resume_from_checkpoint=where), None, None
+        if self._start is None or self._loop is None:
+            self._start = prepare(self.args, self._given, self._callbacks, self.console)
+        else:
+            self._check_not_trained(self._loop)
+            find_output(self.args, self._start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
+        with self._start.claimed():
+            self._loop = self._loop or self._start.open()
+            state = self._loop.train()
+        metrics = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), {})
+        return TrainOutput(state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
+
+    def evaluate(
+        self, eval_dataset: Records | Mapping[str, Records] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss, perplexity, token accuracy and your own metrics of what is held out, or of ``eval_dataset``.
+
+        They are logged and told to the callbacks. Of a dict's sets each is named: ``eval_NAME_loss``.
+        """
+        if eval_dataset is None:
+            return self.loop.evaluate(prefix=metric_key_prefix)
+        sets = {name: self._rows(each) for name, each in named_sets("eval_dataset", eval_dataset).items()}
+        return self.loop.evaluate(sets, metric_key_prefix)
+
+    def predict(self, test_dataset: Records, metric_key_prefix: str = "test") -> PredictionOutput:
+        """What the model says of each record, without its logits, which would not fit on a host.
+
+        Each record has a row of S = ``sequence_length`` tokens, in the order of the data; one that is dropped, split or
+        has no scored token is treated as in training.
+
+        Returns:
+            ``predictions``: a pair of arrays [rows, S], the most likely token at each position (int32), and the
+            log-probability of the token in ``label_ids`` (float32; 0 where there is none). ``label_ids``: int64 [rows,
+            S], what each position is scored against, *already shifted*, else -100. ``metrics``: as :meth:`evaluate`.
+        """
+        self.args.check_given(predict=test_dataset)
+        check_records("test_dataset", test_dataset)
+        rows = self._rows(test_dataset)
+        metrics, ids, log_probs = self.loop.evaluator.predict(rows, metric_key_prefix)
+        labels = targets(as_batch(rows.read(torch.arange(len(rows)).numpy()))["labels"])
+        both: Any = (ids, log_probs)
+        return PredictionOutput(both, labels.numpy(), metrics)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model in the hub's format, or the adapter in PEFT's, with the tokenizer.
+
+        Args:
+            output_dir: a folder, on disk or in a store. Default: ``model`` in that of the run, where :meth:`train`
+                leaves it.
+        """
+        self.loop.save_model(Folder(str(output_dir)) if output_dir else self.loop.folder / "model")
+
+    def push_to_hub(
+        self,
+        repo_id: str | None = None,
+        commit_message: str = "End of training",
+        *,
+        token: str | None = None,
+        private: bool = False,
+        revision: str | None = None,
+    ) -> str:
+        """Write the model as :meth:`save_model` does, and upload that folder; returns the commit's address.
+
+        Args:
+            repo_id: ``owner/name``. Default: the output folder's name, under the token's owner.
+            token: None: HF_TOKEN, or what `hf auth login` left. It is kept nowhere.
+
+        Raises:
+            UserError: the hub can't be reached or lets this token not in, or the output folder is in a store.
+        """
+        folder = self.loop.folder / "model"
+        if folder.remote:
+            raise UserError(
+                asked=f"to push {folder}",
+                found="a folder in a store",
+                why="the hub's client uploads what lies on disk",
+                instead="save_model with a folder on disk, and `hf upload`",
+            )
+        self.save_model()
+        self.loop.callbacks.on_push_begin(self.args, self.loop.state, self.loop.control)  # type: ignore[arg-type]
+        repo = repo_id or self.loop.folder.name
+        return push_folder(Path(str(folder)), repo, commit_message, token=token, private=private, revision=revision)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell ``callback``, an instance or its class, of the events that follow."""
+        self._callbacks.append(callback)
+        if self._loop is not None:
+            self._loop.callbacks.add_callback(callback)
+
+    def _rows(self, records: Any) -> StoredRows:
+        """The rows of records that are no part of the run, made as its own are."""
+        loop = self.loop
+        assert self._start is not None
+        return load_rows_of(records, self._start.data, loop.corpus.tokenizer)
+
+    def _check_not_trained(self, loop: TrainingLoop) -> None:
+        if not loop.train_step.guard.first:
+            raise UserError(
+                asked="train() once more",
+                found=f"this trainer has trained to step {loop.state.global_step}",
+                why="a run has one output folder, one learning rate schedule and one log",
+                instead="train(resume_from_checkpoint=True) to go on with a larger max_steps, or another Trainer",
+            )

@@ -1,0 +1,38 @@
+"""A model folder → a repository of the hub, through huggingface_hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from trainer.errors import UserError
+from trainer.model import in_short
+
+
+def push_folder(
+    folder: Path, repo: str, message: str, *, token: str | None, private: bool, revision: str | None
+) -> str:
+    """Upload ``folder`` as one commit to ``repo``, which is made if there is none yet; returns the commit's address.
+
+    Args:
+        repo: ``owner/name``, or a name, which the token's owner then owns.
+        token: None: what `hf auth login` or HF_TOKEN left.
+
+    Raises:
+        UserError: the hub can't be reached, or lets this token not in.
+    """
+    try:
+        api = HfApi(token=token)
+        name = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, revision=revision)
+        return str(found)
+    except Exception as error:  # of many types: offline, refused, no token, no such owner, a name that can't be
+        text = in_short(error)
+        raise UserError(
+            asked=f"to push {folder} to {repo}",
+            found=text.replace(token, "…") if token else text,
+            why="the hub did not take it; the folder is whole, and stays where it is",
+            instead="network, a token that may write (HF_TOKEN, or `hf auth login`), and a name such as owner/name; "
+            f"then the same again, or `hf upload {repo} {folder}`",
+        ) from error
