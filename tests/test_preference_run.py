@@ -18,6 +18,7 @@ from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.loop import TrainingLoop
 from trainer.run import train
+from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 SMALL = {
@@ -46,10 +47,10 @@ def run(folder: Path, output: str, said: io.StringIO | None = None, **options: A
         recipe="llama_fsdp",
         model=str(folder / "model"),
         tokenizer=str(folder / "tokenizer"),
-        dataset=str(folder / "pairs.jsonl"),
         sequence_length=64,
         output_dir=str(folder / output),
-        **{"objective": "dpo", "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "save_steps": 2, **options},
+        **{"dataset": str(folder / "pairs.jsonl"), "objective": "dpo", "max_steps": 4, "logging_steps": 1}
+        | {"learning_rate": 1e-2, "save_steps": 2, **options},
     )
     return train(args, console)
 
@@ -97,3 +98,42 @@ def test_a_run_that_lost_what_the_first_weights_said_is_refused(folder: Path, wh
     (folder / "lost" / reference.FILE).write_bytes((folder / "whole" / reference.FILE).read_bytes()[:99])
     with pytest.raises(UserError, match="the weights are trained by now"):
         run(folder, "lost", resume_from_checkpoint="latest")
+
+
+def test_sets_of_pairs_that_have_names_and_prompts_that_are_answered(folder: Path) -> None:
+    pairs = (folder / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(pairs[:20]))
+    (folder / "b.jsonl").write_text("".join(pairs[20:50]))
+    (folder / "prompts.txt").write_text("3?\n")
+    both = f"a={folder / 'a.jsonl'},b={folder / 'b.jsonl'}"
+    prompts = {"sample_prompts": str(folder / "prompts.txt"), "sample_tokens": 4}
+    loop = run(
+        folder, "named", eval_dataset=both, max_steps=1, metric_for_best_model="eval_b_rewards/margins", **prompts
+    )
+    entries = [entry for entry in loop.state.log_history if "eval_b_loss" in entry]
+    assert entries[0]["eval_b_rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert set(load_file(folder / "named" / reference.FILE)) == {"train", "heldout a", "heldout b"}
+    assert (folder / "named" / "samples.jsonl").read_text().count("answer") == 2
+    with pytest.raises(UserError, match="of the run's own rows"):
+        loop.evaluate({"other": loop.corpus.heldout})
+
+
+def test_a_mixture_beside_the_starting_weights_is_refused(folder: Path) -> None:
+    mixture = f"{folder / 'pairs.jsonl'}:0.5,{folder / 'pairs.jsonl'}:0.5"
+    with pytest.raises(UserError, match="a mixture of datasets"):
+        run(folder, "mixture", dataset=mixture)
+
+
+@pytest.mark.parametrize("what", ["compute_loss_func", "compute_metrics"])
+def test_what_is_made_for_tokens_is_refused(folder: Path, what: str) -> None:
+    args = TrainingArguments(
+        recipe="llama_fsdp",
+        model=str(folder / "model"),
+        dataset=str(folder / "pairs.jsonl"),
+        output_dir=str(folder / "refused"),
+        objective="orpo",
+    )
+    with pytest.raises(UserError, match=f"{what} with the objective orpo"):
+        Trainer(args=args, **{what: lambda *_: None}).train()
+    with pytest.raises(UserError, match="predict with the objective orpo"):
+        Trainer(args=args).predict(str(folder / "pairs.jsonl"))
