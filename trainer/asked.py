@@ -73,5 +73,11 @@ def data_options(
         shuffle_rows=args.shuffle_rows,
         eval_dataset=evaluated or args.eval_sets,
         max_samples=args.max_samples,
-        samples=SampleOptions(args.train_on_prompt, args.overflow, on_bad_row=args.on_bad_row, stops=stops),
+        samples=SampleOptions(
+            args.train_on_prompt,
+            args.overflow,
+            on_bad_row=args.on_bad_row,
+            stops=stops,
+            pairs=args.most_pairs(args.sequence_length),
+        ),
     )

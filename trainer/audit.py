@@ -56,7 +56,7 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     """
     config = _config_of(args)
     tokenizer = asked_tokenizer(args, config)
-    shapes = shapes_of(args.dataset, args.text_column)
+    shapes = shapes_of(args.dataset, args.text_column, args.is_preference)
     if tokenizer is None:
         raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):

@@ -27,6 +27,7 @@ from trainer.evaluator import Evaluator
 from trainer.job import Job
 from trainer.lock import FolderLock
 from trainer.preemption import StopRequests
+from trainer.reference import check_sets, referred
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback, closing_table
 from trainer.samples import Samples
@@ -34,6 +35,7 @@ from trainer.step.build import build
 from trainer.step.loss import LossFunction
 from trainer.step.measures import ComputeMetrics
 from trainer.step.meter import Meter, least_seconds
+from trainer.step.reference import ReferenceStep
 from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
@@ -85,7 +87,9 @@ class TrainingLoop:
         compute_loss: LossFunction | None = None,
         compute_metrics: ComputeMetrics | None = None,
     ) -> None:
-        self.job, self.args, self.corpus, self.resume = job, job.args, corpus, resume
+        self.job, self.args, self.resume = job, job.args, resume
+        corpus, self.reference = referred(corpus, self.args)
+        self.corpus = corpus
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = Folder(str(self.args.output_dir))
         self.lock = lock or FolderLock(self.folder, self.console)
@@ -96,7 +100,7 @@ class TrainingLoop:
         self.mesh = build_mesh(job.recipe.mesh)
         if self.mesh.size() != job.devices:
             raise endings.other_devices(job, self.mesh.size())
-        share = batch_share(self.mesh, job.recipe.batch)
+        self._share = share = batch_share(self.mesh, job.recipe.batch)
         self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.whole, self.args.seed)
@@ -104,6 +108,8 @@ class TrainingLoop:
             resume.check_model(job.adapted, job.config)
             self.batches.load_state_dict(resume.host["data"])
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
+            if self.reference is not None:
+                self.reference.load(resume.folder.parent)
 
         self.samples = None
         if self.args.sample_prompts is not None:
@@ -145,11 +151,13 @@ class TrainingLoop:
                 compile again, a checkpoint could not be written, or the best one could not be read (the last step's
                 weights are written then).
         """
-        with waiting(self.console, "counting tokens for the unigram model …"):
-            vocabulary = self.job.config.get_text_config().vocab_size
-            unigram = self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
+        if not self.args.is_preference:  # whose losses are none of tokens
+            with waiting(self.console, "counting tokens for the unigram model …"):
+                vocabulary = self.job.config.get_text_config().vocab_size
+                self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
         with self.lock, self.checkpoints, self.stop.listen():
             self._take_over_the_folder()
+            self._refer()
             try:
                 self._loop()
                 best = self._best()
@@ -165,7 +173,7 @@ class TrainingLoop:
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
         key = self.evaluator.first_loss
-        losses = states.loss_before(self.state, key), None if found is None else found[key], unigram
+        losses = states.loss_before(self.state, key), None if found is None else found[key], self.watch.unigram
         self.console.print(closing_table(losses, self.state.log_history, compile_count(), str(self.folder)))
         if problem is not None:
             raise problem
@@ -176,8 +184,13 @@ class TrainingLoop:
 
         Returns:
             ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
-            set that has a name, ``eval_NAME_loss``, ….
+            set that has a name, ``eval_NAME_loss``, …. With an objective on pairs its loss, and rewards by trl's names.
+
+        Raises:
+            UserError: the objective compares with the starting weights, which did not see ``sets``.
         """
+        check_sets(self.reference, sets)
+        self._refer(kept=False)
         return self.evaluator(sets, prefix)
 
     def save_model(self, folder: Folder, source: Source | None = None) -> None:
@@ -191,6 +204,18 @@ class TrainingLoop:
         write_model(self.job, folder, weights, self.base, self.corpus.tokenizer, self.console)
 
     # ---- the loop ----
+
+    def _refer(self, *, kept: bool = True) -> None:
+        """Have what the starting weights say of all rows, if the objective asks for it; ``kept``: in the folder too."""
+        if self.reference is None:
+            return
+        if not self.reference.known:
+            step = ReferenceStep(self.train_step.loss, self.placed, self.reference.pairs)
+            with self.watch.clock.on("evaluation"):
+                rows, stopped = self.job.evaluation_rows, lambda: self.stop.any
+                self.reference.compute(step, rows, self._share, stopped, self.console)
+        if kept and self.reference.known:
+            self.reference.save(self.folder)
 
     def _event(self, name: str, **more: Any) -> None:
         """Tell the callbacks of an event; what they return is the control from then on."""

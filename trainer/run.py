@@ -127,6 +127,7 @@ def prepare(
     Raises:
         UserError: anything in the arguments, the recipe or the model that can't be.
     """
+    args.check_given(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
     callbacks = [*callbacks, *open_trackers(args.report_to, console)]
     job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
     check_mesh(job.recipe.mesh)
@@ -158,7 +159,8 @@ def _for_samples(job: Job, given: Given) -> Job:
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated)
     dataset = args.dataset if given.train is None else given.train
-    if args.isolate_documents or all(s.is_text for s in shapes_of(dataset, args.text_column)):
+    shapes = shapes_of(dataset, args.text_column, args.is_preference)
+    if args.isolate_documents or all(shape.is_text for shape in shapes):
         return job
     args.isolate_documents = True
     return replace(job, args=args)

@@ -16,9 +16,10 @@ from trainer.data.rows import Rows, StoredRows
 from trainer.endings import check_steps_left
 from trainer.errors import UserError, did_you_mean
 from trainer.job import Job
-from trainer.step.eval_step import Evaluation
+from trainer.step.eval_step import Evaluation, PreferenceEvaluation
 from trainer.step.loss import LossFunction
 from trainer.step.measures import ComputeMetrics, Measures, measures_of
+from trainer.step.preference import LOGGED
 from trainer.storage import Folder
 
 
@@ -37,6 +38,7 @@ def settled(
         UserError: the rows are not the job's, nothing is left to do, or no evaluation gives what is called the best.
     """
     args, vocabulary = job.args, job.config.get_text_config().vocab_size
+    args.check_given(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
     corpus.check_fits(args.sequence_length, vocabulary)
     epoch = steps_an_epoch(corpus.train, job.rows)
     if epoch is not None:
@@ -82,7 +84,9 @@ def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[s
         is_entropy: whether the loss has a perplexity.
     """
     wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
-    given = Evaluation(0.0, 0.0, dict.fromkeys(metrics, 0.0), is_entropy)
+    given: Evaluation | PreferenceEvaluation = Evaluation(0.0, 0.0, dict.fromkeys(metrics, 0.0), is_entropy)
+    if args.is_preference:
+        given = PreferenceEvaluation(0.0, dict.fromkeys(LOGGED, 0.0))
     known = [name for each in sets for name in given.named(prefix_of(each))]
     if wanted and args.best_metric not in known:
         raise UserError(

@@ -150,6 +150,7 @@ class Trainer:
             log-probability of the token in ``label_ids`` (float32; 0 where there is none). ``label_ids``: int64 [rows,
             S], what each position is scored against, *already shifted*, else -100. ``metrics``: as :meth:`evaluate`.
         """
+        self.args.check_given(predict=test_dataset)
         check_records("test_dataset", test_dataset)
         rows = self._rows(test_dataset)
         metrics, ids, log_probs = self.loop.evaluator.predict(rows, metric_key_prefix)

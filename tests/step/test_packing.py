@@ -37,7 +37,8 @@ def apart(columns: Columns) -> dict[str, torch.Tensor]:
     found = []
     for tokens, labels, segments in zip(*(columns[n] for n in ("input_ids", "labels", "segment_ids")), strict=True):
         found += [(tokens[segments == i], labels[segments == i]) for i in range(1, segments.max() + 1)]
-    batch = {name: torch.zeros(len(found), LENGTH, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    shape = len(found), columns["input_ids"].shape[1]
+    batch = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "attention_mask")}
     batch["labels"] = torch.full_like(batch["input_ids"], IGNORE)
     for row, (tokens, labels) in enumerate(found):
         for name, values in {"input_ids": tokens, "labels": labels, "attention_mask": np.ones_like(tokens)}.items():

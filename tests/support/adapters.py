@@ -63,11 +63,18 @@ class Adapted:
 
 
 def make_adapted(
-    recipe_name: str, *, accumulation: int = 1, options: dict[str, Any] | None = None, **compute: Any
+    recipe_name: str,
+    *,
+    accumulation: int = 1,
+    options: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+    **compute: Any,
 ) -> Adapted:
-    """``options`` are those of TrainingArguments; ``compute`` overrides the recipe's. No token is dropped."""
+    """``options`` are those of TrainingArguments, ``changes`` those of the config; ``compute`` overrides the recipe's.
+    No token is dropped.
+    """
     recipe = load_recipe(recipe_name)
-    config = small_config(recipe)
+    config = small_config(recipe, **(changes or {}))
     plain = plain_model(config)
     routing = routing_of(plain, config)
     if routing is not None:

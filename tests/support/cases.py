@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,9 +83,10 @@ def make_case(
     accumulation: int = 1,
     mesh: str | None = None,
     weight_decay: float = 0.1,
+    more: Mapping[str, Any] = MappingProxyType({}),
     **compute: Any,
 ) -> Case:
-    """``compute`` overrides fields of the recipe's Compute; capacity is raised until nothing can drop."""
+    """``compute`` overrides fields of the recipe's Compute, ``more`` options; capacity grows until nothing can drop."""
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     config = config or small_config(recipe)
@@ -92,7 +95,7 @@ def make_case(
     if recipe.compute.experts == "capacity" and routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
     recipe = replace(recipe, compute=replace(recipe.compute, **compute))
-    options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay}
+    options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay, **more}
     job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
     built = build(job, device_mesh, state_dict_weights(weights))

@@ -13,6 +13,7 @@ import numpy as np
 from trainer.arguments.adapter import AdapterArguments
 from trainer.arguments.data import DataArguments
 from trainer.arguments.model import ModelArguments
+from trainer.arguments.objective import ObjectiveArguments
 from trainer.arguments.output import OutputArguments
 from trainer.arguments.samples import SampleArguments
 from trainer.arguments.values import check_values, option
@@ -25,7 +26,9 @@ DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the we
 
 
 @dataclass
-class TrainingArguments(SampleArguments, OutputArguments, AdapterArguments, DataArguments, ModelArguments):
+class TrainingArguments(
+    SampleArguments, OutputArguments, ObjectiveArguments, AdapterArguments, DataArguments, ModelArguments
+):
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
 
     The first options are those of the last class above: it is in this order that ``--help`` lists them.
@@ -78,6 +81,12 @@ class TrainingArguments(SampleArguments, OutputArguments, AdapterArguments, Data
         self.check_model()
         self.check_data()
         self.check_adapter()
+        self.check_objective()
+        split, stream = self.overflow == "split" and "split", self.streaming and self.has_reference
+        self.check_beside(
+            text_column=self.text_column, train_on_prompt=self.train_on_prompt, overflow=split, streaming=stream
+        )
+        self.isolate_documents |= self.is_preference  # the two answers of a pair share a row
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             self.check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
         for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):

@@ -22,6 +22,7 @@ from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.layout.plan import ParameterPlan
 from trainer.layout.stacking import is_stacked
 from trainer.step.build import build
+from trainer.step.preference import REFERENCE
 from trainer.step.train_step import MOMENTS
 from trainer.weights.place import layer_batches, read_layer, write_layer
 from trainer.weights.sources import state_dict_weights
@@ -29,7 +30,8 @@ from trainer.xla.mesh import AbstractMesh
 from trainer.xla.runtime import init_runtime
 
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
-BATCH = ("input_ids", "labels", "segment_ids", "position_ids")  # the last two where documents are isolated
+# the third and fourth where documents are isolated, the last where an objective compares with the starting weights
+BATCH = ("input_ids", "labels", "segment_ids", "position_ids", REFERENCE)
 
 
 def graphs_of(job: Job) -> tuple[str, ...]:
@@ -153,8 +155,12 @@ def _layer_specs(job: Job) -> dict[str, PartitionSpec]:
 
 
 def _batch(job: Job, rows: int) -> Tensors:
-    names = BATCH if job.args.isolate_documents else BATCH[:2]
-    return {name: torch.empty((rows, job.args.sequence_length), dtype=torch.int64, device="meta") for name in names}
+    args = job.args
+    names = BATCH[:4] if args.isolate_documents else BATCH[:2]
+    batch = {name: torch.empty((rows, args.sequence_length), dtype=torch.int64, device="meta") for name in names}
+    if args.has_reference:
+        batch[REFERENCE] = torch.empty((rows, 2 * args.most_pairs(args.sequence_length)), device="meta")
+    return batch
 
 
 def _layers(job: Job) -> int:

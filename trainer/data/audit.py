@@ -21,7 +21,7 @@ from trainer.data.documents import has_text
 from trainer.data.fitting import SamplePacker
 from trainer.data.mixture import BLOCK, shares, sources_of
 from trainer.data.packing import DOCUMENTS_AT_ONCE
-from trainer.data.samples import Encoder, Sample
+from trainer.data.samples import Encoder, Sample, joined
 from trainer.data.shapes import BadRecord, Shape
 
 LISTED = 1000  # places of a finding that are kept; all are counted
@@ -161,7 +161,7 @@ def audit(
     auditor, sources = _Auditor(options, show), []
     asked = [*_asked(options)]
     for name, heldout, share in asked:
-        stream = find_stream(name, options.text_column, "list")
+        stream = find_stream(name, options.text_column, "list", bool(options.samples.pairs))
         check_samples(options, stream.shape, tokenizer)
         limit = None if heldout else options.max_samples
         parts = [(stream, heldout, limit)]
@@ -243,7 +243,8 @@ def _adder(
 
     def add(texts: list[str]) -> None:
         """Texts are joined and cut: each row is full, and every token of it scored."""
-        for number, sample in encoder(texts):
+        for number, found in encoder(texts):
+            sample = joined(found.segments)
             tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
             auditor.source.lengths.append(len(sample.tokens))
             auditor._compare(auditor.places[number], sample)

@@ -144,8 +144,9 @@ def heldout_batches(
 
 
 def as_batch(columns: Mapping[str, np.ndarray]) -> Batch:
-    """A batch of these columns and their ``labels``, int64 [B, S]."""
-    batch = {name: torch.from_numpy(values.astype(np.int64)) for name, values in columns.items()}
+    """A batch of these columns and their ``labels``, int64 [B, S]; of numbers that are no tokens, float32."""
+    types = {name: np.float32 if values.dtype.kind == "f" else np.int64 for name, values in columns.items()}
+    batch = {name: torch.from_numpy(values.astype(types[name])) for name, values in columns.items()}
     labels_BS = batch.get("labels", batch["input_ids"]).clone()
     if "segment_ids" in batch:
         segments_BS = batch["segment_ids"]

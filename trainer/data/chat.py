@@ -57,21 +57,39 @@ class Chat:
         return [i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT and i >= max(self.first, 1)]
 
 
-def chat_of(values: Mapping[str, Any]) -> Chat:
-    """The chat of a record with ``messages``, ``conversations``, or messages as ``prompt`` and ``completion``.
+def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
+    """The chat of a record with ``messages``, ``conversations``, or messages as ``prompt`` and ``answer``.
 
     Raises:
         BadRecord: it is none.
     """
     tools = _list("tools", values["tools"]) if values.get("tools") else None
     if "prompt" in values:
-        prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", "completion"))
+        prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", answer))
         return Chat(prompt + completion, tools, len(prompt))
     column = "messages" if "messages" in values else "conversations"
     messages = _messages(column, values.get(column))
     if isinstance(values.get("system"), str) and values["system"]:
         messages = [{"role": "system", "content": values["system"]}, *messages]
     return Chat(messages, tools)
+
+
+def with_prompt(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of two answers as messages, with their ``prompt``: where it has none, the messages that both begin with.
+
+    Raises:
+        BadRecord: there are none, or nothing follows them.
+    """
+    if isinstance(values.get("prompt"), list):
+        return dict(values)
+    chosen, rejected = (_list(name, values[name]) for name in ("chosen", "rejected"))
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    common = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if not common:
+        raise BadRecord("chosen", "messages of which the first is not the first of `rejected`, and no prompt")
+    if common in (len(chosen), len(rejected)):
+        raise BadRecord("rejected", "no answer that differs from the chosen one")
+    return {**values, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
 
 
 def _list(column: str, value: Any) -> list[Any]:

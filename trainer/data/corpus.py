@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
@@ -40,6 +40,7 @@ from trainer.data.tally import notes, unread_notes
 from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
 from trainer.errors import UserError
 
+Found = TypeVar("Found")
 CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
 
 
@@ -156,7 +157,7 @@ def load_corpus(
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
         raise no_tokenizer(options.dataset)
-    shapes = shapes_of(options.dataset, options.text_column)
+    shapes = shapes_of(options.dataset, options.text_column, bool(options.samples.pairs))
     labels = any(map(options.makes_samples, shapes))
     corpora = [
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
@@ -172,7 +173,7 @@ def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Tokenizer and rows from the cache, made if they are not there."""
-    find = functools.partial(find_documents, text_column=options.text_column, on_bad_row=options.samples.on_bad_row)
+    find = _finder(find_documents, options)
     found, others = find(options.dataset), {name: find(each) for name, each in options.eval_dataset.items()}
     documents = found if options.max_samples is None else first_of(found, options.max_samples)
     if others:
@@ -206,6 +207,14 @@ def _stored_corpus(
     return Corpus(train, held[0], tokenizer, _notes(options, documents.shape, tally), _named(options, held))
 
 
+def _finder(find: Callable[..., Found], options: DataOptions) -> Callable[[Any], Found]:
+    """``find``, which takes a dataset, with what ``options`` say of all of them."""
+    samples = options.samples
+    return functools.partial(
+        find, text_column=options.text_column, on_bad_row=samples.on_bad_row, pairs=bool(samples.pairs)
+    )
+
+
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
     """The held-out rows of the sets that have names, in their order."""
     return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
@@ -223,7 +232,7 @@ def load_rows_of(
         UserError: as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
-    documents = find_documents(dataset, options.text_column, options.samples.on_bad_row)
+    documents = _finder(find_documents, options)(dataset)
     check_samples(options, documents.shape, tokenizer)
     packing = _packing_key(options, documents.shape, tokenizer)
     new_packer = _packers(options, documents.shape, tokenizer)
@@ -250,10 +259,8 @@ def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerB
         return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
 
     def place_of(document: str) -> str:
-        datasets = [options.dataset, *options.eval_dataset.values()]
-        found = (
-            find_stream(each, options.text_column, options.samples.on_bad_row).place_of(document) for each in datasets
-        )
+        find, datasets = _finder(find_stream, options), [options.dataset, *options.eval_dataset.values()]
+        found = (find(each).place_of(document) for each in datasets)
         return next(filter(None, found), "a record")
 
     return functools.partial(
@@ -274,6 +281,7 @@ def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokeni
         samples = options.samples
         key += [shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
         key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row, sorted(samples.stops)]
+        key += [samples.pairs] if samples.pairs else []
     elif options.labels:
         key += ["labels"]
     return key
@@ -324,14 +332,11 @@ def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
     """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
-    on_bad = options.samples.on_bad_row
-    stream = find_stream(options.dataset, options.text_column, on_bad)
+    find = _finder(find_stream, options)
+    stream = find(options.dataset)
     if options.max_samples is not None:
         stream = first_of_stream(stream, options.max_samples)
-    sets = {
-        name: stream_evaluated_on(stream, find_stream(each, options.text_column, on_bad))
-        for name, each in options.eval_dataset.items()
-    }
+    sets = {name: stream_evaluated_on(stream, find(each)) for name, each in options.eval_dataset.items()}
     if sets:
         stream = replace(next(iter(sets.values())), identity="; ".join(each.identity for each in sets.values()))
     check_samples(options, stream.shape, tokenizer)

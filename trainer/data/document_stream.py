@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from trainer.data.documents import text_documents
 from trainer.data.records import columns_of, identity_of, open_records, shape_of_files, texts_of_file
-from trainer.data.shapes import Shape, recognise, text_shape
+from trainer.data.shapes import Shape, no_pairs, recognise, text_shape
 from trainer.data.sources import Files, Given, HubDataset, cause, locate, not_utf8, pick_splits
 from trainer.data.unread import Unread
 from trainer.errors import UserError
@@ -60,7 +60,10 @@ class DocumentStream:
 
 
 def find_stream(
-    dataset: str | Dataset | IterableDataset | None, text_column: str | None, on_bad_row: str = "error"
+    dataset: str | Dataset | IterableDataset | None,
+    text_column: str | None,
+    on_bad_row: str = "error",
+    pairs: bool = False,
 ) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
@@ -70,15 +73,17 @@ def find_stream(
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
     if isinstance(where, HubDataset | Given):
-        return _of_records(where, text_column)
+        return _of_records(where, text_column, pairs)
     identity, names = identity_of(where), list(where.files)
     if where.kind == "text":
+        if pairs:
+            raise no_pairs(where.asked, "plain text")
 
         def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
             return itertools.islice(text_documents(where, names[part], unread), document, None)
 
         return DocumentStream(where.asked, identity, len(names), read, names=tuple(names), unread=unread)
-    shape, splits = shape_of_files(where, text_column), where.by_split()
+    shape, splits = shape_of_files(where, text_column, pairs), where.by_split()
     train, heldout = pick_splits(splits, where.asked)
     identity = f"{identity}, {', '.join(shape.required)}"
     streams = [_of_files(where, splits[name], (shape, identity), unread) for name in [train, *heldout]]
@@ -96,10 +101,10 @@ def _of_files(where: Files, names: list[str], known: tuple[Shape, str], unread: 
     return DocumentStream(where.asked, identity, len(names), read, shape, tuple(names), unread=unread)
 
 
-def _of_records(where: HubDataset | Given, text_column: str | None) -> DocumentStream:
+def _of_records(where: HubDataset | Given, text_column: str | None, pairs: bool) -> DocumentStream:
     splits, identity = open_records(where)
     train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(columns_of(where, splits[train]), text_column, where.asked)
+    shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
     streams = [_records(where, splits[name], (shape, identity)) for name in [train, *heldout]]
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
@@ -107,7 +112,7 @@ def _of_records(where: HubDataset | Given, text_column: str | None) -> DocumentS
 def _records(where: HubDataset | Given, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
-    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked)
+    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked, shape.is_pair)
     chosen = split.select_columns(shape.required[0]) if shape.is_text else split
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:

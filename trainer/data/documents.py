@@ -15,7 +15,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trainer.cache import digest
 from trainer.data.record_files import Unreadable
 from trainer.data.records import shape_of_files, texts_of_file
-from trainer.data.shapes import Shape, recognise, text_shape
+from trainer.data.shapes import Shape, no_pairs, recognise, text_shape
 from trainer.data.sources import Files, Given, HubDataset, locate, not_utf8, pick_splits, unreadable
 from trainer.data.unread import Unread
 from trainer.errors import UserError
@@ -48,7 +48,10 @@ class Documents:
 
 
 def find_documents(
-    dataset: str | Dataset | IterableDataset | None, text_column: str | None, on_bad_row: str = "error"
+    dataset: str | Dataset | IterableDataset | None,
+    text_column: str | None,
+    on_bad_row: str = "error",
+    pairs: bool = False,
 ) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
@@ -58,12 +61,14 @@ def find_documents(
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
     if isinstance(where, Given):
-        return _given_documents(where, text_column, unread)
+        return _given_documents(where, text_column, unread, pairs)
     if isinstance(where, HubDataset):
-        return _hub_documents(where, text_column, unread)
+        return _hub_documents(where, text_column, unread, pairs)
     if where.kind == "text":
+        if pairs:
+            raise no_pairs(where.asked, "plain text")
         return _text_file_documents(where, unread)
-    return _record_documents(where, shape_of_files(where, text_column), unread)
+    return _record_documents(where, shape_of_files(where, text_column, pairs), unread)
 
 
 def key_hash(key: str) -> int:
@@ -172,13 +177,13 @@ def _record_documents(where: Files, shape: Shape, unread: Unread) -> Documents:
     return Documents(where.asked, digest([_stamps(where.files), *shape.required, unread.policy]), shape, read, unread)
 
 
-def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread) -> Documents:
+def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
     try:
         loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
     except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
         raise unreadable(where, error) from error
     train, _ = pick_splits(loaded.keys(), where.asked)
-    shape = recognise(loaded[train].features, text_column, where.asked)
+    shape = recognise(loaded[train].features, text_column, where.asked, pairs)
     splits = _picked(loaded, shape, where.asked)
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
@@ -189,7 +194,7 @@ def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread) -
     return Documents(where.asked, fingerprint, shape, read, unread)
 
 
-def _given_documents(where: Given, text_column: str | None, unread: Unread) -> Documents:
+def _given_documents(where: Given, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
     if not isinstance(where.records, Dataset):
         raise UserError(
             asked=f"rows of {where.asked} that are stored",
@@ -197,7 +202,7 @@ def _given_documents(where: Given, text_column: str | None, unread: Unread) -> D
             why="all of it would have to be read first",
             instead="streaming=True, or a Dataset",
         )
-    shape = recognise(where.records.features, text_column, where.asked)
+    shape = recognise(where.records.features, text_column, where.asked, pairs)
     splits = _picked({"train": where.records}, shape, where.asked)
     identity = digest([where.identity, *shape.required])
 
@@ -211,7 +216,7 @@ def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str
     """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
     for name in [train, *heldout]:
-        recognise(splits[name].features, shape.required[0] if shape.is_text else None, asked)
+        recognise(splits[name].features, shape.required[0] if shape.is_text else None, asked, shape.is_pair)
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}
     read = (*shape.required, *shape.optional)
     return {

@@ -1,6 +1,7 @@
 """Samples → rows of S tokens: whole samples side by side, best fit first, or one a row.
 
 Samples of a row are told apart by ``segment_ids`` (1, 2, …; 0 is padding), and each one's ``position_ids`` begin at 0.
+Of pairs of answers the chosen ones are the odd segments, and each one's rejected answer is the next.
 
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
@@ -18,7 +19,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.packing import Columns, as_table
-from trainer.data.samples import IGNORE, Encoder, Sample
+from trainer.data.samples import IGNORE, Encoder, Sample, joined
 from trainer.data.shapes import BadRecord, Shape
 from trainer.errors import UserError
 
@@ -33,6 +34,7 @@ class SampleOptions:
         packing: several samples share a row; else each has its own.
         on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
         stops: tokens that end a generation, beside the tokenizer's end-of-text token.
+        pairs: records are pairs of answers, of which a row has so many at most; 0: they are samples.
     """
 
     train_on_prompt: bool = False
@@ -40,10 +42,18 @@ class SampleOptions:
     packing: bool = True
     on_bad_row: str = "error"
     stops: frozenset[int] = frozenset()
+    pairs: int = 0
+
+
+# samples that go into one row together: one, or a pair
+Group = tuple[Sample, ...]
 
 
 class Watch(Protocol):
-    """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it."""
+    """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it.
+
+    Of a pair the two answers are told as one sample.
+    """
 
     def bad(self, number: int, bad: BadRecord) -> None: ...
 
@@ -93,39 +103,49 @@ class SamplePacker:
 
     def rows(self, documents: Sequence[str]) -> Columns:
         """The rows of ``documents``, each column [B, S]."""
-        samples: list[Sample] = []
+        groups: list[Group] = []
         self._documents = [*documents]
-        for number, sample in self.encoder(documents):
+        for number, found in self.encoder(documents):
             self.tally["samples"] += 1
-            kept = [piece for piece in self._fitted(documents[number], sample) if piece.scored]
-            self.tally["without target"] += not kept and (self.options.overflow != "drop" or not sample.scored)
-            samples += kept
+            kept = [group for group in self._fitted(documents[number], found.segments) if _all_scored(group)]
+            self.tally["without target"] += not kept and (
+                self.options.overflow != "drop" or not _all_scored(found.segments)
+            )
+            groups += kept
             if self.watch is not None:
-                self.watch.made(number, sample, kept)
-        lengths = [len(sample.tokens) for sample in samples]
-        bins = best_fit(lengths, self.length) if self.options.packing else [[i] for i in range(len(samples))]
-        rows = [[samples[i] for i in numbers] for numbers in bins]
+                self.watch.made(number, joined(found.segments), [joined(group) for group in kept])
+        lengths = [_length(group) for group in groups]
+        most = self.options.pairs or None
+        bins = best_fit(lengths, self.length, most) if self.options.packing else [[i] for i in range(len(groups))]
+        rows = [[sample for i in numbers for sample in groups[i]] for numbers in bins]
         self.tally["rows"] += len(rows)
         self.tally["tokens"] += sum(lengths)
-        self.tally["scored"] += sum(sample.scored for sample in samples)
+        self.tally["scored"] += sum(sample.scored for group in groups for sample in group)
         return self._filled(rows)
 
-    def _fitted(self, document: str, sample: Sample) -> list[Sample]:
-        """``sample``, or what the policy makes of one that is longer than a row."""
-        length, size, policy = len(sample.tokens), self.length, self.options.overflow
+    def _fitted(self, document: str, group: Group) -> list[Group]:
+        """``group``, or what the policy makes of one that is longer than a row."""
+        length, size, policy = _length(group), self.length, self.options.overflow
         if length <= size:
-            return [sample]
+            return [group]
         if policy == "error":
             raise UserError(
                 asked=f"rows of {size} tokens (--overflow error)",
-                found=f"{self.place_of(document)}: a sample of {length} tokens",
+                found=f"{self.place_of(document)}: a {'pair' if len(group) > 1 else 'sample'} of {length} tokens",
                 why="it does not fit into a row",
                 instead=f"--sequence_length {length}, or another --overflow",
             )
         self.tally[policy] += 1
-        starts = {"truncate_right": [0], "truncate_left": [length - size], "drop": []}
-        pieces = starts.get(policy, range(0, length, size))
-        return [Sample(sample.tokens[n : n + size], sample.labels[n : n + size]) for n in pieces]
+        if policy == "drop":
+            return []
+        if policy == "split":
+            (sample,) = group
+            return [(_part(sample, n, n + size),) for n in range(0, length, size)]
+        # each of a pair may have what the other leaves, and half a row at least
+        sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
+        cut = zip(group, (min(len(s.tokens), most) for s, most in zip(group, sizes, strict=True)), strict=True)
+        left = policy == "truncate_left"
+        return [tuple(_part(s, len(s.tokens) - n, len(s.tokens)) if left else _part(s, 0, n) for s, n in cut)]
 
     def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
         columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
@@ -154,8 +174,23 @@ class SamplePacker:
             )
 
 
-def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
+def _length(group: Group) -> int:
+    return sum(len(sample.tokens) for sample in group)
+
+
+def _all_scored(group: Group) -> bool:
+    return all(sample.scored for sample in group)
+
+
+def _part(sample: Sample, start: int, end: int) -> Sample:
+    return Sample(sample.tokens[start:end], sample.labels[start:end])
+
+
+def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:
     """Numbers of the lengths that go into each bin of ``size``: longest first, each into the fullest that has room.
+
+    Args:
+        most: so many in a bin at most; None: as many as fit.
 
     Best-fit decreasing (Johnson 1973): at most 11/9 of the fewest bins, and one.
     """
@@ -167,5 +202,6 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
         if chosen == len(bins):
             bins.append([])
         bins[chosen].append(i)
-        bisect.insort(room, (free - lengths[i], chosen))
+        if len(bins[chosen]) != most:
+            bisect.insort(room, (free - lengths[i], chosen))
     return [sorted(numbers) for numbers in bins]

@@ -82,9 +82,11 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     return counts
 
 
-def shapes_of(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> list[Shape]:
+def shapes_of(
+    dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False
+) -> list[Shape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
-    return [find_shape(source.dataset, text_column) for source in sources_of(dataset)]
+    return [find_shape(source.dataset, text_column, pairs) for source in sources_of(dataset)]
 
 
 def no_tokenizer(dataset: object) -> UserError:

@@ -11,7 +11,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from trainer.cache import digest
 from trainer.data.record_files import Unreadable, rows_of
-from trainer.data.shapes import Shape, recognise, text_shape
+from trainer.data.shapes import Shape, no_pairs, recognise, text_shape
 from trainer.data.sources import Files, Given, HubDataset, locate, pick_splits, unreadable
 from trainer.data.unread import Unread
 
@@ -19,23 +19,26 @@ LOOKED_AT = 100  # first rows of a split's files, which show its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
-def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str | None) -> Shape:
-    """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text.
+def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False) -> Shape:
+    """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text, ``pairs`` that it is
+    pairs of answers.
 
     Raises:
         UserError: nothing is there, it can't be opened, or its records are of no known shape.
     """
     where = locate(dataset)
+    if pairs and isinstance(where, Files) and where.kind == "text":
+        raise no_pairs(where.asked, "plain text")
     if text_column is not None or (isinstance(where, Files) and where.kind == "text"):
         return text_shape(text_column or "text")
     if isinstance(where, Files):
-        return shape_of_files(where, None)
+        return shape_of_files(where, None, pairs)
     splits, _ = open_records(where)
     train, _ = pick_splits(splits, where.asked)
-    return recognise(columns_of(where, splits[train]), None, where.asked)
+    return recognise(columns_of(where, splits[train]), None, where.asked, pairs)
 
 
-def shape_of_files(where: Files, text_column: str | None) -> Shape:
+def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -> Shape:
     """The shape of the records of files, by the split to train on.
 
     Raises:
@@ -43,10 +46,10 @@ def shape_of_files(where: Files, text_column: str | None) -> Shape:
     """
     splits = where.by_split()
     train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(_columns_of_files(where, splits[train]), text_column, where.asked)
+    shape = recognise(_columns_of_files(where, splits[train]), text_column, where.asked, pairs)
     for name in heldout:
         columns = _columns_of_files(where, splits[name])
-        recognise(columns, shape.required[0] if shape.is_text else None, where.asked)
+        recognise(columns, shape.required[0] if shape.is_text else None, where.asked, pairs)
     return shape
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat import Chat, Template, chat_of
+from trainer.data.chat import Chat, Template, chat_of, with_prompt
 from trainer.data.shapes import BadRecord, Shape
 from trainer.data.tokenizer import plain_tokens, special_ids
 
@@ -41,9 +41,37 @@ class Sample:
         """How many targets the loss is on; a first token is none."""
         return int((self.labels[1:] != IGNORE).sum())
 
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """What of it goes into a row, each apart from the other: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each behind the whole prompt: they go into one row, the chosen first."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The two, which do not see one another."""
+        return self.chosen, self.rejected
+
+
+def joined(segments: Sequence[Sample]) -> Sample:
+    """``segments`` one behind the other, to be looked at as one."""
+    if len(segments) == 1:
+        return segments[0]
+    counts: Counter[str] = sum((Counter(each.counts) for each in segments), Counter())
+    return Sample(
+        np.concatenate([each.tokens for each in segments]), np.concatenate([each.labels for each in segments]), counts
+    )
+
 
 # what is tokenised of a record, and what their tokens make
-Draft = tuple[list[str], Callable[[list[list[int]]], Sample]]
+Draft = tuple[list[str], Callable[[list[list[int]]], Any]]
 
 
 class Encoder:
@@ -77,8 +105,10 @@ class Encoder:
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
-    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample]]:
-        """The samples of ``documents``, each a record's one string, with its number; without those that are bad."""
+    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Pair]]:
+        """The samples or pairs of ``documents``, each a record's one string, with its number; without those that are
+        bad.
+        """
         if self.shape.is_text:
             tokens_of = enumerate(plain_tokens(self.tokenizer, documents))
             return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
@@ -91,12 +121,13 @@ class Encoder:
         # verbose=False: no warning that a text is longer than the model's context
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
-        samples: list[tuple[int, Sample]] = []
+        samples: list[tuple[int, Sample | Pair]] = []
         for number, (texts, make) in drafts:
-            sample = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
-            if sample is not None:
-                self.tally.update(sample.counts)
-                samples.append((number, sample))
+            made = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
+            if made is not None:
+                for sample in made.segments:
+                    self.tally.update(sample.counts)
+                samples.append((number, made))
         return samples
 
     def _tried(self, number: int, make: Callable[[], Any]) -> Any:
@@ -115,6 +146,8 @@ class Encoder:
             return [], lambda _: self._given(values)
         if self.shape.name == "instruction/output":
             return self._instruction(values)
+        if self.shape.is_pair:
+            return self._pair(values)
         if self.shape.name == "prompt/completion" and isinstance(values["prompt"], str):
             if isinstance(values["completion"], str):
                 return self._completion(values["prompt"], values["completion"])
@@ -157,6 +190,31 @@ class Encoder:
             return replace(sample, counts={"merged": int(first < len(asked))})
 
         return [prompt, prompt + completion], make
+
+    def _pair(self, values: Mapping[str, Any]) -> Draft:
+        """Both answers, each as if it were a record of its own."""
+        names = ("chosen", "rejected")
+        texts = [name for name in names if isinstance(values[name], str)]
+        if len(texts) == 1:
+            raise BadRecord(texts[0], "a string beside an answer that is messages")
+        if texts and not isinstance(values.get("prompt"), str):
+            raise BadRecord("prompt", "no string before answers that are strings")
+        if texts:
+            drafts = [self._completion(values["prompt"], values[name]) for name in names]
+        else:
+            whole = with_prompt(values)
+            drafts = [self._chat(chat_of(whole, name)) for name in names]
+        (first, chosen), (second, rejected) = drafts
+
+        def make(tokens: list[list[int]]) -> Pair:
+            pair = Pair(chosen(tokens[: len(first)]), rejected(tokens[len(first) :]))
+            if texts:  # the prompt's last token may run on into one answer alone: then both are scored from it on
+                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in pair.segments)
+                for sample in pair.segments:
+                    sample.labels[start:] = sample.tokens[start:]
+            return pair
+
+        return first + second, make
 
     def _instruction(self, values: Mapping[str, Any]) -> Draft:
         for name in ("instruction", "output", "input", "system"):

@@ -42,6 +42,11 @@ class Shape:
         """Whether every record needs a chat template."""
         return self.name in ("messages", "conversations")
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether a record has two answers to one prompt, of which one was chosen."""
+        return self == PAIRS
+
     def document(self, record: Mapping[str, Any]) -> str | None:
         """The record as one string; of text None if there is none."""
         if self.is_text:
@@ -72,6 +77,8 @@ SHAPES = (
     Shape("text", ("text",)),
     Shape("input_ids", ("input_ids",), ("labels",), "every token, or its labels"),
 )
+# recognised where an objective asks for pairs, and nowhere else: many sets of pairs can be trained on as messages too
+PAIRS = Shape("chosen/rejected", ("chosen", "rejected"), ("prompt", "tools"), "the chosen answer against the rejected")
 
 
 def text_shape(column: str = "text") -> Shape:
@@ -79,21 +86,39 @@ def text_shape(column: str = "text") -> Shape:
     return Shape("text", (column,))
 
 
-def recognise(columns: Mapping[str, Any], text_column: str | None, asked: str) -> Shape:
+def recognise(columns: Mapping[str, Any], text_column: str | None, asked: str, pairs: bool = False) -> Shape:
     """The shape of records with these columns (name -> feature of `datasets`); ``text_column`` names it as text.
+
+    Args:
+        pairs: they must be pairs of answers.
 
     Raises:
         UserError: they are none that is known; lists the columns.
     """
-    for shape in SHAPES if text_column is None else [text_shape(text_column)]:
+    fitting = [PAIRS] if pairs else SHAPES if text_column is None else [text_shape(text_column)]
+    for shape in fitting:
         if all(_FITS.get(name, _is_text)(columns.get(name)) for name in shape.required):
             return shape
+    if pairs:
+        raise no_pairs(asked, f"the columns {', '.join(columns)}")
     known = "; ".join(", ".join(shape.required) for shape in SHAPES)
+    if PAIRS.required[0] in columns and PAIRS.required[1] in columns:
+        known += "; and chosen, rejected with an --objective such as dpo"
     raise UserError(
         asked=asked if text_column is None else f"{asked}: the text in its column {text_column!r}",
         found="the columns " + ", ".join(f"{n} ({getattr(f, 'dtype', 'nested')})" for n, f in columns.items()),
         why="there is no such column of text" if text_column else f"records have one of these sets of columns: {known}",
         instead="--text_column with the name of a column of strings",
+    )
+
+
+def no_pairs(asked: str, found: str) -> UserError:
+    """The error of an objective on data that are no pairs of answers."""
+    return UserError(
+        asked=f"{asked}, to learn which of two answers is preferred",
+        found=found,
+        why="each record needs a chosen and a rejected answer, as strings or as messages",
+        instead="a dataset with the columns prompt, chosen and rejected; or --objective sft, the default",
     )
 
 
@@ -115,6 +140,8 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "conversations": _is_either,
     "prompt": _is_either,
     "completion": _is_either,
+    "chosen": _is_either,
+    "rejected": _is_either,
     "input_ids": _is_list,
 }
 

@@ -26,18 +26,16 @@ def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
     if not rows:
         return []
     full = tally["tokens"] / (rows * length)
-    share = tally["scored"] / tally["tokens"]
+    share, kind = tally["scored"] / tally["tokens"], "pairs" if shape.is_pair else "samples"
     lines = [
-        f"{count['samples']} samples in {count['rows']} rows, {full:.1%} full; "
+        f"{count['samples']} {kind} in {count['rows']} rows, {full:.1%} full; "
         f"{count['scored']} of {count['tokens']} tokens are scored ({share:.1%})"
     ]
     lines += [
-        f"samples longer than {length} tokens, {words}: {count[name]}"
-        for name, words in _CUT.items()
-        if tally.get(name)
+        f"{kind} longer than {length} tokens, {words}: {count[name]}" for name, words in _CUT.items() if tally.get(name)
     ]
     if tally.get("without target"):
-        lines.append(f"samples without any scored token, dropped: {count['without target']}")
+        lines.append(f"{kind} without any scored token, dropped: {count['without target']}")
     if tally.get("bad"):
         lines.append(f"bad rows, left out: {count['bad']}")
     lines += unread_notes(tally)

@@ -21,6 +21,10 @@ _FORMATS = {
     "eval_loss": "held-out loss {:.4f}",
     "eval_perplexity": "perplexity {:.4g}",
     "eval_accuracy": "token accuracy {:.2%}",
+    "rewards/margins": "margin {:.4f}",
+    "rewards/accuracies": "chosen preferred {:.1%}",
+    "eval_rewards/margins": "margin {:.4f}",
+    "eval_rewards/accuracies": "chosen preferred {:.1%}",
     "learning_rate": "lr {:.3g}",
     "grad_norm": "grad norm {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -90,21 +94,27 @@ class ProgressCallback(TrainerCallback):
 
 
 def closing_table(
-    losses: tuple[float | None, float | None, float], log_history: Sequence[dict[str, Any]], compiles: int, folder: str
+    losses: tuple[float | None, float | None, float | None],
+    log_history: Sequence[dict[str, Any]],
+    compiles: int,
+    folder: str,
 ) -> Table:
     """What a finished run has come to, in two columns.
 
     Args:
-        losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token.
+        losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token. Without a
+            unigram model's (None) the losses are none of tokens.
     """
     before, after, unigram = losses
     # the first reading's rate has the compile in it
     rates = sorted([entry["tokens_per_second"] for entry in log_history if "tokens_per_second" in entry][1:])
     speed = f"{rates[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps"
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("held-out loss before", "not measured" if before is None else f"{before:.4f} nats/token")
-    table.add_row("held-out loss after", "not measured: interrupted" if after is None else f"{after:.4f} nats/token")
-    table.add_row("unigram model's loss", f"{unigram:.4f} nats/token (the same held-out tokens)")
+    unit = "" if unigram is None else " nats/token"
+    table.add_row("held-out loss before", "not measured" if before is None else f"{before:.4f}{unit}")
+    table.add_row("held-out loss after", "not measured: interrupted" if after is None else f"{after:.4f}{unit}")
+    if unigram is not None:
+        table.add_row("unigram model's loss", f"{unigram:.4f}{unit} (the same held-out tokens)")
     table.add_row("tokens/s", speed)
     table.add_row("compiles", str(compiles))
     table.add_row("written to", Text(folder))

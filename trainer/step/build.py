@@ -30,12 +30,13 @@ from trainer.layout.recipe import Layout, matches
 from trainer.layout.stacking import first_name
 from trainer.model import experts_modules
 from trainer.step.decoders import CachedDecoder, RowDecoder, unstacked
-from trainer.step.eval_step import EvalStep
+from trainer.step.eval_step import EvalStep, PreferenceEvalStep
 from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
 from trainer.step.loss import Loss, LossFunction
 from trainer.step.measures import Measures
 from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
+from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
 from trainer.step.routing import make_routing, router_losses, watch_routing
 from trainer.step.train_step import StepOptions, TrainStep
@@ -99,7 +100,10 @@ def build_evaluation(
     model = _on_mesh(job, mesh, job.recipe.activations)
     parameters = place_parameters(model, job.stored, mesh, source)
     placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    return EvalStep(_make_loss(job, model, mesh, compute_loss), placed, measures)
+    loss = _make_loss(job, model, mesh, compute_loss)
+    if isinstance(loss.objective, Preference):
+        return PreferenceEvalStep(loss, placed, loss.objective)
+    return EvalStep(loss, placed, measures)
 
 
 def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: Sampling) -> Generator:
@@ -215,7 +219,14 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunc
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own)
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own, _objective(job))
+
+
+def _objective(job: Job) -> Preference | None:
+    """What the job learns besides the next token; None: nothing."""
+    args = job.args
+    pairs = args.most_pairs(args.sequence_length)
+    return Preference(args.objective, args.beta, args.simpo_gamma, pairs) if pairs else None
 
 
 class _Prepare:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss, scored_tokens
 from trainer.step.measures import CORRECT, IDS, LOG_PROBS, Measures, token_values
 from trainer.step.placed import Placed
+from trainer.step.preference import CHOSEN_LOSS, LOGGED, PAIR_LOSS, Preference
 from trainer.xla import sharding
 from trainer.xla.batch import place_batch
 from trainer.xla.runtime import run_now
@@ -53,6 +54,23 @@ class Evaluation:
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
 
+@dataclass(frozen=True)
+class PreferenceEvaluation:
+    """What held-out pairs came to.
+
+    Args:
+        loss: the objective's, without the auxiliary loss; NaN if there are no pairs.
+        means: what else is logged, under trl's names.
+    """
+
+    loss: float
+    means: Mapping[str, float]
+
+    def named(self, prefix: str) -> dict[str, float]:
+        """As log entries whose names begin with ``prefix``."""
+        return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **self.means}.items()}
+
+
 class EvalStep:
     """Evaluates batches; no logit leaves a device.
 
@@ -65,7 +83,7 @@ class EvalStep:
         self.guard = CompileGuard("evaluation step", expected=1)
         self.predict_guard = CompileGuard("prediction step", expected=1)
 
-    def __call__(self, batches: Iterable[Tensors]) -> Evaluation:
+    def __call__(self, batches: Iterable[Tensors]) -> Evaluation | PreferenceEvaluation:
         """What ``batches`` (host tensors of [rows, S]) come to together."""
         sums = self.begin()
         for batch in batches:
@@ -75,7 +93,7 @@ class EvalStep:
             self.guard.after()
         return self._read(sums)
 
-    def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
+    def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation | PreferenceEvaluation, np.ndarray, np.ndarray]:
         """What ``batches`` come to, and of each position the most likely token and the target's log-probability.
 
         Both are [all rows, S]; the graph is another than that of an evaluation, and is compiled once too.
@@ -92,11 +110,16 @@ class EvalStep:
         ids, log_probs = map(np.concatenate, kept)
         return self._read(sums), ids, log_probs
 
-    def begin(self) -> torch.Tensor:
-        """The sums before the first batch, placed: of the losses, of the scored targets, of those met, and of each
-        metric its sum and count.
+    @property
+    def size(self) -> int:
+        """How many sums there are: of the losses, of the scored targets, of those met, and of each metric its sum and
+        count.
         """
-        return sharding.place("sums", torch.zeros(3 + 2 * len(self.measures.names)), self.placed.mesh, (None,))
+        return 3 + 2 * len(self.measures.names)
+
+    def begin(self) -> torch.Tensor:
+        """The sums before the first batch, placed."""
+        return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
     def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
         """Build the graph that adds ``batch`` to ``sums``, and run nothing; returns what each token came to, if asked.
@@ -105,27 +128,27 @@ class EvalStep:
         """
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
-
-        def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
-            return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}
-
         with torch.no_grad():
-            scored = scored_tokens(inputs["labels"])
-            # of a person's own loss it can't be told whether it is divided by what it is given, or is a mean by itself
-            share = torch.ones((), device=sums.device) if self.loss.compute is None else scored.clamp(min=1)
-            loss, recorded = self.loss(self.placed.parameters, inputs, share, training=False, measure=measure)
-            total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
-            added = torch.cat(
-                [
-                    torch.stack([total, scored, recorded[CORRECT]]),
-                    *(recorded[name] for name in self.measures.names),
-                ]
-            )
+            added, recorded = self._added(inputs, values)
             sums.copy_(sharding.constrain(sums + added, mesh, (None,)))
             rows = (self.placed.batch_axes or None, None)
             return [sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS)] if values else []
 
-    def _read(self, sums: torch.Tensor) -> Evaluation:
+    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+        """What the placed ``batch`` adds to the sums; and by name what was recorded, each token's ``values`` too."""
+
+        def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+            return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}
+
+        scored = scored_tokens(batch["labels"])
+        # of a person's own loss it can't be told whether it is divided by what it is given, or is a mean by itself
+        share = torch.ones((), device=scored.device) if self.loss.compute is None else scored.clamp(min=1)
+        loss, recorded = self.loss(self.placed.parameters, batch, share, training=False, measure=measure)
+        total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
+        counted = torch.stack([total, scored, recorded[CORRECT]])
+        return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
+
+    def _read(self, sums: torch.Tensor) -> Evaluation | PreferenceEvaluation:
         total, tokens, correct, *pairs = sums.cpu().tolist()
         metrics = {
             name: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else math.nan
@@ -133,3 +156,31 @@ class EvalStep:
         }
         loss, accuracy = (total / tokens, correct / tokens) if tokens else (math.nan, math.nan)
         return Evaluation(loss, accuracy, metrics, self.loss.compute is None)
+
+
+class PreferenceEvalStep(EvalStep):
+    """Evaluates batches of pairs under a preference objective. Of single tokens it says nothing."""
+
+    names = (PAIR_LOSS, CHOSEN_LOSS, *LOGGED)
+
+    def __init__(self, loss: Loss, placed: Placed, objective: Preference) -> None:
+        super().__init__(loss, placed)
+        self.objective = objective
+
+    @property
+    def size(self) -> int:
+        """How many sums there are: both counts, and what is logged of pairs."""
+        return 2 + len(self.names)
+
+    def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
+        assert not values, "predictions of pairs are refused by the Trainer"
+        counts = self.objective.counts(batch)
+        _, recorded = self.loss(self.placed.parameters, batch, torch.ones_like(counts), training=False)
+        return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
+
+    def _read(self, sums: torch.Tensor) -> PreferenceEvaluation:
+        pairs, targets, pair_loss, chosen_loss, *values = sums.cpu().tolist()
+        if not pairs:
+            return PreferenceEvaluation(math.nan, dict.fromkeys(LOGGED, math.nan))
+        means = {name: value / pairs for name, value in zip(LOGGED, values, strict=True)}
+        return PreferenceEvaluation(pair_loss / pairs + chosen_loss / targets, means)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -15,11 +16,20 @@ from models.experts.routing import DROPPED, LOAD, RouterLosses
 from models.local_ops import LocalOps
 from models.partial_gradients import Tensors
 from trainer.errors import UserError
+from trainer.step.preference import REFERENCE
 from trainer.step.reduction import PartialGradient
 
 IGNORE = -100  # the label of what is not scored
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Objective(Protocol):
+    """What stands in the place of the model's own loss of tokens."""
+
+    def __call__(self, logits: torch.Tensor, batch: Tensors, counts: torch.Tensor, /) -> tuple[torch.Tensor, Tensors]:
+        """The loss of ``logits`` [rows, S, V] on ``batch``, and what else is logged, by name."""
+        ...
 
 
 class Loss:
@@ -33,6 +43,7 @@ class Loss:
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
         router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
         compute: a loss of the caller's own, in place of the model's; traced, as all else.
+        objective: what stands in the place of the mean cross entropy, where ``compute`` is None; None: nothing.
 
     Attributes:
         draws: whether the model has drawn random numbers in training so far.
@@ -47,9 +58,11 @@ class Loss:
         router_loss: bool,
         router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
         compute: LossFunction | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
-        self.router_loss, self.router_losses, self.compute = router_loss, router_losses, compute
+        self.router_loss, self.router_losses = router_loss, router_losses
+        self.compute, self.objective = compute, objective
         self.draws = False
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
@@ -63,12 +76,13 @@ class Loss:
         random_key: torch.Tensor | None = None,
         measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
     ) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and by name what else is logged: the router losses, and of the experts what `count` records.
+        """The loss, and by name what else is logged: the router losses, and of the experts what `count` records; and
+        what the objective adds.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
             batch: name → tensor [rows, S].
-            tokens: what the sum over scored targets is divided by; a 0-d tensor.
+            tokens: what the sum over scored targets is divided by, a 0-d tensor; or the objective's counts.
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
             measure: (logits, labels) → what else is wanted by name.
@@ -77,7 +91,8 @@ class Loss:
             UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
                 loss is none.
         """
-        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens}
+        inputs: dict[str, Any] = {name: tensor for name, tensor in batch.items() if name != REFERENCE}
+        inputs["num_items_in_batch"] = tokens
         if self.compute is not None:
             del inputs["labels"]
         if hasattr(self.model.config, "output_router_logits"):
@@ -89,8 +104,11 @@ class Loss:
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
-        output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
+        measured: Tensors = {}
+        with self._with_objective(batch, tokens, measured):
+            output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
+        logged |= {name: value.detach() for name, value in measured.items()}
         if measure is not None:
             logged |= measure(output.logits, batch["labels"])
         loss = output.loss if self.compute is None else self._own(output, batch["labels"], tokens)
@@ -155,6 +173,43 @@ class Loss:
                 "cross_entropy(logits, targets, reduction='sum') / num_items_in_batch",
             )
         return loss
+
+    @contextlib.contextmanager
+    def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
+        """Inside, the model computes the objective where it would compute the loss of tokens; its own router loss it
+        adds as ever. What the objective measures goes to ``measured``.
+
+        Raises:
+            UserError: the model has a loss that can't be replaced.
+        """
+        if self.objective is None:
+            yield
+            return
+        objective, calls = self.objective, 0
+
+        def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            value, found = objective(logits, batch, counts)
+            measured.update(found)
+            return value
+
+        # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
+        before = self.model.__dict__.get("_loss_function")
+        self.model.loss_function = loss
+        try:
+            yield
+        finally:
+            del self.model._loss_function
+            if before is not None:
+                self.model.loss_function = before
+        if calls != 1:
+            raise UserError(
+                asked=f"another objective than sft with {type(self.model).__name__}",
+                found=f"a forward that calls its loss function {calls} times",
+                why="its loss can't be replaced",
+                instead="a model such as llama or mixtral, or --objective sft",
+            )
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""

@@ -65,7 +65,7 @@ class Meter:
             logs["dropped_fraction"] = metrics.dropped_fraction
         if metrics.unscored_steps:
             logs["unscored_steps"] = metrics.unscored_steps
-        logs |= metrics.router_losses | log_entries(metrics.expert_load)
+        logs |= {**metrics.preferences, **metrics.router_losses, **log_entries(metrics.expert_load)}
         self.expert_load = metrics.expert_load
         self._clock, self._last = now, step
         self._loss_sum, self._steps = self._loss_sum + metrics.loss * metrics.steps, self._steps + metrics.steps

@@ -8,7 +8,7 @@ state is kept, although the host hears of it only at the next logging step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +25,15 @@ from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss, scored_tokens
 from trainer.step.optimizer import AdamW, clip_factor, global_norm
 from trainer.step.placed import Placed
+from trainer.step.preference import LOGGED, Preference
 from trainer.step.routing import Routing, totals
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
 
 MOMENTS = ("first moment", "second moment")
-# behind them stand the shares of `Routing.shares`, and last the run's steps without a scored token, never reset
+# behind them stand what a preference objective logs, the shares of `Routing.shares`, and last the run's steps without a
+# scored token, never reset
 METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step", "router_z_loss", "router_balance_loss")
 
 
@@ -50,6 +52,7 @@ class StepMetrics:
             empty if none is added.
         expert_load: of each layer with experts, all these steps together.
         unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
+        preferences: what a preference objective logs, under trl's names, means over the steps; else empty.
     """
 
     loss: float
@@ -60,6 +63,7 @@ class StepMetrics:
     router_losses: dict[str, float]
     expert_load: tuple[ExpertLoad, ...]
     unscored_steps: int = 0
+    preferences: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class TrainStep:
                 for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
             )
             self.moments[parameter_name] = first, second
-        metrics = _metrics(restored, len(METRICS) + self.routing.size + 1)
+        self.names = METRICS + (LOGGED if loss.objective is not None else ())
+        metrics = _metrics(restored, len(self.names) + self.routing.size + 1)
         self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
         self.guard = CompileGuard("train step", expected=1)
         self.metrics_read = True  # so the next step begins a new mean
@@ -171,7 +176,8 @@ class TrainStep:
         """Fetch the metrics: a run's one device-to-host transfer, made on logging steps. The means begin anew."""
         values = self.metrics.cpu().tolist()
         loss, grad_norm, dropped, steps, bad_step, *router_losses = values[: len(METRICS)]
-        *shares, unscored = values[len(METRICS) :]
+        preferences = dict(zip(self.names[len(METRICS) :], values[len(METRICS) :], strict=False))
+        *shares, unscored = values[len(self.names) :]
         self.metrics_read |= and_begin_anew
         count = max(int(steps), 1)
         names = METRICS[-len(router_losses) :] if self.loss.router_losses.any else ()
@@ -184,6 +190,7 @@ class TrainStep:
             router_losses={name: value / count for name, value in zip(names, router_losses, strict=False)},
             expert_load=self.routing.loads(shares, capacity=dropped >= 0),
             unscored_steps=int(unscored),
+            preferences={name: value / count for name, value in preferences.items()},
         )
 
     def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
@@ -247,7 +254,7 @@ class TrainStep:
         zero = torch.zeros_like(loss)
         dropped = self.routing.dropped_fraction(recorded)
         added = [loss, norm, zero - 1 if dropped is None else dropped, zero + 1, zero]
-        added += [recorded.get(name, zero) for name in METRICS[len(added) :]]
+        added += [recorded.get(name, zero) for name in self.names[len(added) :]]
         before, unscored = self.metrics[:-1], self.metrics[-1:]
         sums = torch.where(fresh > 0, torch.zeros_like(before), before)
         new = torch.stack(added)
@@ -277,8 +284,10 @@ class TrainStep:
         """
         count = self.options.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
-        # and an auxiliary loss, which is a mean already, is averaged.
-        tokens = scored_tokens(batch["labels"]).clamp(min=1) / count  # of none the loss is 0, not 0/0
+        # and an auxiliary loss, which is a mean already, is averaged. So do pairs.
+        objective = self.loss.objective
+        scored = objective.counts(batch) if isinstance(objective, Preference) else scored_tokens(batch["labels"])
+        tokens = scored.clamp(min=1) / count  # of none the loss is 0, not 0/0
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
             loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])

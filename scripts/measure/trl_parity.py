@@ -1,0 +1,234 @@
+"""Fine-tuning beside trl's trainers: the loss of each of 20 steps, on the same samples in the same order.
+
+python scripts/measure/trl_parity.py                     every case, and a table
+python scripts/measure/trl_parity.py --only dpo,lora     those whose name has all of these words
+
+Ours is `scripts/train.py`'s own run on 8 virtual devices; trl's (1.16, `pip install --no-deps trl==1.16.0`) is a plain
+CPU process. Both start from the same weights, and with LoRA from the factors that PEFT drew. Each of our batches is
+taken apart into its samples, which trl gets as one batch of padded rows. So where ours are packed, trl's are not: its
+own packing needs attention of variable length, which the CPU has not. Unpacked are samples longer than half a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("CPU_NUM_DEVICES", "8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from trainer import TrainingArguments, train
+from trainer.data.batches import TrainingBatches
+
+PLAIN = Path(__file__).parent / "trl_plain.py"
+STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4
+MARGIN = "rewards/margins"
+Steps = Sequence[Mapping[str, Any]]
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 128, "vocab_size": 264, "max_position_embeddings": 256}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES},
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "router_aux_loss_coef": 0.02},
+}
+RECIPES = {"llama": ("llama_fsdp", None), "mixtral": ("mixtral_ep", "experts=dropless")}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA: dict[str, dict[str, Any]] = {
+    "llama": {"r": 4, "lora_alpha": 8, "target_modules": [*LINEAR, "gate_proj", "up_proj", "down_proj"]},
+    "mixtral": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": LINEAR,
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
+}
+# what both sides are told, under transformers' names
+OPTIONS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 4,
+    "weight_decay": 0.01,
+    "adam_beta2": 0.99,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+}
+THEIRS: dict[str, Any] = {
+    "optim": "adamw_torch",
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+# objective → its numbers, under trl's names
+PREFERENCES: dict[str, dict[str, float]] = {
+    "dpo": {"beta": 0.3},
+    "ipo": {"beta": 0.2},
+    "orpo": {"beta": 0.5},
+    "simpo": {"beta": 2.0, "simpo_gamma": 0.8},
+}
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name → what is trained."""
+    for family, lora, packed in itertools.product(CONFIGS, (False, True), (True, False)):
+        words = ("sft", family, "lora" if lora else "full", "packed" if packed else "unpacked")
+        yield " ".join(words), _case(family, "sft", lora, packed)
+    for objective, family, lora in itertools.product(PREFERENCES, CONFIGS, (False, True)):
+        if objective in ("dpo", "ipo") or not lora:
+            yield f"{objective} {family} {'lora' if lora else 'full'} packed", _case(family, objective, lora, True)
+
+
+def _case(family: str, objective: str, lora: bool, packed: bool) -> dict[str, Any]:
+    router = {"router_aux_loss_coef": CONFIGS[family]["router_aux_loss_coef"]} if family == "mixtral" else {}
+    return {
+        "family": family,
+        "config": CONFIGS[family],
+        "objective": objective,
+        "lora": LORA[family] if lora else None,
+        "packed": packed,
+        "training": OPTIONS | THEIRS,
+        "router": router,
+        "numbers": PREFERENCES.get(objective, {}),
+    }
+
+
+def compared(case: dict[str, Any], folder: Path) -> tuple[Steps, Steps, float, float]:
+    """Our steps' entries, trl's, samples a step, and how full our rows are."""
+    (folder / "case.json").write_text(json.dumps(case))
+    _plain("init", folder)
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in _records(case)))
+    entries, batches, full = ours(case, folder)
+    (folder / "batches.json").write_text(json.dumps(batches))
+    _plain("train", folder)
+    theirs = json.loads((folder / "losses.json").read_text())
+    return entries, theirs, sum(map(len, batches)) / len(batches), full
+
+
+def _plain(what: str, folder: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    done = subprocess.run(
+        [sys.executable, str(PLAIN), what, str(folder)], capture_output=True, text=True, env=environment, timeout=1800
+    )
+    if done.returncode:
+        raise SystemExit(f"{PLAIN.name} {what}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Prompts and completions, or two, of random letters; unpacked are longer than half a row, so each has its own."""
+    rng = np.random.default_rng(0)
+    low, high = (6, 60) if case["packed"] else (LENGTH // 2 + 1, LENGTH)
+
+    def words(count: int) -> str:
+        return "".join(rng.choice(list("etaoin shrdlu"), count))
+
+    records = []
+    for _ in range(1600 if case["packed"] else 400):
+        length = int(rng.integers(low, high - 1))  # and the token that ends it
+        asked = int(rng.integers(1, length - 1))
+        prompt, answer = words(asked), words(length - asked)
+        if case["objective"] == "sft":
+            records.append({"prompt": prompt, "completion": answer})
+        else:
+            most = min(30, LENGTH - length - asked - 2)  # a pair fits into a row: trl ends what is cut off
+            records.append({"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, most)))})
+    return records
+
+
+def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[str, Any]]], float]:
+    """What is logged of each step; the samples of each step's batch; and how full the rows are."""
+    recipe, compute = RECIPES[case["family"]]
+    options: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
+    args = TrainingArguments(
+        recipe=recipe,
+        compute=compute,
+        model=str(folder / "model"),
+        dataset=str(folder / "data.jsonl"),
+        sequence_length=LENGTH,
+        output_dir=str(folder / "out"),
+        max_steps=STEPS,
+        logging_steps=1,
+        save_strategy="no",
+        eval_on_start=False,
+        max_eval_rows=8,
+        objective=case["objective"],
+        **case["numbers"],
+        **OPTIONS,
+        **options,
+    )
+    done = train(args, Console(quiet=True))
+    entries = [entry for entry in done.state.log_history if "loss" in entry]
+    rows = itertools.islice(TrainingBatches(done.corpus.train, done.job.rows, args.seed), STEPS)
+    batches, used, room = [], 0, 0
+    for batch in rows:
+        samples = list(_samples(batch))
+        batches.append(samples if case["objective"] == "sft" else list(_pairs(samples, case["objective"])))
+        used, room = used + int((batch["segment_ids"] > 0).sum()), room + batch["segment_ids"].numel()
+    return entries, batches, used / room
+
+
+def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The samples of a batch's rows, each by itself."""
+    columns = (batch[name].numpy() for name in ("input_ids", "labels", "segment_ids"))
+    for tokens, labels, segments in zip(*columns, strict=True):
+        for number in range(1, segments.max() + 1):
+            own = segments == number
+            yield {"input_ids": tokens[own].tolist(), "labels": labels[own].tolist()}
+
+
+def _pairs(samples: Sequence[Mapping[str, Any]], objective: str) -> Iterator[dict[str, Any]]:
+    """Pairs as trl's collator takes them; as text, which is what two of its trainers want."""
+    for chosen, rejected in zip(samples[0::2], samples[1::2], strict=True):
+        start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
+        parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
+        if objective in ("dpo", "ipo"):
+            yield dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), parts, strict=True))
+        else:
+            yield {"tokens": dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))}
+
+
+def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
+    """The largest difference of a step's loss, relative; or of what else is logged, absolute."""
+    return max(
+        abs(a[name] - b[name]) / (abs(b[name]) if name == "loss" else 1) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="words with commas between them, which a case's name has all")
+    wanted = [word for word in parser.parse_args().only.split(",") if word]
+    console, off = Console(width=160), 0.0
+    table = Table("case", "rows full", "a step", "first loss", "last loss", "trl's last", "worst step", "worst margin")
+    for name, case in cases():
+        if not set(wanted) <= set(name.split()):
+            continue
+        with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+            entries, theirs, count, full = compared(case, Path(folder))
+        difference = worst(entries, theirs)
+        off = max(off, difference)
+        losses = (f"{step['loss']:.5f}" for step in (entries[0], entries[-1], theirs[-1]))
+        margin = f"{worst(entries, theirs, MARGIN):.1e}" if MARGIN in theirs[0] else ""
+        table.add_row(name, f"{full:.0%}", f"{count:.1f}", *losses, f"{difference:.1e}", margin)
+        print(f"{name}: {difference:.1e}", file=sys.stderr, flush=True)
+    console.print(table)
+    return int(off > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

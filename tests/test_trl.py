@@ -1,0 +1,22 @@
+"""A run beside trl's own trainers: the loss of each step, on the same samples in the same order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trl_parity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft llama lora packed", "dpo llama full packed"])
+def test_every_steps_loss_is_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setattr(trl_parity, "STEPS", 8)
+    ours, theirs, samples, full = trl_parity.compared(dict(trl_parity.cases())[name], tmp_path)
+    assert len(ours) == len(theirs) == 8
+    assert trl_parity.worst(ours, theirs) < trl_parity.TOLERANCE
+    assert samples > 8, "more samples than rows: they are packed"
+    assert full > 0.9
+    if trl_parity.MARGIN in theirs[0]:
+        assert trl_parity.worst(ours, theirs, trl_parity.MARGIN) < 1e-4
