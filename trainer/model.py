@@ -7,12 +7,11 @@ import copy
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -157,7 +156,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             why="training predicts the next token",
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
-    model = _on_meta(AutoModelForCausalLM, config)
+    model = _on_meta(AutoModelForCausalLM.from_config, config)
     # a family that can be an encoder marks its layers; the config's own `is_decoder` is false in some that never are
     if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
         raise UserError(
@@ -175,7 +174,7 @@ def whole_model(config: PretrainedConfig) -> PreTrainedModel:
     Raises:
         UserError: as :func:`meta_model`.
     """
-    return _on_meta(AutoModelForImageTextToText, config) if is_multimodal(config) else meta_model(config)
+    return _on_meta(AutoModelForImageTextToText.from_config, config) if is_multimodal(config) else meta_model(config)
 
 
 def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:
@@ -210,7 +209,7 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
     for known in (text, config):  # a few families' class of the text alone takes the whole config
         if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
             try:
-                part = _on_meta(AutoModelForCausalLM, known)
+                part = _on_meta(AutoModelForCausalLM.from_config, known)
             except UserError:  # some of these classes can't be built from what they are mapped to
                 continue
             if type(part) is not type(whole) and names_in_whole(part, whole) is not None:
@@ -252,15 +251,42 @@ def _empty(module: nn.Module, kept: set[int]) -> None:
             setattr(module, name, nn.Identity())
 
 
-def _on_meta(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """The model that ``auto``, one of transformers' auto classes, makes of ``config``."""
+def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:
+    """``model`` built again, with real values, transformers' own, in the parameters of modules of class ``kind``."""
+    return _on_meta(type(model)._from_config, model.config, kind)  # semi-private: modeling_utils.py, transformers 5.23
+
+
+@contextlib.contextmanager
+def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
+    """While the ``with`` lasts, a parameter is on meta once a module has it, but for modules of class ``real``.
+
+    Unlike under ``torch.device("meta")`` buffers keep their values: RoPE's frequencies are in no checkpoint.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # a class that we adapted is one of transformers' with other methods
+        if parameter is None or (real is not None and type(module) is not nn.Module and issubclass(real, type(module))):
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    # torch says of the hook that it returns nothing, and takes what it returns
+    handle = nn.modules.module.register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
-        # unlike `torch.device("meta")` it keeps the values of buffers: RoPE's frequencies are in no checkpoint
-        with init_empty_weights(include_buffers=False), _bounded(), _LargeOnMeta():
+        yield
+    finally:
+        handle.remove()
+
+
+def _on_meta(
+    build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
+) -> PreTrainedModel:
+    """What ``build``, a ``from_config`` of transformers', makes of ``config``; modules of ``real`` have values."""
+    try:
+        with _parameters_on_meta(real), _bounded(), _LargeOnMeta():
             # a copy: choosing a model's kernels writes into its config
-            model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+            model = build(copy.deepcopy(config), dtype=torch.float32)
         families.adapt(model)
-        model.tie_weights()  # init_empty_weights makes a new parameter of each one that is assigned, and ties are lost
+        model.tie_weights()  # each assignment has made a new parameter, and ties are lost
         # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
     # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
