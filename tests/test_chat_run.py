@@ -52,3 +52,26 @@ def test_a_model_that_cannot_keep_chats_apart_is_refused_before_they_are_read(ar
     with pytest.raises(UserError, match="falcon"):
         train(TrainingArguments(**{**arguments, "recipe": "auto", "model": str(tmp_path / "falcon"), "mesh": "fsdp=8"}))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_without_packing_each_sample_has_its_row_and_each_length_of_rows_is_compiled_once(
+    arguments, tmp_path, monkeypatch, family
+) -> None:
+    """Falcon can't keep samples of a row apart, and here it need not."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
+    if family == "falcon":
+        FalconConfig(**SMALL, new_decoder_architecture=True, num_kv_heads=2).save_pretrained(tmp_path / "falcon")
+        arguments |= {"recipe": "auto", "model": str(tmp_path / "falcon"), "mesh": "fsdp=8"}
+    arguments |= {"packing": False, "per_device_train_batch_size": 2, "max_steps": 12, "logging_steps": 1}
+    said = io.StringIO()
+    trainer = train(TrainingArguments(**arguments), Console(file=said, width=200))
+    assert "batches of rows of 64, 128, 256, 512 tokens, each length compiled once" in said.getvalue()
+    met = {length for length, guard in trainer.train_step.guards.items() if not guard.first}
+    assert 2 <= len(met) <= 4
+    assert trainer.train_step.compiles == len(met)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 12
+    saved = json.loads((tmp_path / "out" / "training_args.json").read_text())
+    assert saved["isolate_documents"] is (family == "llama")

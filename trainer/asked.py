@@ -76,6 +76,7 @@ def data_options(
         samples=SampleOptions(
             args.train_on_prompt,
             args.overflow,
+            args.packing,
             on_bad_row=args.on_bad_row,
             stops=stops,
             pairs=args.most_pairs(args.sequence_length),

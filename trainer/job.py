@@ -42,6 +42,8 @@ from trainer.model import (
 from trainer.probe import leak, looks_ahead, our_attention, text_part_differs
 from trainer.unused import unused_parameters
 
+HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
+
 
 @dataclass(frozen=True)
 class Job:
@@ -156,6 +158,16 @@ class Job:
     def micro_batch_rows(self) -> int:
         """Rows of a micro-batch on all devices together."""
         return self.args.per_device_train_batch_size * self.plan.batch_shards
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The lengths that rows of a training batch may have, in tokens, shortest first; one, but without packing.
+
+        Each is a compile, and a row of fewer tokens than the shortest saves next to nothing.
+        """
+        length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # of a row
+        halves = [length >> n for n in range(HALVINGS + 1) if length % (1 << n) == 0] if not self.args.packing else []
+        return tuple(sorted({length} | {half for half in halves if half >= SHORTEST and half % sharers == 0}))
 
     @property
     def evaluation_rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -101,7 +102,7 @@ class TrainingLoop:
         if self.mesh.size() != job.devices:
             raise endings.other_devices(job, self.mesh.size())
         self._share = share = batch_share(self.mesh, job.recipe.batch)
-        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share)
+        self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share, job.row_lengths)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
         self.base = source or seeded_init(job.whole, self.args.seed)
         if resume is not None:
@@ -139,7 +140,7 @@ class TrainingLoop:
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
-        self.meter = Meter(built.step, job.tokens, self._saved, least_seconds(job, chip()))
+        self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
         self._event("on_init_end")
 
     @lasting_output()
@@ -163,7 +164,7 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    if not self.train_step.guard.first:  # before the first step nothing was learned
+                    if self.train_step.begun:  # before the first step nothing was learned
                         self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this
                     say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
@@ -286,7 +287,7 @@ class TrainingLoop:
         self._event("on_optimizer_step")
         self.schedule.advance()
         state.global_step, state.epoch = step, self.batches.epoch
-        state.num_input_tokens_seen += self.job.tokens
+        state.num_input_tokens_seen += self.meter.stepped(batch["input_ids"].shape[1])
         self._event("on_step_end")
         self.stop.after_step(step)
 

@@ -20,6 +20,7 @@ from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
 from trainer.data.sources import locate
 from trainer.endings import check_steps_left
+from trainer.errors import UserError
 from trainer.given import Given
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
@@ -160,10 +161,16 @@ def _for_samples(job: Job, given: Given) -> Job:
         locate(evaluated)
     dataset = args.dataset if given.train is None else given.train
     shapes = shapes_of(dataset, args.text_column, args.is_preference)
-    if args.isolate_documents or all(shape.is_text for shape in shapes):
+    if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job
     args.isolate_documents = True
-    return replace(job, args=args)
+    try:
+        return replace(job, args=args)
+    except UserError:
+        if args.packing:
+            raise
+        args.isolate_documents = False  # a row is one sample, and a model that can't tell two apart need not
+        return job
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
@@ -185,6 +192,8 @@ def _load_data(start: Start, console: Console) -> Corpus:
     say(console, f"data:    {tokens} to train on; {held:,} rows held out, {part}")
     for line in corpus.notes:
         say(console, f"         {line}")
+    if len(lengths := start.job.row_lengths) > 1:
+        say(console, f"         batches of rows of {', '.join(map(str, lengths))} tokens, each length compiled once")
     return corpus
 
 

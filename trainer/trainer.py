@@ -211,7 +211,7 @@ class Trainer:
         return load_rows_of(records, self._start.data, loop.corpus.tokenizer)
 
     def _check_not_trained(self, loop: TrainingLoop) -> None:
-        if not loop.train_step.guard.first:
+        if loop.train_step.begun:
             raise UserError(
                 asked="train() once more",
                 found=f"this trainer has trained to step {loop.state.global_step}",

@@ -6,7 +6,8 @@ python scripts/measure/trl_parity.py --only dpo,lora     those whose name has al
 Ours is `scripts/train.py`'s own run on 8 virtual devices; trl's (1.16, `pip install --no-deps trl==1.16.0`) is a plain
 CPU process. Both start from the same weights, and with LoRA from the factors that PEFT drew. Each of our batches is
 taken apart into its samples, which trl gets as one batch of padded rows. So where ours are packed, trl's are not: its
-own packing needs attention of variable length, which the CPU has not. Unpacked are samples longer than half a row.
+own packing needs attention of variable length, which the CPU has not. Unpacked is our --packing false: batches of rows
+of 32, 64 or 128 tokens.
 """
 
 from __future__ import annotations
@@ -130,16 +131,16 @@ def _plain(what: str, folder: Path) -> None:
 
 
 def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Prompts and completions, or two, of random letters; unpacked are longer than half a row, so each has its own."""
+    """Prompts and completions, or two, of random letters; unpacked, some are of a row's length and most are not."""
     rng = np.random.default_rng(0)
-    low, high = (6, 60) if case["packed"] else (LENGTH // 2 + 1, LENGTH)
 
     def words(count: int) -> str:
         return "".join(rng.choice(list("etaoin shrdlu"), count))
 
     records = []
     for _ in range(1600 if case["packed"] else 400):
-        length = int(rng.integers(low, high - 1))  # and the token that ends it
+        # and the token that ends it
+        length = int(rng.integers(6, 59) if case["packed"] else np.exp(rng.uniform(np.log(8), np.log(LENGTH - 1))))
         asked = int(rng.integers(1, length - 1))
         prompt, answer = words(asked), words(length - asked)
         if case["objective"] == "sft":
@@ -164,6 +165,7 @@ def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[s
         max_steps=STEPS,
         logging_steps=1,
         save_strategy="no",
+        packing=case["packed"],
         eval_on_start=False,
         max_eval_rows=8,
         objective=case["objective"],
@@ -173,7 +175,8 @@ def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[s
     )
     done = train(args, Console(quiet=True))
     entries = [entry for entry in done.state.log_history if "loss" in entry]
-    rows = itertools.islice(TrainingBatches(done.corpus.train, done.job.rows, args.seed), STEPS)
+    share, lengths = (0, 1), done.job.row_lengths
+    rows = itertools.islice(TrainingBatches(done.corpus.train, done.job.rows, args.seed, *share, lengths), STEPS)
     batches, used, room = [], 0, 0
     for batch in rows:
         samples = list(_samples(batch))

@@ -76,3 +76,10 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_samples_apart(recipe: 
 
 def test_padded_rows_of_one_sample_each_have_them_too() -> None:
     check(make_case("mixtral_ep"), packed(ROWS, packing=False))
+
+
+def test_rows_cut_to_what_their_samples_need_have_them_too() -> None:
+    """``--packing false``: the batch of short samples is half as long, and its padding is gone."""
+    columns = packed(8 * ROWS, packing=False)
+    short = np.flatnonzero((columns["segment_ids"] > 0).sum(1) <= LENGTH // 2)[:ROWS]
+    check(make_case("mixtral_ep"), {name: values[short, : LENGTH // 2] for name, values in columns.items()})

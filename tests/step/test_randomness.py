@@ -180,7 +180,7 @@ def test_what_cannot_be_drawn_from_a_key_is_refused_by_name_before_anything_comp
         with pytest.raises(UserError, match=name):
             case.evaluation([make_batch(DENSE)])
         handle.remove()
-    assert case.step.guard.compiles == 0
+    assert case.step.compiles == 0
 
 
 def test_a_layer_that_draws_in_a_way_that_cannot_be_repeated_is_refused_when_it_is_traced():

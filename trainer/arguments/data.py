@@ -37,6 +37,11 @@ class DataArguments(Checked):
     train_on_prompt: bool = option(
         False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
     )
+    packing: bool = option(
+        True,
+        "Samples share rows. `false`: each has its own, also each text, and a batch is as long as its longest, to a "
+        "half, a quarter or an eighth of --sequence_length; each length is compiled once.",
+    )
     overflow: str = option(
         "truncate_right",
         f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said.",

@@ -1,4 +1,4 @@
-"""Rows → batches of one fixed shape, and the cursor that says which batch comes next. Pure CPU.
+"""Rows → batches of one fixed shape, or of a few, and the cursor that says which batch comes next. Pure CPU.
 
 Seed and epoch alone draw the order of the rows. A cursor counts the rows that were taken in that order, so that it
 holds for any batch size and any number of processes.
@@ -9,12 +9,13 @@ Shape legend: B rows in a batch, S tokens in a row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainer.data.by_length import OrderByLength, RowsByLength
 from trainer.data.rows import Order, Rows, StoredRows
 from trainer.data.samples import IGNORE
 from trainer.errors import UserError
@@ -39,6 +40,8 @@ class TrainingBatches:
         process_index: says which rows of each global batch this process yields:
             ``[process_index, process_index + 1) * batch_size / process_count``.
         process_count: processes that share each global batch.
+        lengths: tokens that the rows of a batch are cut to, the shortest that holds them, and the last is S; rows come
+            in order by length then (`RowsByLength`). Empty, or S alone: none is cut.
 
     Raises:
         UserError: the rows don't fill one batch (of a stream, ``next()`` raises it where the stream ends), or
@@ -52,6 +55,7 @@ class TrainingBatches:
         seed: int,
         process_index: int = 0,
         process_count: int = 1,
+        lengths: Sequence[int] = (),
     ) -> None:
         if batch_size % process_count:
             raise UserError(
@@ -60,12 +64,12 @@ class TrainingBatches:
                 why="each takes as many rows as the next",
                 instead=f"a global batch that {process_count} divides (--per_device_train_batch_size)",
             )
-        self._rows, self._batch_size, self._seed = rows, batch_size, seed
-        self._data = rows.fingerprint
+        self._rows: Rows = RowsByLength(rows, lengths) if len(lengths) > 1 else rows
+        self._batch_size, self._seed, self._data = batch_size, seed, self._rows.fingerprint
         share = batch_size // process_count
         self._share = slice(process_index * share, (process_index + 1) * share)
         self._cursor: dict[str, Any] = {"epoch": 0, "row": 0}
-        self._order: Order = rows.order(seed, batch_size, self._cursor)
+        self._order: Order = self._rows.order(seed, batch_size, self._cursor)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -74,7 +78,10 @@ class TrainingBatches:
         taken: list[Any] = []
         while len(taken) < self._batch_size:
             taken += self._order.take(self._batch_size - len(taken))
-        batch = as_batch(self._order.read(taken[self._share]))
+        columns = self._order.read(taken[self._share])
+        if isinstance(self._order, OrderByLength):
+            columns = self._order.cut(columns, taken)  # to one length in every process
+        batch = as_batch(columns)
         # only now: a stream that breaks off in the middle of a batch leaves the cursor at the batch's first row
         self._cursor = self._order.cursor()
         return batch
@@ -104,8 +111,8 @@ class TrainingBatches:
                 asked=f"to go on at a cursor of the data {cursor.get('data')}",
                 found=f"the data are {self._data}",
                 why="a place in one is none in the other: rows would be seen twice or never",
-                instead="the --dataset, --tokenizer, --sequence_length, --isolate_documents, --streaming and "
-                "--shuffle_rows, and what else says how samples are made, of the run that wrote it",
+                instead="the --dataset, --tokenizer, --sequence_length, --isolate_documents, --packing, "
+                "--streaming and --shuffle_rows, and what else says how samples are made, of the run that wrote it",
             )
         if cursor.get("seed") != self._seed:
             raise UserError(

@@ -81,7 +81,11 @@ def build(
     loss, placed, args = evaluation.loss, evaluation.placed, job.args
     optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(loss.model))
     options = StepOptions(
-        args.gradient_accumulation_steps, args.max_grad_norm, args.state_dtypes["optimizer_dtype"], args.seed
+        args.gradient_accumulation_steps,
+        args.max_grad_norm,
+        args.state_dtypes["optimizer_dtype"],
+        args.seed,
+        job.row_lengths,
     )
     moments = restored and _with_zeros(job, restored)
     step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, loss.model, placed), trained)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from trainer.job import Job
@@ -13,9 +15,11 @@ from trainer.xla.chips import Chip
 from trainer.xla.runtime import compile_count
 
 
-def least_seconds(job: Job, chip: Chip | None) -> float | None:
-    """Seconds that a step would take if all devices did nothing but its model FLOPs, at their peak; None: not known."""
-    flops = training_flops(job.model, job.config, job.rows, job.args.sequence_length)
+def least_seconds(job: Job, chip: Chip | None, length: int) -> float | None:
+    """Seconds that a step on rows of ``length`` tokens would take if all devices did nothing but its model FLOPs, at
+    their peak; None: not known.
+    """
+    flops = training_flops(job.model, job.config, job.rows, length)
     return None if chip is None or flops is None else flops / (job.devices * chip.flops)
 
 
@@ -24,17 +28,18 @@ class Meter:
 
     Args:
         step: what is measured.
-        tokens: tokens a step.
+        rows: rows a step.
         last: the step after which nothing has been read yet.
-        least_seconds: of a step whose model FLOPs all devices do at their peak; None: the peak is not known, and so no
-            MFU.
+        least_seconds: of a step on rows of so many tokens, whose model FLOPs all devices do at their peak; None: the
+            peak is not known, and so no MFU.
 
     Attributes:
         expert_load: that of the last reading.
     """
 
-    def __init__(self, step: TrainStep, tokens: int, last: int, least_seconds: float | None = None) -> None:
-        self._step, self._tokens, self._last, self._least = step, tokens, last, least_seconds
+    def __init__(self, step: TrainStep, rows: int, last: int, least_seconds: Callable[[int], float | None]) -> None:
+        self._step, self._rows, self._last, self._least_of = step, rows, last, functools.cache(least_seconds)
+        self._tokens, self._least = 0, list[float | None]()  # of the steps since the last reading
         self._clock = self._began = time.perf_counter()
         self._loss_sum, self._steps = 0.0, 0
         self.expert_load: tuple[ExpertLoad, ...] = ()
@@ -47,6 +52,13 @@ class Meter:
         """What took so long was no part of the steps."""
         self._clock += seconds
 
+    def stepped(self, length: int) -> int:
+        """A step ran on rows of ``length`` tokens; returns how many tokens that were, padding included."""
+        tokens = self._rows * length
+        self._tokens += tokens
+        self._least.append(self._least_of(length))
+        return tokens
+
     def read(self, step: int, learning_rate: float) -> tuple[StepMetrics, dict[str, Any]] | None:
         """What the steps up to ``step`` came to, also as a log entry; None if all of them have been read before."""
         if step == self._last:
@@ -56,18 +68,19 @@ class Meter:
             "loss": metrics.loss,
             "learning_rate": learning_rate,
             "grad_norm": metrics.grad_norm,
-            "tokens_per_second": metrics.steps * self._tokens / (now - self._clock),
+            "tokens_per_second": self._tokens / (now - self._clock),
             "compiles": compile_count(),
         }
-        if self._least is not None:
-            logs["mfu"] = metrics.steps * self._least / (now - self._clock)
+        if least := [seconds for seconds in self._least if seconds is not None]:
+            logs["mfu"] = sum(least) / (now - self._clock)
         if metrics.dropped_fraction is not None:
             logs["dropped_fraction"] = metrics.dropped_fraction
         if metrics.unscored_steps:
             logs["unscored_steps"] = metrics.unscored_steps
         logs |= {**metrics.preferences, **metrics.router_losses, **log_entries(metrics.expert_load)}
         self.expert_load = metrics.expert_load
-        self._clock, self._last = now, step
+        self._clock, self._last, self._tokens = now, step, 0
+        self._least.clear()
         self._loss_sum, self._steps = self._loss_sum + metrics.loss * metrics.steps, self._steps + metrics.steps
         return metrics, logs
 

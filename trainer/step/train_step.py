@@ -75,12 +75,14 @@ class StepOptions:
         max_grad_norm: global norm that gradients are scaled down to; 0 leaves them.
         moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
         seed: gives, with the numbers of the step and the micro-batch, the key of what is random (dropout).
+        lengths: tokens that rows of a batch may have, a compile for each; empty: those of the first batch.
     """
 
     accumulation: int = 1
     max_grad_norm: float = 1.0
     moment_dtype: torch.dtype = torch.float32
     seed: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 class TrainStep:
@@ -127,19 +129,30 @@ class TrainStep:
         self.names = METRICS + (LOGGED if loss.objective is not None else ())
         metrics = _metrics(restored, len(self.names) + self.routing.size + 1)
         self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
-        self.guard = CompileGuard("train step", expected=1)
+        self.guards = {length: CompileGuard(_named(length, options.lengths), 1) for length in options.lengths or (0,)}
         self.metrics_read = True  # so the next step begins a new mean
 
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
         """Run step number ``step`` (from 1) on host tensors of [rows, ...]: all micro-batches' rows together."""
-        self.guard.before(batch)
+        guard = self.guards.get(batch["input_ids"].shape[1], next(reversed(self.guards.values())))
+        guard.before(batch)
         inputs = self.trace(batch, step=step, learning_rate=learning_rate)
-        if self.guard.first:
+        if guard.first:
             planned = {name: batch_spec(t.dim(), self.placed.batch_axes) for name, t in inputs.items()}
             sharding.check_placed(inputs, self.mesh, planned)
         self.metrics_read = False
         run_now(list(self.replaced.values()))
-        self.guard.after()
+        guard.after()
+
+    @property
+    def compiles(self) -> int:
+        """Compiles of the step so far: one for each length of rows that it has met."""
+        return sum(guard.compiles for guard in self.guards.values())
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step was taken; before, nothing was learned."""
+        return not all(guard.first for guard in self.guards.values())
 
     @property
     def replaced(self) -> Tensors:
@@ -360,6 +373,10 @@ class TrainStep:
 
     def _constrain_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         return sharding.constrain(gradient, self.mesh, self.specs[name])
+
+
+def _named(length: int, lengths: Sequence[int]) -> str:
+    return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
 
 
 def _metrics(restored: Callable[[str], Array] | None, size: int) -> torch.Tensor:
