@@ -315,7 +315,8 @@ def _check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> Non
             found=found,
             why="only a model that was seen to keep documents apart trains so: others drop segment_ids or positions on "
             "the way, or mix tokens by other means than attention",
-            instead="no --isolate_documents, and documents follow one another in a row; or a model such as llama",
+            instead="no --isolate_documents, and documents follow one another in a row; for samples "
+            "--packing false, a row for each; or a model such as llama",
         )
 
 
