@@ -23,6 +23,7 @@ from models.experts.dropless import Dropless
 from models.experts.routing import selection_biases
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
+from models.stored_layout import as_stored
 from trainer.arrays import Array, Stack
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
@@ -218,7 +219,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunc
     inside: frozenset[str] = frozenset()
     for module in model.modules():
         if isinstance(module, DecoderLayers):
-            module.configure(prepare, compute.remat)
+            module.configure(prepare.in_a_loop if compute.scan else prepare, compute.remat)
             inside |= frozenset(f"{module.name}.{name}" for name, _ in module.named_parameters())
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
@@ -263,6 +264,19 @@ class _Prepare:
         if partial is not None and partial.scatters:
             prepared[name + SUFFIX] = partial.layer.leaf(placed)
         return prepared
+
+    def in_a_loop(self, name: str, parameter: torch.Tensor) -> Tensors:
+        """The same for a layer's slice of a stack, which is first kept from choosing the layout of the whole stack.
+
+        One that is cast first chooses none.
+        """
+        matrix = parameter.dim() > 1 and parameter.dtype == self.dtype and not name.endswith(SUFFIX)
+        if matrix and jax_call.target() == "tpu":
+            sizes = self.mesh.shape()
+            spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
+            manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
+            parameter = as_stored(parameter, manual)
+        return self(name, parameter)
 
     def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))
