@@ -67,15 +67,7 @@ class Reference:
 
     def __init__(self, train: Rows, sets: Mapping[str, StoredRows], pairs: int) -> None:
         if not isinstance(train, StoredRows):
-            mixed = isinstance(train, MixedRows)
-            raise UserError(
-                asked="an objective that compares with the starting weights",
-                found="a mixture of datasets" if mixed else "rows that are made as training goes on",
-                why="what the starting weights say of each row is computed before the first step, and kept beside the "
-                "rows of one dataset",
-                instead=f"{'a single dataset' if mixed else 'no --streaming'}; or --objective orpo or simpo, which "
-                "compare with nothing",
-            )
+            raise not_one_dataset(mixed=isinstance(train, MixedRows))
         self.pairs, self.train = pairs, ReferredRows(train)
         self.sets = {name: ReferredRows(rows) for name, rows in sets.items()}
 
@@ -153,6 +145,18 @@ class Reference:
 
     def _splits(self) -> dict[str, ReferredRows]:
         return {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
+
+
+def not_one_dataset(*, mixed: bool) -> UserError:
+    """The error of rows with which the starting weights' values can't be kept: of a mixture, or of a stream."""
+    return UserError(
+        asked="an objective that compares with the starting weights",
+        found="a mixture of datasets" if mixed else "rows that are made as training goes on",
+        why="what the starting weights say of each row is computed before the first step, and kept beside the rows of "
+        "one dataset",
+        instead=f"{'a single dataset' if mixed else 'no --streaming'}; or --objective orpo or simpo, which compare "
+        "with nothing",
+    )
 
 
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:

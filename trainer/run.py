@@ -29,6 +29,7 @@ from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
 from trainer.model import experts_modules
 from trainer.output import claim, find_output
+from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
@@ -161,6 +162,8 @@ def _for_samples(job: Job, given: Given) -> Job:
         locate(evaluated)
     dataset = args.dataset if given.train is None else given.train
     shapes = shapes_of(dataset, args.text_column, args.is_preference)
+    if len(shapes) > 1 and args.has_reference:
+        raise not_one_dataset(mixed=True)
     if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job
     args.isolate_documents = True

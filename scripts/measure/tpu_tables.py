@@ -142,8 +142,11 @@ TABLES: dict[str, dict[str, str]] = {
     "lora": {
         f"{experts}, {topology}": f"--recipe mixtral_ep {_MIXTRAL} {_BATCH} 1 --lora_r 16 --topology {topology} "
         f"{compute}"
-        for topology in ("v5e:4x4", "v6e:2x4", "v6e:2x2")
-        for experts, compute in (("capacity 1.25", _CAPACITY), ("dropless", "--compute experts=dropless"))
+        for experts, compute, *topologies in (
+            ("capacity 1.25", _CAPACITY, "v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2"),
+            ("dropless", "--compute experts=dropless", "v6e:2x2"),
+        )
+        for topology in topologies
     },
     "graphs": {
         "mixtral_ep": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
