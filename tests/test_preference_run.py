@@ -137,3 +137,13 @@ def test_what_is_made_for_tokens_is_refused(folder: Path, what: str) -> None:
         Trainer(args=args, **{what: lambda *_: None}).train()
     with pytest.raises(UserError, match="predict with the objective orpo"):
         Trainer(args=args).predict(str(folder / "pairs.jsonl"))
+
+
+def test_without_packing_each_pair_has_its_row_and_the_rows_are_as_short_as_its_answers(folder: Path) -> None:
+    """The first loss of DPO is ln 2 whatever the rows, if what the starting weights say stays beside its pair."""
+    loop = run(folder, "unpacked", packing=False, per_device_train_batch_size=2)
+    met = {length for length, guard in loop.train_step.guards.items() if not guard.first}
+    assert met <= {32, 64}
+    assert 32 in met
+    assert loop.train_step.compiles == len(met)
+    assert losses(loop)[0] == pytest.approx(0.693147, rel=1e-4)
