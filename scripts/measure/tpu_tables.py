@@ -130,7 +130,6 @@ TABLES: dict[str, dict[str, str]] = {
     "families": _families(
         ("Gemma-3-27B", "gemma3_27b", "gemma3_fsdp", "v5p:2x2x1", "fsdp=4"),
         ("Qwen3-Next-80B-A3B", "qwen3_next_80b_a3b", "qwen3_next_ep", "v5p:2x2x2", "fsdp=2,expert=4"),
-        ("Qwen3-Next-80B-A3B", "qwen3_next_80b_a3b", "qwen3_next_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
         ("GPT-OSS-120B", "gpt_oss_120b", "gpt_oss_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
         ("Llama-4-Scout", "llama4_scout", "llama4_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
         ("Qwen3-235B-A22B", "qwen3_235b_a22b", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
