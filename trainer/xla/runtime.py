@@ -193,7 +193,7 @@ def _give_devices_threads(devices: int) -> None:
     The client makes NPROC threads (default: one a core), and a device that waits in a collective holds one for each op
     it runs at a time. Fewer threads than waiting ops, and cores idle, or all wait until XLA aborts the process after
     10 s. So: one op at a time on a device, and none borrowed to split an op where devices outnumber cores. Now and then
-    a device waits in two collectives all the same, so each has threads to spare; they cost nothing while they sleep.
+    a device waits in two collectives all the same, so each has threads to spare.
     `python scripts/measure/speed.py threads` measures it.
     """
     cores = os.cpu_count() or 1
