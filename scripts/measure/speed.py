@@ -102,8 +102,8 @@ def threads(recipe: str, rounds: int) -> Table:
         "XLA's default: a thread a core": {"NPROC": str(os.cpu_count()), "XLA_FLAGS": concurrent},
         "a thread a device": {"NPROC": "8", "XLA_FLAGS": concurrent},
         "4 threads a device": {"NPROC": "32", "XLA_FLAGS": concurrent},
-        "10 threads, one op at a time": {"NPROC": "10"},
-        "the trainer's: 4 threads a device, one op at a time": {},
+        "4 threads a device, one op at a time": {"NPROC": "32"},
+        "the trainer's: a thread a device, one op at a time": {},
     }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
     for _ in range(rounds):

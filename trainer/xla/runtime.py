@@ -192,12 +192,11 @@ def _give_devices_threads(devices: int) -> None:
 
     The client makes NPROC threads (default: one a core), and a device that waits in a collective holds one for each op
     it runs at a time. Fewer threads than waiting ops, and cores idle, or all wait until XLA aborts the process after
-    10 s. So: one op at a time on a device, and none borrowed to split an op where devices outnumber cores. Now and then
-    a device waits in two collectives all the same, so each has threads to spare.
-    `python scripts/measure/speed.py threads` measures it.
+    10 s. So: one op at a time on a device, a thread for each device, and none borrowed to split an op where devices
+    outnumber cores. `python scripts/measure/speed.py threads` measures it.
     """
     cores = os.cpu_count() or 1
-    os.environ.setdefault("NPROC", str(max(cores, 4 * devices)))
+    os.environ.setdefault("NPROC", str(max(cores, devices + 2)))
     flags = {"xla_cpu_enable_concurrency_optimized_scheduler": "false"}
     if devices >= cores:
         flags["xla_cpu_multi_thread_eigen"] = "false"
