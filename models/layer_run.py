@@ -26,8 +26,8 @@ from models.partial_gradients import Tensors
 from models.remat import REMAT
 from models.scan import Stage, run_stages
 
-# (full name, parameter) -> what the layer uses, by full name: the parameter, and perhaps its partial gradient's leaf
-Prepare = Callable[[str, torch.Tensor], dict[str, torch.Tensor]]
+# parameters by full name -> what the layer uses, by full name: each, and perhaps its partial gradient's leaf
+Prepare = Callable[[Tensors], Tensors]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LayerRun:
 
     def __init__(self, parts: Sequence[Part], first: int, count: int = 1) -> None:
         self.parts, self.first, self.count = tuple(parts), first, count
-        self.prepare: Prepare = lambda name, parameter: {name: parameter}
+        self.prepare: Prepare = lambda parameters: parameters
         self.partition: Callable[..., Any] = REMAT["none"]
         # for each kind of call: the period's layers, traced
         self.graphs: dict[Any, list[_Traced]] = {}
@@ -263,10 +263,9 @@ class _Traced:
         self, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any, prepare: Prepare
     ) -> tuple[Any, Any]:
         """The layer's output and side outputs, with ``weights`` prepared for it."""
-        prepared: dict[str, torch.Tensor] = {}
         prefix = f"{self.part.name}."
-        for key, weight in weights.items():  # leaves come last: one that was given replaces one that `prepare` made
-            prepared |= {name.removeprefix(prefix): t for name, t in prepare(prefix + key, weight).items()}
+        named = prepare({prefix + key: weight for key, weight in weights.items()})
+        prepared = {name.removeprefix(prefix): t for name, t in named.items()}
         return side_outputs.collect(
             lambda: partial_gradients.functional_call(self.part.layer, prepared | buffers, args, kwargs)
         )

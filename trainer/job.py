@@ -151,8 +151,20 @@ class Job:
     @functools.cached_property
     def untrained(self) -> frozenset[str]:
         """The stored names of the parameters that no gradient reaches, in any layer of a stack."""
-        idle = self.unused[0]
-        return frozenset(e.name for e in self.stored.parameters if idle.issuperset(self.stored.members(e.name)))
+        return frozenset(name for name, layers in self.trained.items() if not any(layers))
+
+    @functools.cached_property
+    def trained(self) -> dict[str, list[bool]]:
+        """Stored name → for each layer of a stack, or the parameter alone, whether a gradient reaches it.
+
+        Raises:
+            UserError: none reaches any.
+        """
+        unused, _ = self.unused
+        return {
+            entry.name: [entry.trained and name not in unused for name in self.stored.members(entry.name)]
+            for entry in self.stored.parameters
+        }
 
     @property
     def micro_batch_rows(self) -> int:

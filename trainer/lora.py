@@ -20,6 +20,7 @@ from models.adapters.lora import Lora, adaptable, attach, base_of, own_parameter
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError, did_you_mean
 from trainer.layout.adapters import with_factors
+from trainer.layout.int8 import with_int8
 from trainer.layout.plan import ShardingPlan, make_plan
 from trainer.layout.recipe import Recipe
 from trainer.model import experts_modules
@@ -88,8 +89,10 @@ def plan_of(
     dtypes = args.state_dtypes
     if adapted is model:
         return make_plan(recipe, model, devices, **dtypes)
-    base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": getattr(torch, args.base_dtype)}))
-    return with_factors(base, adapted, dtypes["weight_dtype"])
+    stored = torch.bfloat16 if args.base_dtype == "int8" else getattr(torch, args.base_dtype)
+    base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": stored}))
+    plan = with_factors(base, adapted, dtypes["weight_dtype"])
+    return with_int8(plan, _inner(model)) if args.base_dtype == "int8" else plan
 
 
 def described(lora: Lora, adapted: PreTrainedModel) -> str:
@@ -141,8 +144,7 @@ def _targets(asked: str, model: PreTrainedModel) -> list[str]:
     """The names of the weights that ``--lora_target`` asks for."""
     known = adapted_shapes(model)
     if asked == ALL:
-        head = model.get_output_embeddings()
-        found = [name for name in known if model.get_submodule(name.rpartition(".")[0]) is not head]
+        found = _inner(model)
     else:
         found = []
         for word in filter(None, (word.strip() for word in asked.split(","))):
@@ -154,6 +156,12 @@ def _targets(asked: str, model: PreTrainedModel) -> list[str]:
         raise _no_target(asked, model, known)
     _check_untied(found, model)
     return [name for name in known if name in found]
+
+
+def _inner(model: PreTrainedModel) -> list[str]:
+    """The weights of linear layers and of experts, without the head."""
+    head = model.get_output_embeddings()
+    return [name for name in adapted_shapes(model) if model.get_submodule(name.rpartition(".")[0]) is not head]
 
 
 def _matches(word: str, name: str) -> bool:

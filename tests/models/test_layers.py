@@ -75,7 +75,7 @@ def test_a_layer_of_the_new_list_has_the_attributes_and_the_class_of_the_old_one
 def test_a_copy_of_a_stacked_model_has_its_names_and_shapes_and_is_independent():
     model = meta_model(LlamaConfig(**SMALL))
     stack_layers(model)
-    model.model.layers.configure(lambda name, parameter: {name: parameter}, "full")
+    model.model.layers.configure(lambda parameters: parameters, "full")
     other = copy.deepcopy(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     assert {name: p.shape for name, p in other.named_parameters()} == shapes
@@ -85,8 +85,8 @@ def test_a_copy_of_a_stacked_model_has_its_names_and_shapes_and_is_independent()
     assert copied.parts[0].layer is other.get_submodule("model.layers.*")
     run.graphs["a call"] = "graphs of this model"
     assert copied.graphs == copy.deepcopy(run).graphs == {}
-    other.model.layers.configure(lambda name, parameter: {}, "none")
-    assert run.prepare("x", 1) == {"x": 1}
+    other.model.layers.configure(lambda parameters: {}, "none")
+    assert run.prepare({"x": 1}) == {"x": 1}
     assert run.partition is not copied.partition
 
 

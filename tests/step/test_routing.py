@@ -201,7 +201,7 @@ def test_biases_that_a_family_keeps_as_frozen_parameters_are_not_cast_to_the_com
     for name, dtype in (("expert_bias", torch.float32), ("router.gate.weight", torch.bfloat16)):
         name = f"model.layers.1.mlp.{name}"
         values = torch.zeros(job.model.get_parameter(name).shape, device="xla")
-        assert prepare(name, values)[name].dtype == dtype
+        assert prepare({name: values})[name].dtype == dtype
 
 
 def bias_names(case: Case) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from models.int8 import from_int8, to_int8
 from tests.support.cases import Case, make_batch, plain_model, reference_loss, small_config
 from tests.support.jobs import job_of
 from trainer.job import Job
@@ -83,6 +84,8 @@ def make_adapted(
     given = {"lora_r": 4, "lora_alpha": 6.0, "base_dtype": "float32", "weight_decay": 0.1} | (options or {})
     job = job_of(recipe, config, gradient_accumulation_steps=accumulation, **given)
     assert job.lora is not None
+    if job.args.base_dtype == "int8":
+        _round(plain, {e.name for e in job.plan.parameters if e.dtype == torch.int8})
     base = {name: values.clone() for name, values in plain.state_dict().items()}
     said, lora = as_config(job.lora, job.model, None, {}), job.lora
     targets = {key: said[key] for key in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")}
@@ -101,3 +104,11 @@ def make_adapted(
     found.case = Case(recipe, config, plain, job.stored, built.step, built.evaluation, mesh)
     found.case.model = built.model  # type: ignore[attr-defined]
     return found
+
+
+def _round(plain: torch.nn.Module, names: set[str]) -> None:
+    """Rounds the weights ``names`` of ``plain`` to what 8 bits hold of them, and all others to bfloat16."""
+    assert names
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            weight.copy_(from_int8(*to_int8(weight), weight.dtype) if name in names else weight.bfloat16())

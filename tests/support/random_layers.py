@@ -168,7 +168,7 @@ def compare(seed: int, *, scan: bool, remat: str) -> tuple[float, str, list[str]
         model.get_submodule(owner)._buffers[key] = buffer.to(device)
     layers = model.blocks
     assert isinstance(layers, DecoderLayers)
-    layers.configure(lambda name, parameter: {name: parameter}, remat)
+    layers.configure(lambda parameters: parameters, remat)
     result = model(ids.to(device))
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad((result * weight.to(device)).sum(), list(parameters.values()), allow_unused=True)

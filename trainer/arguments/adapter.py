@@ -32,12 +32,16 @@ class AdapterArguments(Checked):
         "How an adapter is written: as PEFT reads it onto this model (peft), or with each expert's weights by "
         "themselves, under the hub's names, as serving engines read it (per_expert).",
     )
-    base_dtype: str = option("bfloat16", "What the frozen weights under an adapter are stored in: bfloat16 or float32.")
+    base_dtype: str = option(
+        "bfloat16",
+        "What the frozen weights under an adapter are stored in: bfloat16, float32, or int8 at half of bfloat16's "
+        "memory: linear layers and experts as 8-bit integers with a scale for each row, all else in bfloat16.",
+    )
 
     def check_adapter(self) -> None:
         """Refuse what can't be."""
         self.check_path("adapter")
-        self.choose("base_dtype", ["float32", "bfloat16"])
+        self.choose("base_dtype", ["float32", "bfloat16", "int8"])
         self.check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format", ["peft", "per_expert"])

@@ -21,6 +21,7 @@ from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
 from models.experts.routing import selection_biases
+from models.int8 import SCALE, from_int8
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
 from models.stored_layout import as_stored
@@ -76,8 +77,7 @@ def build(
         compute_loss: in place of the model's loss; see `Loss`.
         measures: what an evaluation measures beside the loss.
     """
-    unused, _ = job.unused  # before anything is placed, since a loss of no parameter is refused
-    trained = {e.name: [name not in unused for name in job.stored.members(e.name)] for e in job.stored.parameters}
+    trained = job.trained  # before anything is placed, since a loss of no parameter is refused
     evaluation = build_evaluation(job, mesh, source, compute_loss=compute_loss, measures=measures)
     loss, placed, args = evaluation.loss, evaluation.placed, job.args
     optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(loss.model))
@@ -235,7 +235,7 @@ def _objective(job: Job) -> Preference | None:
 
 
 class _Prepare:
-    """(name, parameter) → what the forward uses, by name: the parameter cast and laid out, and its gradient's leaf."""
+    """Parameters → what the forward uses, by name: each cast and laid out, and the leaf of its partial gradient."""
 
     def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
         self.job, self.mesh, self.partials = job, mesh, partials
@@ -244,39 +244,62 @@ class _Prepare:
         self.experts_inside = experts_modules(job.assembled)
         self.biases = selection_biases(job.model, experts_modules(job.model))
 
-    def __call__(self, name: str, parameter: torch.Tensor) -> Tensors:
-        if name.endswith(SUFFIX):
-            spec = self.partials[name.removesuffix(SUFFIX)].spec
-            return {name: sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])}
+    def __call__(self, parameters: Tensors) -> Tensors:
+        prepared: Tensors = {}
+        scales = {name + SCALE for name, parameter in parameters.items() if parameter.dtype == torch.int8}
+        for name, parameter in parameters.items():  # leaves come last: one that is given replaces one that is made here
+            if name.endswith(SUFFIX):
+                spec = self.partials[name.removesuffix(SUFFIX)].spec
+                prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
+            elif parameter.dtype == torch.int8:
+                # multiplied out last, so that what is gathered across devices is the smallest dtype
+                values, scale = (self._whole(n, self._placed(n, parameters[n])) for n in (name, name + SCALE))
+                prepared[name] = from_int8(values, scale, self.dtype)
+            elif name not in scales:
+                prepared |= self._cast(name, parameter)
+        return prepared
+
+    def in_a_loop(self, parameters: Tensors) -> Tensors:
+        """The same for a layer's slices of stacks, which are first kept from choosing the layouts of whole stacks.
+
+        One that is cast first chooses none.
+        """
+        if jax_call.target() != "tpu":
+            return self(parameters)
+        return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
+
+    def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:
         # cast first, so that what is gathered across devices is the smaller dtype
         entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
         # what routers add for selection stays as it is: in bfloat16 a step of 0.001 would be lost
         cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
-        placed = self._constrain(cast, entry.layout)
-        recipe = self.job.recipe
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
-            return {name: placed}  # the kernel gathers it itself
-        # Then whole along the axes that split the tokens, and said so: this gathers the weight, and reduces its
-        # gradient. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        split = token_axes(name, entry, recipe, self.experts_inside)
-        whole = {axis: placement for axis, placement in entry.layout.items() if axis not in split}
-        prepared = {name: self._constrain(placed, whole)}
+        placed = self._placed(name, cast)
+        prepared = {name: self._whole(name, placed)}
         if partial is not None and partial.scatters:
             prepared[name + SUFFIX] = partial.layer.leaf(placed)
         return prepared
 
-    def in_a_loop(self, name: str, parameter: torch.Tensor) -> Tensors:
-        """The same for a layer's slice of a stack, which is first kept from choosing the layout of the whole stack.
+    def _placed(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        return self._constrain(parameter, self.job.plan[first_name(name)].layout)
 
-        One that is cast first chooses none.
+    def _whole(self, name: str, placed: torch.Tensor) -> torch.Tensor:
+        """``placed`` whole along the axes that split the tokens, and said so: this gathers the weight, and reduces
+        its gradient. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
         """
-        matrix = parameter.dim() > 1 and parameter.dtype == self.dtype and not name.endswith(SUFFIX)
-        if matrix and jax_call.target() == "tpu":
-            sizes = self.mesh.shape()
-            spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
-            manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
-            parameter = as_stored(parameter, manual)
-        return self(name, parameter)
+        entry, recipe = self.job.plan[first_name(name)], self.job.recipe
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
+            return placed  # the kernel gathers it itself
+        split = token_axes(name, entry, recipe, self.experts_inside)
+        return self._constrain(placed, {axis: place for axis, place in entry.layout.items() if axis not in split})
+
+    def _as_stored(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        as_used = parameter.dtype in (self.dtype, torch.int8)
+        if parameter.dim() < 2 or not as_used or name.endswith(SUFFIX):
+            return parameter
+        sizes = self.mesh.shape()
+        spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
+        manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
+        return as_stored(parameter, manual)
 
     def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))

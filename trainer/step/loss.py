@@ -36,8 +36,8 @@ class Loss:
     """The model's loss on one micro-batch.
 
     Args:
-        prepare: (name, parameter) → what the forward uses, by name. It is called for the parameters outside the layer
-            stack; the stack prepares its own.
+        prepare: parameters → what the forward uses, by name. It is called for the parameters outside the layer stack;
+            the stack prepares its own.
         inside: names of the parameters that the layer stack prepares.
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
@@ -52,7 +52,7 @@ class Loss:
     def __init__(
         self,
         model: PreTrainedModel,
-        prepare: Callable[[str, torch.Tensor], Tensors],
+        prepare: Callable[[Tensors], Tensors],
         inside: frozenset[str],
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
@@ -137,9 +137,8 @@ class Loss:
     ) -> tuple[Any, dict[str, list[torch.Tensor]]]:
         """The model's output, and by name what its modules recorded on the way."""
         self.model.train(training)
-        prepared: Tensors = {}
-        for name, parameter in parameters.items():
-            prepared |= {name: parameter} if name in self.inside else self.prepare(name, parameter)
+        inside = {name: parameter for name, parameter in parameters.items() if name in self.inside}
+        prepared = inside | self.prepare({name: t for name, t in parameters.items() if name not in inside})
         segment_ids = inputs.get("segment_ids")
         inputs = {"use_cache": False, **inputs}
 

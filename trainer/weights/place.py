@@ -13,6 +13,7 @@ from torch import nn
 from trainer.arrays import Array, Stack
 from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.layout.stacking import is_stacked, layer_names
+from trainer.weights.int8 import with_int8
 from trainer.weights.sources import Source
 from trainer.xla import sharding
 from trainer.xla.mesh import AbstractMesh, DeviceMesh
@@ -22,12 +23,14 @@ from trainer.xla.runtime import device_kind, run_now, wait_for_devices
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:
     """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out as ``plan`` says.
 
+    The scales of a weight in int8, of which ``model`` knows nothing, become parameters of the weight's module.
     Stacks are made on the devices and written there layer by layer, so the host holds no more of a stack than one
     layer. Tied parameters stay tied; buffers are replicated.
 
     Returns:
         name -> parameter, in the model's order.
     """
+    source = with_int8(source, plan)
     specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
     tensors: dict[str, torch.Tensor] = {}
     owners = {**{entry.name: entry.name for entry in plan.parameters}, **plan.aliases}
@@ -47,7 +50,9 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
                 elif entry is stacked[0]:  # here, to read in the model's order, which is that of most files
                     _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
         tensors |= stacks
-    placed: dict[str, torch.Tensor] = {entry.name: nn.Parameter(tensors[entry.name]) for entry in plan.parameters}
+    placed: dict[str, torch.Tensor] = {
+        entry.name: nn.Parameter(tensors[entry.name], entry.dtype.is_floating_point) for entry in plan.parameters
+    }
     for alias, name in owners.items():
         _assign(model, alias, placed[name])
     place_buffers(model, mesh, source)
