@@ -46,6 +46,7 @@ _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.int32: "int32",
+    torch.int8: "int8",
     torch.bool: "bool",
 }
 

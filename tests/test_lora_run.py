@@ -14,6 +14,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from tests.support.adapters import round_as_stored
 from tests.support.lives import Lives
 from tests.support.paths import ROOT
 
@@ -35,7 +36,9 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs on one model's weights: `whole` of 4 steps; `rest`, from its checkpoint-2 on; `next`, from its adapter."""
+    """Runs on one model's weights: `whole` of 4 steps; `rest`, from its checkpoint-2 on; `next`, from its adapter;
+    `int8` likewise, with the model under it in 8 bits.
+    """
     root = tmp_path_factory.mktemp("lora")
     (root / "text").mkdir()
     for i in range(20):
@@ -50,6 +53,7 @@ def runs(tmp_path_factory):
             "whole": [*rank, "--max_steps", 4],
             "rest": [*rank, "--max_steps", 4, "--resume_from_checkpoint", root / "whole" / "checkpoint-2"],
             "next": ["--adapter", root / "whole" / "model", "--max_steps", 1],
+            "int8": ["--adapter", root / "whole" / "model", "--max_steps", 1, "--base_dtype", "int8"],
         }.items():
             lives.start(root / f"{name}.log", *common, *more, "--output_dir", root / name)
             assert lives.wait() == 0, (root / f"{name}.log").read_text()
@@ -75,6 +79,13 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
 
 def test_a_run_that_starts_from_an_adapter_begins_where_that_one_ended(runs):
     assert held_out(runs / "next")[0] == pytest.approx(held_out(runs / "whole")[-1], rel=1e-6)
+
+
+def test_a_model_in_8_bits_hardly_changes_where_a_run_begins(runs):
+    rounded, whole = held_out(runs / "int8")[0], held_out(runs / "whole")[-1]
+    assert rounded == pytest.approx(whole, rel=1e-3)
+    assert rounded != whole
+    assert "the model is frozen, in int8" in (runs / "int8.log").read_text()
 
 
 def test_the_exported_merged_model_is_pefts_own_merge(runs, tmp_path):
@@ -103,15 +114,21 @@ def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs)
     from trainer.evaluation.opened import open_model
 
     request = SimpleNamespace(args=("3 plus 1 ", "makes 4."))
-    found = []
-    for model in ("model", "checkpoint-4"):
-        options = EvaluationArguments(str(runs / "whole" / model), "any", recipe="mixtral_ep", max_length=64)
+    found, expected = [], []
+    for model, base_dtype in (("model", None), ("checkpoint-4", None), ("model", "int8")):
+        options = EvaluationArguments(
+            str(runs / "whole" / model), "any", recipe="mixtral_ep", max_length=64, base_dtype=base_dtype
+        )
         opened = open_model(options, Console(quiet=True))
         (score,) = LM(opened.job, opened.step, opened.tokenizer).loglikelihood([request], disable_tqdm=True)
         found.append(score[0])
-    plain = AutoModelForCausalLM.from_pretrained(runs / "base")
-    theirs = PeftModel.from_pretrained(plain, runs / "whole" / "model")
-    context, whole = (opened.tokenizer(text).input_ids for text in ("3 plus 1", "3 plus 1 makes 4."))
-    logits = theirs(torch.tensor([whole])).logits[0].log_softmax(-1)
-    expected = sum(logits[place - 1, whole[place]].item() for place in range(len(context), len(whole)))
-    assert found == pytest.approx([expected] * 2, rel=1e-4)
+        plain = AutoModelForCausalLM.from_pretrained(runs / "base")
+        if base_dtype == "int8":
+            round_as_stored(plain, opened.job)
+        theirs = PeftModel.from_pretrained(plain, runs / "whole" / "model")
+        context, whole = (opened.tokenizer(text).input_ids for text in ("3 plus 1", "3 plus 1 makes 4."))
+        logits = theirs(torch.tensor([whole])).logits[0].log_softmax(-1)
+        places = range(len(context), len(whole))
+        expected.append(sum(logits[place - 1, whole[place]].item() for place in places))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert abs(expected[2] - expected[0]) > 1e-3 * abs(expected[0])

@@ -85,7 +85,7 @@ def make_adapted(
     job = job_of(recipe, config, gradient_accumulation_steps=accumulation, **given)
     assert job.lora is not None
     if job.args.base_dtype == "int8":
-        _round(plain, {e.name for e in job.plan.parameters if e.dtype == torch.int8})
+        round_as_stored(plain, job)
     base = {name: values.clone() for name, values in plain.state_dict().items()}
     said, lora = as_config(job.lora, job.model, None, {}), job.lora
     targets = {key: said[key] for key in ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters")}
@@ -106,8 +106,11 @@ def make_adapted(
     return found
 
 
-def _round(plain: torch.nn.Module, names: set[str]) -> None:
-    """Rounds the weights ``names`` of ``plain`` to what 8 bits hold of them, and all others to bfloat16."""
+def round_as_stored(plain: torch.nn.Module, job: Job) -> None:
+    """Rounds the weights of ``plain`` as ``job`` stores them: to 8 bits those that it has in int8, all others to
+    bfloat16.
+    """
+    names = {entry.name for entry in job.plan.parameters if entry.dtype == torch.int8}
     assert names
     with torch.no_grad():
         for name, weight in plain.named_parameters():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trainer.arguments.values import Checked, option
 from trainer.errors import UserError
 
+BASE_DTYPES = ["float32", "bfloat16", "int8"]
 _LORA = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}
 
 
@@ -41,7 +42,7 @@ class AdapterArguments(Checked):
     def check_adapter(self) -> None:
         """Refuse what can't be."""
         self.check_path("adapter")
-        self.choose("base_dtype", ["float32", "bfloat16", "int8"])
+        self.choose("base_dtype", BASE_DTYPES)
         self.check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format", ["peft", "per_expert"])

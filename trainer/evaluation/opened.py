@@ -137,6 +137,13 @@ def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
 
 
 def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None) -> Job:
+    if options.base_dtype is not None and adapter is None:
+        raise UserError(
+            asked=f"--base_dtype {options.base_dtype}",
+            found=f"{options.model}, without an adapter",
+            why="it is of the weights under an adapter",
+            instead=f"--adapter with a folder that PEFT wrote, or --weight_dtype {options.weight_dtype}",
+        )
     given: dict[str, Any] = {
         "recipe": options.recipe,
         "model": config_from,
@@ -144,7 +151,7 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
         "compute": options.compute,
         "adapter": adapter,
         "weight_dtype": options.weight_dtype,
-        "base_dtype": options.weight_dtype,
+        "base_dtype": options.base_dtype or options.weight_dtype,
         "per_device_train_batch_size": options.batch_size,
     }
     if options.max_length is None:
