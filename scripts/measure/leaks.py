@@ -118,8 +118,9 @@ def _table(noted: list[dict[str, float]]) -> Table:
 def _picture(noted: list[dict[str, float]]) -> bytes:
     figure = Figure(figsize=(9, 6), layout="constrained")
     for axes, (name, label) in zip(figure.subplots(len(COLUMNS), 1, sharex=True), COLUMNS.items(), strict=True):
-        axes.plot(range(1, len(noted) + 1), [each[name] for each in noted])
-        axes.set(ylabel=label, ylim=(0, None))
+        values = [each[name] for each in noted]
+        axes.plot(range(1, len(noted) + 1), values)
+        axes.set(ylabel=label, ylim=(0, 1.2 * max(values)))
         axes.grid(alpha=0.3)
     axes.set(xlabel="step")
     found = io.BytesIO()
