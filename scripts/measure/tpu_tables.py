@@ -143,6 +143,7 @@ TABLES: dict[str, dict[str, str]] = {
         f"{compute}"
         for experts, compute, *topologies in (
             ("capacity 1.25", _CAPACITY, "v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2"),
+            ("capacity 1.25, int8", f"{_CAPACITY} --base_dtype int8", "v5e:2x4", "v5e:2x2"),
             ("dropless", "--compute experts=dropless", "v6e:2x2"),
         )
         for topology in topologies

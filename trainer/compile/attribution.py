@@ -138,7 +138,8 @@ class Parameters:
         for weight in self.weights:
             if purpose := self._purpose(weight, key.kind, axes, sizes):
                 found.setdefault(purpose, []).append(weight.name)
-        return next(iter(found.items()), ("", []))
+        # one layer's rather than all layers', of which the recipe plans none
+        return min(found.items(), key=lambda item: item[0] == "stack", default=("", []))
 
     def _purpose(self, weight: Argument, kind: str, axes: set[str], sizes: set[int]) -> str:
         """What a collective over ``axes``, of arrays of ``sizes`` elements, does with ``weight``; empty: nothing."""

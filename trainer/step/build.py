@@ -29,7 +29,7 @@ from trainer.arrays import Array, Stack
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
 from trainer.layout.recipe import Layout, matches
-from trainer.layout.stacking import first_name
+from trainer.layout.stacking import first_name, is_stacked
 from trainer.model import experts_modules
 from trainer.step.decoders import CachedDecoder, RowDecoder, unstacked
 from trainer.step.eval_step import EvalStep, PreferenceEvalStep
@@ -299,7 +299,7 @@ class _Prepare:
         sizes = self.mesh.shape()
         spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
         manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
-        return as_stored(parameter, manual)
+        return as_stored(parameter, manual, self.job.stored[name].shape[0] if is_stacked(name) else 0)
 
     def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))
