@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.test_families_attention import config_of
 from tests.support.cases import LENGTH, ROWS, Case, make_case, relative
 from tests.support.chats import byte_tokenizer
 from trainer.data.batches import as_batch
@@ -13,6 +14,8 @@ from trainer.data.fitting import SampleOptions, SamplePacker
 from trainer.data.packing import Columns
 from trainer.data.samples import IGNORE
 from trainer.data.shapes import SHAPES
+from trainer.layout.auto import auto_recipe
+from trainer.model import experts_modules, meta_model
 
 GIVEN = SHAPES[-1]
 
@@ -72,6 +75,17 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_samples_apart(recipe: 
     assert columns["segment_ids"].max() > 2
     assert (columns["segment_ids"] == 0).any()
     check(make_case(recipe, **compute), columns)
+
+
+@pytest.mark.parametrize("case", ["an indexer", "soft caps"])
+def test_attention_of_other_kinds_keeps_samples_apart_too(case: str) -> None:
+    config, name = config_of(case)
+    config.vocab_size = 256
+    model = meta_model(config)
+    made = auto_recipe(model, experts_modules(model), None, 8).recipe
+    found = make_case(made, config)
+    assert found.evaluation.loss.model.config._attn_implementation == name
+    check(found, packed(ROWS, packing=True))
 
 
 def test_padded_rows_of_one_sample_each_have_them_too() -> None:
