@@ -19,9 +19,9 @@ from models.adapters.lora import Lora
 from models.attention import interface as attention
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
-from models.experts.routing import routers, selection_biases
 from models.layers import DecoderLayers, stack_layers, wrap_layers
 from trainer import lora as lora_options
+from trainer import model_checks
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
 from trainer.layout.auto import AUTO, UNMADE, auto_recipe
@@ -33,13 +33,11 @@ from trainer.model import (
     is_multimodal,
     load_config,
     meta_model,
-    most_positions,
     names_in_whole,
     routing_of,
-    stated,
     whole_model,
 )
-from trainer.probe import leak, looks_ahead, our_attention, text_part_differs
+from trainer.probe import our_attention
 from trainer.unused import unused_parameters
 
 HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
@@ -108,7 +106,7 @@ class Job:
         return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
 
     def __post_init__(self) -> None:
-        _check_text_part(self)
+        model_checks.check_text_part(self.config, self.model)
         lora = lora_options.lora_of(self.args, self.model)
         adapted = self.model if lora is None else lora_options.with_lora(self.model, lora)
         assembled, notice = _assemble(self.recipe, self.args, adapted)
@@ -120,7 +118,7 @@ class Job:
         object.__setattr__(self, "notice", notice)
         object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
-        _check_routing(self)
+        model_checks.check_routing(self.args, self.model)
         if lora is not None:
             lora_options.check_use(adapted, self.unused[0], self.args)
 
@@ -247,16 +245,16 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
 
 def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
-    _check_heads(model)
+    model_checks.check_heads(model)
     name = _attention(recipe, args, model)
     if args.isolate_documents:
-        _check_isolation(recipe, model.config, name)
-    _check_positions(args, model)
-    _check_causal(name, model)
+        model_checks.check_isolation(recipe, model.config, name)
+    model_checks.check_positions(args, model)
+    model_checks.check_causal(name, model)
     model = copy.deepcopy(model)
     compute = recipe.compute
     attention.choose(model, name)
-    _check_experts(recipe, model)
+    model_checks.check_experts(recipe, model)
     if compute.experts is not None:
         experts.choose(model, compute.experts)
     return model, _group_layers(recipe, model)
@@ -301,90 +299,6 @@ def _attention(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) 
         ) from error
 
 
-def _check_text_part(job: Job) -> None:
-    found = text_part_differs(job.config) if is_multimodal(job.config) else None
-    if found is not None:
-        raise UserError(
-            asked=f"a model of type {job.config.model_type!r}, of which {type(job.model).__name__} is the text part",
-            found=found,
-            why="the text part is trained alone, so it must compute what the whole model computes of text",
-            instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
-        )
-
-
-def _check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
-    if recipe.compute.attention != attention.NAME:
-        raise UserError(
-            asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
-            found="an attention of transformers' own",
-            why="it does not know documents by their segment_ids: tokens would see other documents",
-            instead=f"attention={attention.NAME!r}, the default",
-        )
-    found = leak(config, name)
-    if found is not None:
-        raise UserError(
-            asked=f"--isolate_documents with a model of type {config.model_type!r}",
-            found=found,
-            why="only a model that was seen to keep documents apart trains so: others drop segment_ids or positions on "
-            "the way, or mix tokens by other means than attention",
-            instead="no --isolate_documents, and documents follow one another in a row; for samples "
-            "--packing false, a row for each; or a model such as llama",
-        )
-
-
-def _check_positions(args: TrainingArguments, model: PreTrainedModel) -> None:
-    most = most_positions(model)
-    if most is not None and args.sequence_length > most:
-        raise UserError(
-            asked=f"--sequence_length {args.sequence_length}",
-            found=f"{type(model).__name__} has {most} positions",
-            why="they lie in a table, and a token beyond its end has no position",
-            instead=f"--sequence_length {most} or less, or a config with more positions",
-        )
-
-
-def _check_causal(name: str, model: PreTrainedModel) -> None:
-    """Refuse a model that sees the tokens that it predicts; one whose attention says that it is causal is not tried."""
-    if any(getattr(module, "is_causal", None) is True for module in model.modules()):
-        return
-    if looks_ahead(model.config, name):
-        raise UserError(
-            asked=f"a model of type {model.config.model_type!r} with attention={name!r}",
-            found="tried small, a token's logits depend on later tokens",
-            why="training predicts the next token, which the model would see",
-            instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",
-        )
-
-
-def _check_heads(model: PreTrainedModel) -> None:
-    heads, shared = (stated(model.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
-        raise UserError(
-            asked=f"a model of type {model.config.model_type!r}",
-            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
-            why="each key head serves equally many query heads",
-            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
-        )
-
-
-def _check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
-    chosen, found = recipe.compute.experts, experts_modules(model)
-    if chosen is not None and not found:
-        raise UserError(
-            asked=f"recipe {recipe.name}: Compute(experts={chosen!r})",
-            found=f"{type(model).__name__} has no experts",
-            why="there is nothing to route tokens to",
-            instead="Compute(experts=None), or a mixture-of-experts model",
-        )
-    if chosen is None and found:
-        raise UserError(
-            asked=f"recipe {recipe.name}: Compute(experts=None)",
-            found=f"{type(model).__name__} has experts, such as {found[0]}",
-            why="transformers' own way to run them has shapes that change with the routing, which XLA can't compile",
-            instead='Compute(experts="dropless"), "capacity" or "dense" (--compute experts=dropless)',
-        )
-
-
 def _check_dropless(job: Job) -> None:
     tokens = job.micro_batch_rows * job.args.sequence_length
     if job.recipe.compute.experts == "dropless" and tokens % job.devices:
@@ -395,25 +309,4 @@ def _check_dropless(job: Job) -> None:
             why="every device sorts as many tokens as the next",
             instead=f"--sequence_length {math.ceil(job.args.sequence_length / job.devices) * job.devices}, "
             f"or --per_device_train_batch_size {job.devices // math.gcd(tokens, job.devices)} times as large",
-        )
-
-
-def _check_routing(job: Job) -> None:
-    """Refuse what is asked of routers that the model has not, or that are made in another way."""
-    names = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
-    asked = [name for name in names if getattr(job.args, name)]
-    experts, model = experts_modules(job.model), type(job.model).__name__
-    found = None
-    if not experts:
-        found = f"{model} has no experts"
-    elif "router_bias_update_rate" in asked and not selection_biases(job.model, experts):
-        asked, found = asked[-1:], f"the routers of {model} add nothing to their scores that is saved and not trained"
-    elif asked[0:1] != names[-1:] and not routers(job.model):
-        found = f"transformers does not say which outputs of {model} are router logits"
-    if asked and found:
-        raise UserError(
-            asked=f"--{asked[0]} {getattr(job.args, asked[0])}",
-            found=found,
-            why="there is nothing to compute it from, or nothing to move",
-            instead=f"--{asked[0]} 0, the default",
         )
