@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from trainer.arguments import TrainingArguments
@@ -27,6 +27,7 @@ from trainer.layout.auto import AUTO, UNMADE
 from trainer.layout.load import load_recipe
 from trainer.model import load_config
 from trainer.report.audit import AuditView, Finding, audit_page, print_audit
+from trainer.report.units import size
 
 TRAINS_WRONGLY = 3  # the exit code
 
@@ -61,13 +62,9 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
         raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):
         args.isolate_documents = True  # as a run does
-    with _progress(console) as (bar, task):
-
-        def read(stream: DocumentStream, name: str, characters: int) -> None:
-            bar.advance(task, characters)
-            bar.update(task, name=name or stream.asked)
-
-        found = audit(data_options(args, config), tokenizer, shown.show, read)
+    shows = _Bar(console)
+    with shows.bar:
+        found = audit(data_options(args, config), tokenizer, shown.show, shows.read)
     view = view_of(found, args, tokenizer)
     print_audit(console, view)
     _write(shown.html, "html", lambda: audit_page(view))
@@ -79,25 +76,34 @@ def _config_of(args: TrainingArguments) -> PretrainedConfig:
     return load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
 
 
-class _progress:
-    """A bar of the characters that were read, on a terminal alone."""
+class _Bar:
+    """A bar for each dataset, on a terminal alone: of the bytes of its files, or of characters where it has none."""
 
     def __init__(self, console: Console) -> None:
         columns = (
-            TextColumn("{task.fields[name]}", markup=False),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.completed:,.0f} characters"),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
         )
-        self.bar = Progress(
-            *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-        )
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._stream: DocumentStream | None = None
 
-    def __enter__(self) -> tuple[Progress, Any]:
-        self.bar.start()
-        return self.bar, self.bar.add_task("read", total=None, name="reading …")
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+    def read(self, stream: DocumentStream, part: int, characters: int) -> None:
+        """As :func:`trainer.data.audit.audit` tells it."""
+        sizes = [*stream.sizes.values()]
+        if stream is not self._stream:
+            self._stream, self._part, self._characters = stream, 0, 0
+            self._task = self.bar.add_task(stream.asked, total=sum(sizes) or None, done="")
+        if part != self._part and sizes:
+            self._part, self._characters = part, 0
+        self._characters += characters
+        # a file's text is about as long as the file; that of a compressed one is longer, and ends with it
+        within = min(self._characters, sizes[part]) if part < len(sizes) else 0
+        done = sum(sizes[:part]) + within if sizes else self._characters
+        text = size(done) if sizes else f"{done:,} characters"
+        self.bar.update(self._task, completed=done, done=text)
 
 
 def _write(path: str | None, name: str, text: Any) -> None:

@@ -147,13 +147,14 @@ def audit(
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
     show: int = 0,
-    read: Callable[[DocumentStream, str, int], None] = lambda stream, name, characters: None,
+    read: Callable[[DocumentStream, int, int], None] = lambda stream, part, characters: None,
 ) -> Audit:
     """Read all records that a run of ``options`` would, those to evaluate on too.
 
     Args:
         show: samples of each source to keep.
-        read: is told of each group of documents: their stream, file and characters.
+        read: is told of each group of documents: their stream, the part of it where they end, and their characters.
+            At the end of a stream the part is the number of its parts.
 
     Raises:
         UserError: what a run refuses before it reads them.
@@ -194,7 +195,7 @@ def _read(
     auditor: _Auditor,
     tokenizer: PreTrainedTokenizerBase,
     most: int | None,
-    read: Callable[[DocumentStream, str, int], None],
+    read: Callable[[DocumentStream, int, int], None],
 ) -> None:
     """All documents of ``stream``, the first ``most``; packed in the groups in which a run packs what it stores."""
     add, size = _adder(stream.shape, auditor, tokenizer)
@@ -219,11 +220,11 @@ def _read(
             if len(texts) == size:
                 auditor.places = places
                 add(texts)
-                read(stream, name, characters)
+                read(stream, part, characters)
                 places, texts, characters = [], [], 0
     auditor.places = places
     add(texts)
-    read(stream, "", characters)
+    read(stream, stream.parts, characters)
 
 
 def _adder(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -28,7 +29,7 @@ class DocumentStream:
         read: (part, document) -> (what a document is known by, its text), from that document to the part's end. A text
             file is known by its name, a record by its text.
         shape: of its records.
-        names: of its parts, where they are files.
+        sizes: name → bytes of its parts, where they are files.
         heldout: the documents that the dataset itself holds out.
         unread: what was left out where it was read.
     """
@@ -38,9 +39,13 @@ class DocumentStream:
     parts: int
     read: Callable[[int, int], Iterator[tuple[str, str | None]]]
     shape: Shape = text_shape()  # noqa: RUF009  (it is frozen)
-    names: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
     heldout: DocumentStream | None = None
     unread: Unread = Unread("a stream", "error")  # noqa: RUF009  (it counts nothing)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self.sizes)
 
     def documents(self) -> Iterator[tuple[str, str | None]]:
         """All documents, part after part."""
@@ -56,7 +61,7 @@ class DocumentStream:
 
     def name_of(self, part: int) -> str:
         """A part as a person knows it."""
-        return self.names[part] if self.names else f"part {part + 1} of {self.parts}"
+        return self._names[part] if self.sizes else f"part {part + 1} of {self.parts}"
 
 
 def find_stream(
@@ -82,7 +87,7 @@ def find_stream(
         def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
             return itertools.islice(text_documents(where, names[part], unread), document, None)
 
-        return DocumentStream(where.asked, identity, len(names), read, names=tuple(names), unread=unread)
+        return DocumentStream(where.asked, identity, len(names), read, sizes=_sizes(where, names), unread=unread)
     shape, splits = shape_of_files(where, text_column, pairs), where.by_split()
     train, heldout = pick_splits(splits, where.asked)
     identity = f"{identity}, {', '.join(shape.required)}"
@@ -98,7 +103,11 @@ def _of_files(where: Files, names: list[str], known: tuple[Shape, str], unread: 
         for text in texts_of_file(where, names[part], shape, unread, document):
             yield text or "", text
 
-    return DocumentStream(where.asked, identity, len(names), read, shape, tuple(names), unread=unread)
+    return DocumentStream(where.asked, identity, len(names), read, shape, _sizes(where, names), unread=unread)
+
+
+def _sizes(where: Files, names: list[str]) -> dict[str, int]:
+    return {name: where.files[name].stat().st_size for name in names}
 
 
 def _of_records(where: HubDataset | Given, text_column: str | None, pairs: bool) -> DocumentStream:

@@ -34,7 +34,7 @@ def first_of_stream(stream: DocumentStream, most: int) -> DocumentStream:
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
         return itertools.islice(stream.documents(), document, most)
 
-    return replace(stream, identity=f"{stream.identity}, the first {most}", parts=1, read=read, names=())
+    return replace(stream, identity=f"{stream.identity}, the first {most}", parts=1, read=read, sizes={})
 
 
 def evaluated_on(documents: Documents, others: Mapping[str, Documents]) -> Documents:
