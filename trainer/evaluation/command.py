@@ -52,7 +52,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     say(console, f"compiled {lm.score.compiles} times to score rows × tokens of {shapes or 'no shape'}")
     for (shape, _), generator in lm.generators.items():
         size = f"{shape.rows} × {shape.prompt} + {shape.new}"
-        say(console, f"compiled {generator.decoder.compiles} times to generate rows × tokens of {size}")
+        say(console, f"compiled {generator.compiles} times to generate rows × tokens of {size}")
     if options.output_path is not None:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         Path(options.output_path).write_text(text + "\n", encoding="utf-8")

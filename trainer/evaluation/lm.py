@@ -49,7 +49,7 @@ class LM(TemplateLM):
 
     Attributes:
         score: the step that scores rows; its ``compiles`` are counted.
-        generators: what generates, by shape and sampling; their decoders' ``compiles`` are counted.
+        generators: what generates, by shape and sampling; their ``compiles`` are counted.
 
     Raises:
         UserError: a tokenizer without a token that a text can begin with.

@@ -12,15 +12,17 @@ import torch
 from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
 
 from models.partial_gradients import Tensors
+from trainer.layout.partition import PartitionSpec
 from trainer.layout.plan import ShardingPlan
 from trainer.step.compile_guard import CompileGuard
-from trainer.step.generate import GenerationShape, Sampling, choose
+from trainer.step.generate import TOKEN, GenerationShape, Sampling, choose
 from trainer.step.loss import Loss
 from trainer.step.placed import Placed
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.mesh import DeviceMesh
-from trainer.xla.runtime import run_now
+
+PROMPTS, NEXT_TOKEN = "prompts of a generation", "next token of a generation"  # names of the graphs
 
 
 class CachedDecoder:
@@ -47,14 +49,11 @@ class CachedDecoder:
     ) -> None:
         self.loss, self.parameters, self.mesh, self.shape, self.sampling = loss, parameters, mesh, shape, sampling
         self.rows, self.heads = axes
-        self.guards = [CompileGuard("prompts of a generation", 1), CompileGuard("next token of a generation", 1)]
+        self.guards = (CompileGuard(PROMPTS, 1), CompileGuard(NEXT_TOKEN, 1))
+        self._token: torch.Tensor  # [R], the last
+        self._position: torch.Tensor  # [R, 1], where it stands
 
-    @property
-    def compiles(self) -> int:
-        """Compiles so far."""
-        return sum(guard.compiles for guard in self.guards)
-
-    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> torch.Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
         """As :class:`trainer.step.generate.Decoder` says."""
         tokens = torch.zeros(self.shape.rows, self.shape.prompt, dtype=torch.int64)
         seen = torch.ones(self.shape.rows, self.shape.length, dtype=torch.int64)
@@ -66,52 +65,68 @@ class CachedDecoder:
         self.cache = _cache(self.loss.model.config, self.shape.length)
         self._parameters = self.parameters()
         batch = {"input_ids": tokens, "attention_mask": seen, "position_ids": positions, "uniform": uniform}
-        self.guards[0].before(batch)
         placed = place_batch(batch, self.mesh, self.rows)
         uniform, self._seen = placed.pop("uniform"), placed["attention_mask"]
-        self._advance(placed, uniform)
-        self.guards[0].after()
-        return self.token
+        return self._advance(placed, uniform)
 
-    def next(self, uniform: torch.Tensor) -> torch.Tensor:
+    def next(self, uniform: torch.Tensor) -> Tensors:
         """As :class:`trainer.step.generate.Decoder` says."""
-        self.guards[1].before({"uniform": uniform})
         placed = place_batch({"uniform": uniform}, self.mesh, self.rows)
-        token = self._by_rows(self.token.unsqueeze(-1))
-        inputs = {"input_ids": token, "attention_mask": self._seen, "position_ids": self._position}
-        self._advance(inputs, placed["uniform"])
-        self.guards[1].after()
-        return self.token
+        inputs = {
+            "input_ids": self._laid_out(self._token.unsqueeze(-1)),
+            "attention_mask": self._seen,
+            "position_ids": self._position,
+        }
+        return self._advance(inputs, placed["uniform"])
 
-    def end(self) -> None:
+    def as_if_run(self) -> None:
+        """On an abstract mesh: let what the last graph computes be there, without data, for the next to be lowered."""
+        self._token = self._placed("token", self._token)
+        self._position = self._placed("position", self._position)
+        for name, (layer, key) in self._cached().items():
+            setattr(layer, key, self._placed(name, getattr(layer, key)))
+
+    def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
         """As :class:`trainer.step.generate.Decoder` says."""
-        del self.cache, self.token, self._parameters, self._seen, self._position
-
-    def _advance(self, inputs: Tensors, uniform: torch.Tensor) -> None:
-        """Run the model on ``inputs``, which come next in the cache; the token behind them is then ``token`` [R]."""
-        with torch.no_grad():
-            given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
-            logits = self._by_rows(self.loss.logits(self._parameters, given)[:, -1])
-            self.token = sharding.constrain(choose(logits, self.sampling, uniform), self.mesh, (None,))
-            self._position = self._by_rows(inputs["position_ids"][:, -1:] + 1)
-            state = [self.token, self._position]
-            for layer in self.cache.layers:
-                if isinstance(layer, StaticLayer) and layer.keys is not None and layer.values is not None:
-                    for tensor in (layer.keys, layer.values):
-                        tensor.copy_(sharding.constrain(tensor, self.mesh, self._cache_spec(tensor)))
-                        state.append(tensor)
-                    state.append(layer.cumulative_length)
-        run_now(state)
-
-    def _by_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return sharding.constrain(tensor, self.mesh, batch_spec(tensor.dim(), self.rows))
-
-    def _cache_spec(self, tensor: torch.Tensor) -> Any:
+        if tensor.dim() < 4:
+            return batch_spec(2, self.rows) if tensor.dim() == 2 else (None,) * tensor.dim()
         sizes, parts = self.mesh.shape(), 1
         for axis in self.heads:
             parts *= sizes[axis]
         heads = self.heads if self.heads and tensor.shape[1] % parts == 0 else None
         return (self.rows, heads, None, None)
+
+    def end(self) -> None:
+        """As :class:`trainer.step.generate.Decoder` says."""
+        del self.cache, self._token, self._parameters, self._seen, self._position
+
+    def _advance(self, inputs: Tensors, uniform: torch.Tensor) -> Tensors:
+        """Build the graph of the model on ``inputs``, which come next in the cache; what it computes, by name."""
+        with torch.no_grad():
+            given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
+            logits = self._laid_out(self.loss.logits(self._parameters, given)[:, -1])
+            self._token = self._laid_out(choose(logits, self.sampling, uniform))
+            self._position = self._laid_out(inputs["position_ids"][:, -1:] + 1)
+            cached = {name: getattr(layer, key) for name, (layer, key) in self._cached().items()}
+            for tensor in cached.values():
+                if tensor.dim():
+                    tensor.copy_(self._laid_out(tensor))
+        return {TOKEN: self._token, "next position": self._position, **cached}
+
+    def _cached(self) -> dict[str, tuple[StaticLayer, str]]:
+        """Name → where it is, of each tensor of the cache."""
+        return {
+            f"{key} of layer {number}": (layer, key)
+            for number, layer in enumerate(self.cache.layers)
+            if isinstance(layer, StaticLayer) and layer.is_initialized
+            for key in ("keys", "values", "cumulative_length")
+        }
+
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        return sharding.constrain(tensor, self.mesh, self.spec_of(tensor))
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return sharding.place(name, tensor, self.mesh, self.spec_of(tensor))
 
 
 def _cache(config: Any, length: int) -> Cache:
@@ -124,14 +139,9 @@ class RowDecoder:
 
     def __init__(self, loss: Loss, placed: Placed, shape: GenerationShape, sampling: Sampling) -> None:
         self.loss, self.placed, self.shape, self.sampling = loss, placed, shape, sampling
-        self.guard = CompileGuard("next token of a generation", 1)
+        self.guards = (CompileGuard(NEXT_TOKEN, 1),)
 
-    @property
-    def compiles(self) -> int:
-        """Compiles so far."""
-        return self.guard.compiles
-
-    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> torch.Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
         """As :class:`trainer.step.generate.Decoder` says."""
         tokens = torch.zeros(self.shape.rows, self.shape.length, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
@@ -141,27 +151,28 @@ class RowDecoder:
         self._tokens, self._last = placed["tokens"], placed["last"]
         return self.next(uniform)
 
-    def next(self, uniform: torch.Tensor) -> torch.Tensor:
+    def next(self, uniform: torch.Tensor) -> Tensors:
         """As :class:`trainer.step.generate.Decoder` says."""
-        mesh, axes = self.placed.mesh, self.placed.batch_axes
-        self.guard.before({"uniform": uniform})
-        drawn = place_batch({"uniform": uniform}, mesh, axes)["uniform"]
+        drawn = place_batch({"uniform": uniform}, self.placed.mesh, self.placed.batch_axes)["uniform"]
         with torch.no_grad():
             logits = self.loss.logits(self.placed.parameters, {"input_ids": self._tokens})
             places = torch.arange(self.shape.length, device=logits.device)
             there = (places == self._last).unsqueeze(-1)
-            token = choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn)
-            token = sharding.constrain(token, mesh, (None,))
-            following = torch.where(places == self._last + 1, token.unsqueeze(-1), self._tokens)
-            self._tokens = sharding.constrain(following, mesh, batch_spec(2, axes))
-            self._last = sharding.constrain(self._last + 1, mesh, batch_spec(2, axes))
-        run_now([token, self._tokens, self._last])
-        self.guard.after()
-        return token
+            token = self._laid_out(choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn))
+            self._tokens = self._laid_out(torch.where(places == self._last + 1, token.unsqueeze(-1), self._tokens))
+            self._last = self._laid_out(self._last + 1)
+        return {TOKEN: token, "next tokens": self._tokens, "next last": self._last}
+
+    def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
+        """As :class:`trainer.step.generate.Decoder` says."""
+        return batch_spec(2, self.placed.batch_axes) if tensor.dim() == 2 else (None,)
 
     def end(self) -> None:
         """As :class:`trainer.step.generate.Decoder` says."""
         del self._tokens, self._last
+
+    def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        return sharding.constrain(tensor, self.placed.mesh, self.spec_of(tensor))
 
 
 def unstacked(plan: ShardingPlan, parameters: Mapping[str, torch.Tensor]) -> Tensors:

@@ -12,9 +12,14 @@ from transformers import PreTrainedModel
 # semi-private: transformers/cache_utils.py, transformers 5.23
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from models.partial_gradients import Tensors
 from trainer.errors import UserError
+from trainer.layout.partition import PartitionSpec
 from trainer.model import most_positions
+from trainer.step.compile_guard import CompileGuard
+from trainer.xla.runtime import run_now
 
+TOKEN = "next token"  # the name of what a graph computes
 _CACHED = {"full_attention", "sliding_attention", "dummy"}
 
 
@@ -52,21 +57,24 @@ class Sampling:
 
 
 class Decoder(Protocol):
-    """What computes the next token of every row; its graphs' compiles are counted by guards of its own."""
+    """What computes the next token of every row. It builds graphs, and runs none."""
 
     @property
-    def compiles(self) -> int:
-        """Compiles of its graphs so far."""
+    def guards(self) -> tuple[CompileGuard, ...]:
+        """Those that count the compiles of the first token's graph, and of the others' where that is another."""
 
-    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> torch.Tensor:
-        """The first token behind each prompt, [rows], on the devices.
+    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
+        """What the graph of the first token behind each prompt computes, by name; :data:`TOKEN` is it, [rows].
 
         Args:
             uniform: [rows], drawn from [0, 1): which token is sampled.
         """
 
-    def next(self, uniform: torch.Tensor) -> torch.Tensor:
-        """The token behind those that were returned so far, [rows]."""
+    def next(self, uniform: torch.Tensor) -> Tensors:
+        """The same of the token behind those that were computed so far."""
+
+    def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
+        """How one of the computed tensors is laid out."""
 
     def end(self) -> None:
         """Let go of what is on the devices."""
@@ -81,6 +89,11 @@ class Generator:
 
     def __init__(self, decoder: Decoder, shape: GenerationShape) -> None:
         self.decoder, self.shape = decoder, shape
+
+    @property
+    def compiles(self) -> int:
+        """Compiles so far."""
+        return sum(guard.compiles for guard in self.decoder.guards)
 
     def __call__(
         self,
@@ -108,7 +121,7 @@ class Generator:
             token = None
             if count < shape.new:
                 uniform = torch.rand(shape.rows, generator=generator)
-                token = self.decoder.begin(filled, uniform) if count == 0 else self.decoder.next(uniform)
+                token = self._run(filled if count == 0 else None, uniform)
             values: list[int] = [] if waiting is None else waiting.cpu().tolist()
             for row in sorted(living) if values else ():
                 if values[row] not in stops:
@@ -120,6 +133,16 @@ class Generator:
             waiting = token
         self.decoder.end()
         return found
+
+    def _run(self, prompts: Sequence[Sequence[int]] | None, uniform: torch.Tensor) -> torch.Tensor:
+        """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
+        decoder = self.decoder
+        guard = decoder.guards[-1 if prompts is None else 0]
+        computed = decoder.next(uniform) if prompts is None else decoder.begin(prompts, uniform)
+        guard.before({"uniform": uniform})
+        run_now(list(computed.values()))
+        guard.after()
+        return computed[TOKEN]
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
