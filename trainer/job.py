@@ -180,6 +180,15 @@ class Job:
         return tuple(sorted({length} | {half for half in halves if half >= SHORTEST and half % sharers == 0}))
 
     @property
+    def row_shards(self) -> int:
+        """What divides the rows of a graph that takes one token of each.
+
+        It is the ways in which the batch axes split them; or the devices, where experts take equally many tokens on
+        each of them.
+        """
+        return self.devices if self.recipe.compute.experts == "dropless" else self.plan.batch_shards
+
+    @property
     def evaluation_rows(self) -> int:
         """Rows of an evaluation's batch, on all devices together: those of a micro-batch, or fewer with a capacity.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from trainer.asked import stop_tokens
+from trainer.arguments import TrainingArguments
+from trainer.asked import asked_tokenizer, stop_tokens
 from trainer.checkpoint.read import RunCheckpoint
 from trainer.data.prompts import prompt_tokens, read_prompts
 from trainer.errors import UserError
@@ -59,10 +61,7 @@ class Samples:
         self.job, self.tokenizer, self.folder, self.console = job, tokenizer, folder, console
         read = [prompt_tokens(prompt, tokenizer) for prompt in read_prompts(str(args.sample_prompts))]
         self.texts, self.prompts = [text for text, _ in read], [tokens for _, tokens in read]
-        shards, longest = job.plan.batch_shards, max(map(len, self.prompts))
-        rows = min(math.ceil(len(read) / shards) * shards, max(job.evaluation_rows, shards))
-        self.shape = GenerationShape(rows, min(longest, args.sequence_length), args.sample_tokens)
-        check_positions(job.model, self.shape.length)
+        self.shape = _shape(job, [len(tokens) for tokens in self.prompts])
         self.stops = stop_tokens(args, job.config) | {tokenizer.eos_token_id}
         self.entries = [] if resume is None else _earlier(resume)
         self.generator: Generator | None = None
@@ -73,8 +72,7 @@ class Samples:
         The same draws each time: what changes is the model. What can't be written is said, and the run goes on.
         """
         if self.generator is None:
-            sampling = Sampling(self.job.args.sample_temperature, self.job.args.sample_top_p)
-            self.generator = build_generator(self.job, evaluation, self.shape, sampling)
+            self.generator = build_generator(self.job, evaluation, self.shape, sampling_of(self.job.args))
         answers: list[list[int]] = []
         for first in range(0, len(self.prompts), self.shape.rows):
             prompts = self.prompts[first : first + self.shape.rows]
@@ -90,6 +88,34 @@ class Samples:
             self.folder.write(SAMPLES, lines.encode("utf-8", "replace"))
         except StorageError as error:
             say(self.console, f"samples: {SAMPLES} can't be written, and the run goes on: {error.found}")
+
+
+def sampling_of(args: TrainingArguments) -> Sampling:
+    """How the answers' tokens are chosen."""
+    return Sampling(args.sample_temperature, args.sample_top_p)
+
+
+def expected_shape(job: Job) -> GenerationShape:
+    """The shape in which a run answers its prompts, known without its data.
+
+    A tokenizer that the run trains on them makes at most a token of each byte.
+
+    Raises:
+        UserError: as :class:`Samples`.
+    """
+    prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
+    if tokenizer is not None:
+        return _shape(job, [len(prompt_tokens(prompt, tokenizer)[1]) for prompt in prompts])
+    return _shape(job, [len(str(prompt).encode()) for prompt in prompts])
+
+
+def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
+    """The shape in which prompts of so many tokens are answered."""
+    shards = job.row_shards
+    rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
+    shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)
+    check_positions(job.model, shape.length)
+    return shape
 
 
 def _earlier(resume: RunCheckpoint) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ class LM(TemplateLM):
         options = [self._generation(request.args[1]) for request in requests]
         for number, (new, sampling, _) in enumerate(options):
             prompt = bucket(len(contexts[number]), self.max_length - new)
-            shape = GenerationShape(self.rows(prompt + new), prompt, new)
+            shape = GenerationShape(self.rows(prompt + new, self.job.row_shards), prompt, new)
             kinds.setdefault((shape, sampling), []).append(number)
         found = [""] * len(requests)
         todo = [
@@ -204,15 +204,14 @@ class LM(TemplateLM):
             tokens = min(len(context) + len(continuation) - 1, self.max_length)
             groups.setdefault(bucket(tokens, self.max_length), []).append(number)
         for length in sorted(groups, reverse=True):
-            rows, numbers = self.rows(length), groups[length]
+            rows, numbers = self.rows(length, self.job.plan.batch_shards), groups[length]
             for first in range(0, len(numbers), rows):
                 chosen = numbers[first : first + rows]
                 yield chosen, _batch([requests[number][1:] for number in chosen], rows, length)
 
-    def rows(self, length: int) -> int:
-        """Rows of ``length`` tokens of a batch: as many as hold the tokens of the job's rows."""
-        shards = self.job.plan.batch_shards
-        return max(1, self.job.evaluation_rows // shards * self.max_length // length) * shards
+    def rows(self, length: int, shards: int) -> int:
+        """Rows of ``length`` tokens of a batch: as many as hold the tokens of the job's, a multiple of ``shards``."""
+        return max(1, self.job.evaluation_rows * self.max_length // (shards * length)) * shards
 
 
 def bucket(tokens: int, longest: int) -> int:
