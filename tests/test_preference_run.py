@@ -79,6 +79,14 @@ def test_a_run_logs_rewards_under_trls_names_and_learns(whole: tuple[TrainingLoo
     assert after["eval_rewards/accuracies"] > 0.9
 
 
+def test_predictions_of_its_tokens_are_refused_where_an_evaluation_is_asked_for_them(
+    whole: tuple[TrainingLoop, str],
+) -> None:
+    evaluator = whole[0].evaluator
+    with pytest.raises(UserError, match="predictions with the objective dpo"):
+        evaluator.predict(evaluator.first)
+
+
 def test_a_run_that_goes_on_compares_with_the_first_weights_and_ends_as_one_that_never_stopped(
     folder: Path, whole: tuple[TrainingLoop, str]
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from models.partial_gradients import Tensors
+from trainer.errors import UserError
 from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss, scored_tokens
 from trainer.step.measures import CORRECT, IDS, LOG_PROBS, Measures, token_values
@@ -173,7 +174,13 @@ class PreferenceEvalStep(EvalStep):
         return 2 + len(self.names)
 
     def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
-        assert not values, "predictions of pairs are refused by the Trainer"
+        if values:
+            raise UserError(
+                asked=f"predictions with the objective {self.objective.objective}",
+                found="rows of pairs, whose loss compares two answers",
+                why="what is said of each token is said of one answer, and a record of pairs has two",
+                instead="an evaluation; or the objective sft",
+            )
         counts = self.objective.counts(batch)
         _, recorded = self.loss(self.placed.parameters, batch, torch.ones_like(counts), training=False)
         return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
