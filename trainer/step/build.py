@@ -22,6 +22,7 @@ from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
 from models.experts.routing import selection_biases
 from models.int8 import SCALE, from_int8
+from models.in_turn import prepare_in_turn
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
 from models.stored_layout import as_stored
@@ -138,8 +139,9 @@ def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: 
         place_buffers(model, mesh, live)
         return unstacked(job.stored, step.placed.parameters)
 
-    decoder = CachedDecoder(_make_loss(plain, model, mesh, None), parameters, mesh, (batch, heads), shape, sampling)
-    return Generator(decoder, shape)
+    loss = _make_loss(plain, model, mesh, None)
+    loss.inside = prepare_in_turn(model, loss.prepare)
+    return Generator(CachedDecoder(loss, parameters, mesh, (batch, heads), shape, sampling), shape)
 
 
 def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
