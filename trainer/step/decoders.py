@@ -5,6 +5,7 @@ Shape suffixes: R rows, P tokens of a prompt, L tokens of a row, prompt and answ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,11 +91,7 @@ class CachedDecoder:
         """As :class:`trainer.step.generate.Decoder` says."""
         if tensor.dim() < 4:
             return batch_spec(2, self.rows) if tensor.dim() == 2 else (None,) * tensor.dim()
-        sizes, parts = self.mesh.shape(), 1
-        for axis in self.heads:
-            parts *= sizes[axis]
-        heads = self.heads if self.heads and tensor.shape[1] % parts == 0 else None
-        return (self.rows, heads, None, None)
+        return (self.rows, self._splitting(tensor.shape[1]), None, None)
 
     def end(self) -> None:
         """As :class:`trainer.step.generate.Decoder` says."""
@@ -104,7 +101,10 @@ class CachedDecoder:
         """Build the graph of the model on ``inputs``, which come next in the cache; what it computes, by name."""
         with torch.no_grad():
             given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
-            logits = self._laid_out(self.loss.logits(self._parameters, given)[:, -1])
+            logits = self.loss.logits(self._parameters, given)[:, -1]
+            # where the head's shards are first: of few rows the partitioner would gather the head, not the logits
+            logits = sharding.constrain(logits, self.mesh, (self.rows, self._splitting(logits.shape[1])))
+            logits = self._laid_out(logits)
             self._token = self._laid_out(choose(logits, self.sampling, uniform))
             self._position = self._laid_out(inputs["position_ids"][:, -1:] + 1)
             cached = {name: getattr(layer, key) for name, (layer, key) in self._cached().items()}
@@ -121,6 +121,11 @@ class CachedDecoder:
             if isinstance(layer, StaticLayer) and layer.is_initialized
             for key in ("keys", "values", "cumulative_length")
         }
+
+    def _splitting(self, size: int) -> tuple[str, ...] | None:
+        """The axes that split heads, if they divide ``size``."""
+        parts = math.prod(self.mesh.shape()[axis] for axis in self.heads)
+        return self.heads if self.heads and size % parts == 0 else None
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         return sharding.constrain(tensor, self.mesh, self.spec_of(tensor))
