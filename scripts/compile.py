@@ -3,7 +3,7 @@
 python scripts/compile.py --recipe mixtral_ep --model docs/configs/mixtral_8x7b.json --topology v5p:4x4x4 \
     --per_device_train_batch_size 4 --sequence_length 4096
 
-Exit code 0: train step, evaluation and loading all fit; 3: one does not; 2: one can't be compiled. Takes all of
+Exit code 0: every graph fits; 3: one does not; 2: one can't be compiled. Takes all of
 train.py's options. Needs libtpu (pip install -e '.[tpu]') and no TPU. Whatever it says of time is an estimate.
 """
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,62 +14,128 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from models.adapters.lora import A, B
 from models.jax_call import xla_client
+from tests.support.chats import byte_tokenizer, write_records
 from tests.support.jobs import job_of
+from tests.support.lives import TINY
+from tests.support.tpu_compiler import needs_libtpu
 from trainer.arguments import TrainingArguments
+from trainer.compile import command
 from trainer.compile import job as compile_job
 from trainer.compile.arguments import CompileArguments
-from trainer.compile.command import DOES_NOT_FIT, run
+from trainer.compile.command import DOES_NOT_FIT
+from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowered import TRAIN_STEP, Lowered
-from trainer.compile.lowering import EVALUATION, LOADING, READING, graphs_of, lower
+from trainer.compile.lowering import EVALUATION, LOADING, READING, graphs_of, lower, shorter_steps
 from trainer.compile.report import CompileReport
+from trainer.errors import UserError
 from trainer.job import Job
 from trainer.layout.load import load_recipe
 from trainer.layout.stacking import is_stacked
+from trainer.loop import TrainingLoop
 from trainer.run import train
+from trainer.samples import expected_shape
+from trainer.step.decoders import NEXT_TOKEN, PROMPTS
+from trainer.step.generate import GenerationShape
+from trainer.step.reference import REFERENCE_PASS
 from trainer.weights.place import layer_batches
 from trainer.xla.runtime import compile_count
 
 
-def test_layers_are_loaded_and_read_back_by_graphs_where_they_are_stacked() -> None:
-    assert graphs_of(job_of("mixtral_ep")) == (TRAIN_STEP, EVALUATION, LOADING, READING)
+def test_which_graphs_a_run_has_follows_from_its_options(tmp_path: Path) -> None:
+    plain = (TRAIN_STEP, EVALUATION, LOADING, READING)
+    assert graphs_of(job_of("mixtral_ep")) == plain
     recipe = load_recipe("llama_fsdp").with_compute("scan=False,remat=none")
-    assert graphs_of(job_of(recipe)) == (TRAIN_STEP, EVALUATION)
+    assert graphs_of(job_of(recipe)) == plain[:2]  # layers that are not stacked go as they are
+    assert graphs_of(job_of("llama_fsdp", objective="ipo")) == (*plain, REFERENCE_PASS)
+    assert graphs_of(job_of("llama_fsdp", objective="simpo")) == plain
+    prompts = prompts_in(tmp_path)
+    assert graphs_of(job_of("llama_fsdp", sample_prompts=prompts)) == (*plain, PROMPTS, NEXT_TOKEN)
+    assert graphs_of(job_of("qwen3_next_ep", sample_prompts=prompts)) == (*plain, NEXT_TOKEN)  # which has no cache
+    assert shorter_steps(job_of("llama_fsdp", sequence_length=128)) == ()
+    assert shorter_steps(job_of("llama_fsdp", sequence_length=128, packing=False)) == (
+        "train step on rows of 32 tokens",
+        "train step on rows of 64 tokens",
+    )
+
+
+def prompts_in(folder: Path) -> str:
+    (folder / "prompts.txt").write_text("1 plus 1 makes\n2 times\n")
+    return str(folder / "prompts.txt")
+
+
+def run(folder: Path, **options: Any) -> tuple[TrainingLoop, int]:
+    """A run of two steps of ``options`` with a tokenizer of bytes, evaluated and saved at each; and its compiles."""
+    byte_tokenizer().save_pretrained(folder / "tokenizer")
+    args = TrainingArguments(
+        tokenizer=str(folder / "tokenizer"),
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        **options,
+    )
+    before = compile_count()
+    loop = train(args, Console(file=StringIO()))
+    return loop, compile_count() - before
+
+
+def compiles_of(job: Job) -> int:
+    """The compiles of a run of ``job`` by the list of its graphs, and by what that says of those it does not list."""
+    stacked = [entry for entry in job.stored.parameters if is_stacked(entry.name)]
+    listed = sum(len(layer_batches(stacked)) if graph in (LOADING, READING) else 1 for graph in graphs_of(job))
+    # and the zeros that the stacks begin as, no larger than the weights whose place they take
+    return listed + len(shorter_steps(job)) + bool(stacked)
 
 
 @pytest.mark.slow
 def test_a_run_compiles_no_graph_that_is_not_asked(tmp_path: Path) -> None:
     config = {**(load_recipe("mixtral_ep").model or {}), "num_hidden_layers": 2, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 72}))
-    lines = [
-        json.dumps({"text": f"Document {i} has a number of its own, {i * i}, and no other. " * 8}) for i in range(60)
-    ]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    args = TrainingArguments(
+    texts = [{"text": f"Document {i} has a number of its own, {i * i}, and no other. " * 8} for i in range(60)]
+    loop, compiles = run(
+        tmp_path,
         recipe="mixtral_ep",
         model=str(tmp_path / "config.json"),
-        dataset=str(tmp_path / "text.jsonl"),
-        output_dir=str(tmp_path / "out"),
+        dataset=str(write_records(tmp_path / "text.jsonl", texts)),
         compute="capacity_factor=0.5",
-        per_device_train_batch_size=2,
         sequence_length=24,
         max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-        load_best_model_at_end=True,
+        sample_prompts=prompts_in(tmp_path),
+        sample_tokens=3,
     )
-    before = compile_count()
-    trainer = train(args, Console(file=StringIO()))
-    job = trainer.job
-    batches = len(layer_batches([entry for entry in job.stored.parameters if is_stacked(entry.name)]))
-    compiles = {TRAIN_STEP: 1, EVALUATION: 1, LOADING: batches, READING: batches}
-    assert tuple(compiles) == graphs_of(job)
-    # and the zeros that the stacks begin as, no larger than the weights whose place they take
-    assert compile_count() - before == sum(compiles.values()) + 1
-    # the evaluation that was asked is the one that ran
+    job = loop.job
+    assert {PROMPTS, NEXT_TOKEN, LOADING} <= set(graphs_of(job))
+    assert compiles == compiles_of(job)
+    # what was asked is what ran: evaluations of these rows, and generations of this shape
     assert job.evaluation_rows == 8 < job.micro_batch_rows == 16
-    assert trainer.evaluator.step.guard._signature["input_ids"] == "shape [8, 24], torch.int64"
+    assert loop.evaluator.step.guard._signature["input_ids"] == "shape [8, 24], torch.int64"
+    assert loop.samples is not None
+    assert loop.samples.shape == expected_shape(job) == GenerationShape(rows=8, prompt=14, new=3)
+
+
+@pytest.mark.slow
+def test_nor_does_one_on_pairs_that_have_rows_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    pairs = [{"prompt": f"{i}?", "chosen": f"{i * i}!", "rejected": "no " * (i % 12 + 1)} for i in range(200)]
+    loop, compiles = run(
+        tmp_path,
+        recipe="llama_fsdp",
+        model=str(tmp_path / "config.json"),
+        dataset=str(write_records(tmp_path / "pairs.jsonl", pairs)),
+        compute="scan=False,remat=none",  # of stacks alike in all two graphs are one compile
+        objective="dpo",
+        packing=False,
+        sequence_length=64,
+        max_steps=6,
+    )
+    assert REFERENCE_PASS in graphs_of(loop.job)
+    assert shorter_steps(loop.job) == ("train step on rows of 32 tokens",)
+    assert not any(guard.first for guard in loop.train_step.guards.values()), "both lengths came"
+    assert compiles == compiles_of(loop.job)
 
 
 def text_of(lowered: Lowered) -> str:
@@ -96,6 +164,85 @@ def test_each_graph_is_lowered_with_its_layouts_and_donates_what_it_replaces() -
     assert graphs[READING].outputs[0] == "{devices=[4,1,16]<=[16,4]T(1,0)}"  # a layer, laid out as its stack is
     # the order in which they are asked changes none
     assert text_of(lower(job)) == text_of(graphs[TRAIN_STEP])
+
+
+def test_the_graphs_of_a_generation_hold_the_cache_where_it_lies(tmp_path: Path) -> None:
+    job = job_of("llama_tp", sample_prompts=prompts_in(tmp_path), sample_tokens=4, sequence_length=64)
+    shape = expected_shape(job)
+    first, following = lower(job, PROMPTS), lower(job, NEXT_TOKEN)
+    given = {a.name: a for a in first.arguments}
+    assert given["input_ids"].shape == (shape.rows, shape.prompt)
+    cache = {f"{key} of layer {n}" for n in range(4) for key in ("keys", "values", "cumulative_length")}
+    assert not cache & given.keys(), "before the prompts there is none"
+    assert {a.name for a in following.arguments if a.output is not None} == cache
+    # rows over the batch axes and heads over the others; as it is left, so it is found
+    found = {a.name: a.sharding for a in following.arguments}
+    assert found["keys of layer 1"] == following.outputs[-3] == first.outputs[-3] == "{devices=[2,4,1,1]<=[8]}"
+    weights = {a.name: a.sharding for a in lower(job).arguments if a.kind == "weights"}
+    assert {a.name: a.sharding for a in following.arguments if a.kind == "weights"} == weights
+
+
+@pytest.mark.slow
+def test_without_a_cache_a_generation_is_one_graph_of_whole_rows(tmp_path: Path) -> None:
+    job = job_of("qwen3_next_ep", sample_prompts=prompts_in(tmp_path), sample_tokens=4, sequence_length=32)
+    shape, lowered = expected_shape(job), lower(job, NEXT_TOKEN)
+    assert {a.name: a.shape for a in lowered.arguments}["tokens"] == (shape.rows, shape.length)
+    assert not any(a.output is not None for a in lowered.arguments)
+
+
+def test_a_generation_has_a_token_for_each_device_where_experts_ask_for_it(tmp_path: Path) -> None:
+    recipe = load_recipe("mixtral_ep_tp")
+    options = {"sample_prompts": prompts_in(tmp_path), "sample_tokens": 4, "sequence_length": 64}
+    assert expected_shape(job_of(recipe.with_compute("experts=capacity"), **options)).rows == 4  # the batch's shards
+    job = job_of(recipe.with_compute("experts=dropless"), **options)
+    assert expected_shape(job).rows == 8
+    assert lower(job, NEXT_TOKEN).outputs
+
+
+def test_the_reference_pass_takes_an_evaluations_rows_and_leaves_an_adapters_factor_out() -> None:
+    options = {"objective": "dpo", "sequence_length": 64, "lora_r": 4}
+    job = job_of("llama_fsdp", **options)
+    lowered = lower(job, REFERENCE_PASS)
+    given = {a.name: a for a in lowered.arguments}
+    assert given["segment_ids"].shape == (job.evaluation_rows, 64)
+    assert any(name.endswith(A) for name in given)
+    assert not any(name.endswith(B) for name in given)
+    assert lowered.outputs == ("{devices=[8,1]<=[8]}",)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("name", ["llama_tp", "mixtral_ep"])
+def test_a_tpu_writes_the_next_token_into_the_cache_in_place(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    recipe = replace(recipe, model={**(recipe.model or {}), "num_hidden_layers": 2})
+    job = job_of(recipe, sample_prompts=prompts_in(tmp_path), sample_tokens=50, sequence_length=64)
+    target = Target("v5e:2x4", timeout=600)
+    first, following = (compile_for(lower(job, g), target, cache_dir=tmp_path) for g in (PROMPTS, NEXT_TOKEN))
+    assert first.fits
+    assert following.fits
+    parts = [a for a in lower(job, NEXT_TOKEN).arguments if a.name.startswith(("keys", "values"))]
+    cache = sum(2 * math.prod(a.shape) // 8 for a in parts)
+    assert following.alias_bytes >= cache > 0
+    assert first.alias_bytes == 0
+    # what is left of the outputs are two tiles: the token, and where it stands
+    assert following.output_bytes - following.alias_bytes <= 4096 < cache
+    # over axes that split no rows the logits are gathered, not the head that they are made by
+    sent = [line for line in following.collectives if line.kind == "all-gather" and line.axis == "tensor"]
+    assert sum(line.bytes for line in sent) < 2 * job.config.vocab_size * job.config.hidden_size
+    assert bool(sent) == (name == "llama_tp")
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_tpu_gathers_the_weights_of_a_layer_when_the_one_before_it_is_done(tmp_path: Path) -> None:
+    recipe, hidden, inner = load_recipe("llama_fsdp"), 2048, 8192
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
+    recipe = replace(recipe, model={**(recipe.model or {}), **sizes, **heads})
+    job = job_of(recipe, sample_prompts=prompts_in(tmp_path), sequence_length=64)
+    report = compile_for(lower(job, NEXT_TOKEN), Target("v5e:2x4", timeout=600), cache_dir=tmp_path)
+    assert report.temp_bytes < 2 * (4 * hidden * hidden + 3 * hidden * inner), "a layer's, in bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +289,7 @@ def test_a_step_that_fits_beside_an_evaluation_that_does_not_is_a_run_that_does_
         topology="v5p:2x2x2", report=str(tmp_path / "page.html"), json=str(tmp_path / "report.json")
     )
     out = StringIO()
-    assert run(ARGS, options, Console(file=out, width=200)) == DOES_NOT_FIT
+    assert command.run(ARGS, options, Console(file=out, width=200)) == DOES_NOT_FIT
     assert asked == list(graphs_of(Job.resolve(ARGS, lambda: 8)))
     plain = json.loads((tmp_path / "report.json").read_text())
     assert plain["fits"] is False
@@ -168,6 +315,9 @@ def test_the_optimizers_state_lies_beside_an_evaluation(report: CompileReport) -
     assert [graph.held_bytes for graph in both.graphs] == [0, held]
     assert both.fits
     assert both.largest_graph.graph == EVALUATION
+    # it does so too where the weights are frozen, and a step leaves them as they are
+    frozen = dataclasses.replace(report, alias_bytes=report.optimizer_bytes).beside(EVALUATION, beside)
+    assert frozen.graphs[1].held_bytes == held
     # the compiler, which knows nothing of it, lets an evaluation have all of the chip
     tight = dataclasses.replace(report, chip_hbm_bytes=report.required_bytes + held - 1).beside(EVALUATION, beside)
     assert not tight.fits
@@ -185,7 +335,7 @@ def test_what_a_search_prints_as_fitting_was_asked_for_every_graph(
     asked = asked_of(monkeypatch, answer)
     out = StringIO()
     options = CompileArguments(topology="v5p:2x2x2", search=True)
-    assert run(ARGS, options, Console(file=out, width=200)) == 0
+    assert command.run(ARGS, options, Console(file=out, width=200)) == 0
     assert "the largest batch found to fit: 2 rows a device" in out.getvalue()
     assert "3 rows a device: no" in out.getvalue()
     assert asked.count(TRAIN_STEP) == asked.count(EVALUATION) == asked.count(READING)
@@ -194,6 +344,33 @@ def test_what_a_search_prints_as_fitting_was_asked_for_every_graph(
 def test_a_step_that_does_not_fit_settles_it(refused: CompileReport, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_of(monkeypatch, lambda *_: refused)
     out = StringIO()
-    assert run(ARGS, CompileArguments(topology="v5p:2x2x2"), Console(file=out, width=200)) == DOES_NOT_FIT
+    assert command.run(ARGS, CompileArguments(topology="v5p:2x2x2"), Console(file=out, width=200)) == DOES_NOT_FIT
     assert asked == [TRAIN_STEP]
     assert "not asked" in out.getvalue()
+
+
+def test_a_report_names_the_train_steps_on_shorter_rows_and_compiles_none(
+    report: CompileReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = asked_of(monkeypatch, lambda *_: report)
+    args = dataclasses.replace(ARGS, packing=False)
+    options = CompileArguments(
+        topology="v5p:2x2x2", report=str(tmp_path / "page.html"), json=str(tmp_path / "report.json")
+    )
+    out = StringIO()
+    assert command.run(args, options, Console(file=out, width=200)) == 0
+    assert asked == list(graphs_of(Job.resolve(args, lambda: 8)))
+    assert json.loads((tmp_path / "report.json").read_text())["uncompiled"] == ["train step on rows of 32 tokens"]
+    for text in (out.getvalue(), (tmp_path / "page.html").read_text()):
+        assert "train step on rows of 32 tokens" in text
+        assert "as the train step" in text
+
+
+def test_prompts_that_cannot_be_read_are_refused_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = asked_of(monkeypatch, lambda *_: pytest.fail("compiled"))
+    args = dataclasses.replace(ARGS, sample_prompts=str(tmp_path / "none.txt"))
+    with pytest.raises(UserError, match="--sample_prompts"):
+        command.run(args, CompileArguments(topology="v5p:2x2x2"), Console(file=StringIO()))
+    assert not asked

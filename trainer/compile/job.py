@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.arguments import TrainingArguments
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowering import graphs_of, lower
+from trainer.compile.lowering import graphs_of, lower, shorter_steps
 from trainer.compile.report import CompileReport, Expected
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.model import experts_modules, training_flops
+from trainer.samples import expected_shape
 from trainer.xla.chips import Chip, Topology, find_topology
 
 
@@ -29,10 +30,13 @@ class CompileJob:
         """The job that ``args`` describe, on the slice that ``options`` name.
 
         Raises:
-            UserError: no such slice, or anything in the arguments, the recipe or the model that can't be.
+            UserError: no such slice, or anything in the arguments, the recipe, the model or the prompts that can't be.
         """
         where = _topology(options)
-        return cls(Job.resolve(args, lambda: where.devices), options)
+        job = Job.resolve(args, lambda: where.devices)
+        if args.sample_prompts is not None:
+            expected_shape(job)  # what is wrong with the prompts is said before minutes of compiling
+        return cls(job, options)
 
     @property
     def title(self) -> str:
@@ -63,7 +67,7 @@ class CompileJob:
             model_flops=training_flops(job.adapted, job.config, job.rows, job.args.sequence_length),
             exchange=crossed[0] if crossed else None,
         )
-        report = compile_for(lower(job), target, expected)
+        report = replace(compile_for(lower(job), target, expected), uncompiled=shorter_steps(job))
         if not report.fits:  # then the others can't change the verdict
             return report
         for graph in graphs_of(job)[1:]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch_xla
@@ -21,15 +21,21 @@ from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.layout.plan import ParameterPlan
 from trainer.layout.stacking import is_stacked
-from trainer.step.build import build
+from trainer.samples import expected_shape, sampling_of
+from trainer.step.build import build, build_evaluation, build_generator
+from trainer.step.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
+from trainer.step.generate import Decoder, can_cache
 from trainer.step.preference import REFERENCE
-from trainer.step.train_step import MOMENTS
+from trainer.step.reference import REFERENCE_PASS, ReferenceStep
+from trainer.step.train_step import MOMENTS, step_name
 from trainer.weights.place import layer_batches, read_layer, write_layer
 from trainer.weights.sources import state_dict_weights
+from trainer.xla.batch import batch_spec
 from trainer.xla.mesh import AbstractMesh
 from trainer.xla.runtime import init_runtime
 
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
+Traced = tuple[Tensors, Mapping[str, PartitionSpec]]  # what a graph computes; the layouts of what is no placeholder
 # the third and fourth where documents are isolated, the last where an objective compares with the starting weights
 BATCH = ("input_ids", "labels", "segment_ids", "position_ids", REFERENCE)
 
@@ -38,9 +44,23 @@ def graphs_of(job: Job) -> tuple[str, ...]:
     """The names of all graphs that a run of the job executes; the rest are transfers, and zeros on the devices.
 
     Layers are loaded and read back for an export a batch of parameters at a time, a layer of it in one graph. The batch
-    with the largest parameter stands for the others, none of which is larger.
+    with the largest parameter stands for the others, none of which is larger. So does the train step on the longest
+    rows for those of :func:`shorter_steps`.
     """
-    return (TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ()))
+    names = [TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ())]
+    if job.args.has_reference:
+        names.append(REFERENCE_PASS)
+    if job.args.sample_prompts is not None:
+        names += [PROMPTS, NEXT_TOKEN] if can_cache(job.model) else [NEXT_TOKEN]
+    return tuple(names)
+
+
+def shorter_steps(job: Job) -> tuple[str, ...]:
+    """The names of the train steps on rows shorter than ``sequence_length``, each a compile of a run without packing.
+
+    They are no graphs to ask about: each is the train step with fewer tokens.
+    """
+    return tuple(step_name(length, job.row_lengths) for length in job.row_lengths[:-1])
 
 
 def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu") -> Lowered:
@@ -65,13 +85,13 @@ def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu") -> Lowere
 
 def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
     with jax_call.lowering_for(platform):
-        results = _TRACED[graph](job, mesh)
+        results, layouts = _TRACED[graph](job, mesh)
         # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
         context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
         context.build(list(results.values()))
     outputs = {name: number for number, name in enumerate(results)}
     known = {context.tensor_parameter_id(placeholder.tensor): placeholder.name for placeholder in mesh.placed}
-    specs = _layer_specs(job) | {placeholder.name: placeholder.spec for placeholder in mesh.placed}
+    specs = {placeholder.name: placeholder.spec for placeholder in mesh.placed} | dict(layouts)
     hlo = context.hlo()
     arguments = []
     for number, parameter in enumerate(jax_call.xla_client.XlaComputation(hlo).program_shape().parameter_shapes()):
@@ -97,20 +117,20 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
     )
 
 
-def _trace_train_step(job: Job, mesh: AbstractMesh) -> Tensors:
+def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
     step = build(job, mesh, state_dict_weights(job.model.state_dict())).step
     step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    return step.replaced
+    return step.replaced, {}
 
 
-def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Tensors:
+def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Traced:
     evaluation = build(job, mesh, state_dict_weights(job.model.state_dict())).evaluation
     sums = evaluation.begin()
     evaluation.trace(_batch(job, job.evaluation_rows), sums)
-    return {"sums": sums}
+    return {"sums": sums}, {}
 
 
-def _trace_loading(job: Job, mesh: AbstractMesh) -> Tensors:
+def _trace_loading(job: Job, mesh: AbstractMesh) -> Traced:
     stacks, where = _place_stacks(job, mesh)
     specs = _layer_specs(job)
     rows = {
@@ -118,12 +138,47 @@ def _trace_loading(job: Job, mesh: AbstractMesh) -> Tensors:
         for name, stack in stacks.items()
     }
     write_layer(stacks, rows, where, job.stored, mesh)
-    return stacks
+    return stacks, {}
 
 
-def _trace_reading(job: Job, mesh: AbstractMesh) -> Tensors:
+def _trace_reading(job: Job, mesh: AbstractMesh) -> Traced:
     stacks, where = _place_stacks(job, mesh)
-    return {_a_layer_of(name): row for name, row in read_layer(stacks, where, job.stored, mesh).items()}
+    rows = read_layer(stacks, where, job.stored, mesh)
+    return {_a_layer_of(name): row for name, row in rows.items()}, _layer_specs(job)
+
+
+def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
+    evaluation = build_evaluation(job, mesh, state_dict_weights(job.model.state_dict()))
+    batch = _batch(job, job.evaluation_rows)
+    del batch[REFERENCE]
+    step = ReferenceStep(evaluation.loss, evaluation.placed, job.args.most_pairs(job.args.sequence_length))
+    logps = step.trace(batch)
+    return {"logps": logps}, {"logps": batch_spec(2, job.recipe.batch)}
+
+
+def _trace_prompts(job: Job, mesh: AbstractMesh) -> Traced:
+    decoder, results = _begin_to_generate(job, mesh)
+    return results, _specs(decoder, results)
+
+
+def _trace_next_token(job: Job, mesh: AbstractMesh) -> Traced:
+    decoder, results = _begin_to_generate(job, mesh)
+    if isinstance(decoder, CachedDecoder):
+        decoder.as_if_run()
+        results = decoder.next(torch.empty(decoder.shape.rows, device="meta"))
+    return results, _specs(decoder, results)
+
+
+def _begin_to_generate(job: Job, mesh: AbstractMesh) -> tuple[Decoder, Tensors]:
+    """The decoder of the run's prompts, which has traced their graph; and what that computes."""
+    evaluation = build_evaluation(job, mesh, state_dict_weights(job.model.state_dict()))
+    shape = expected_shape(job)
+    decoder = build_generator(job, evaluation, shape, sampling_of(job.args)).decoder
+    return decoder, decoder.begin([[0]] * shape.rows, torch.empty(shape.rows, device="meta"))
+
+
+def _specs(decoder: Decoder, results: Tensors) -> dict[str, PartitionSpec]:
+    return {name: decoder.spec_of(tensor) for name, tensor in results.items()}
 
 
 _TRACED = {
@@ -131,6 +186,9 @@ _TRACED = {
     EVALUATION: _trace_evaluation,
     LOADING: _trace_loading,
     READING: _trace_reading,
+    REFERENCE_PASS: _trace_reference,
+    PROMPTS: _trace_prompts,
+    NEXT_TOKEN: _trace_next_token,
 }
 
 

@@ -124,6 +124,7 @@ class CompileReport(Sizes):
         loops: loops whose length depends on data: whose → how often they were taken to run.
         error: why the compiler refused a step that does not fit; empty if it fits.
         graphs: the train step first, then those that were asked beside it (:meth:`beside`).
+        uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
     """
 
     fits: bool
@@ -148,10 +149,13 @@ class CompileReport(Sizes):
     roofline: Roofline
     error: str
     graphs: tuple[GraphMemory, ...]
+    uncompiled: tuple[str, ...] = ()
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
-        held = max(self.alias_bytes - other.weights_bytes, 0)
+        # weights that are frozen are part of the state too, though no output takes their place
+        state = max(self.alias_bytes, self.weights_bytes + self.optimizer_bytes)
+        held = max(state - other.weights_bytes, 0)
         (memory,) = other.graphs
         fits = other.fits and other.required_bytes + held <= self.chip_hbm_bytes
         memory = dataclasses.replace(memory, graph=graph, held_bytes=held, fits=fits)

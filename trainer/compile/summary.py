@@ -40,8 +40,9 @@ def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
         )
         for graph in report.graphs
     ]
-    asked = len(rows) > 1 or report.fits
-    return rows if asked else [*rows, ("the others", "not asked", "", "", "")]
+    if not report.graphs[0].fits:
+        return [*rows, ("the others", "not asked", "", "", "")]
+    return rows + [(name, "as the train step", "", "", "") for name in report.uncompiled]
 
 
 def where_it_runs(report: CompileReport) -> str:

@@ -18,6 +18,8 @@ from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
 
+REFERENCE_PASS = "reference pass"
+
 
 class ReferenceStep:
     """Log-probabilities of segments by the weights as they are, an adapter's left out.
@@ -29,7 +31,7 @@ class ReferenceStep:
     def __init__(self, loss: Loss, placed: Placed, pairs: int) -> None:
         self.loss, self.placed = copy.copy(loss), placed
         self.loss.objective = SegmentLogps(pairs)
-        self.guard = CompileGuard("reference pass", expected=1)
+        self.guard = CompileGuard(REFERENCE_PASS, expected=1)
 
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[np.ndarray]:
         """Of each of ``batches`` (host tensors of [rows, S]) the log-probabilities, float32 [rows, 2 x pairs]."""

@@ -129,7 +129,9 @@ class TrainStep:
         self.names = METRICS + (LOGGED if loss.objective is not None else ())
         metrics = _metrics(restored, len(self.names) + self.routing.size + 1)
         self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
-        self.guards = {length: CompileGuard(_named(length, options.lengths), 1) for length in options.lengths or (0,)}
+        self.guards = {
+            length: CompileGuard(step_name(length, options.lengths), 1) for length in options.lengths or (0,)
+        }
         self.metrics_read = True  # so the next step begins a new mean
 
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
@@ -375,7 +377,8 @@ class TrainStep:
         return sharding.constrain(gradient, self.mesh, self.specs[name])
 
 
-def _named(length: int, lengths: Sequence[int]) -> str:
+def step_name(length: int, lengths: Sequence[int]) -> str:
+    """The name of the step on rows of ``length`` tokens, one of ``lengths``."""
     return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
 
 
