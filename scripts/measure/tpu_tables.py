@@ -157,6 +157,11 @@ TABLES: dict[str, dict[str, str]] = {
         "mixtral_ep, Qwen3-30B-A3B": "--recipe mixtral_ep --model docs/configs/qwen3_30b_a3b.json "
         f"--sequence_length 4096 {_64} {_BATCH} 4 {_CAPACITY}",
     },
+    "graphs_asked_for": {
+        "Llama-3-8B": "--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=32,hidden_size=4096,"
+        f"intermediate_size=14336,num_attention_heads=32 --sequence_length 2048 --topology v5e:4x4 {_BATCH} 1 "
+        "--objective dpo --sample_prompts @prompts",
+    },
     "depth": {
         f"{layers} layers": f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers={layers} "
         f"--sequence_length 4096 {_64} {_BATCH} 2"
@@ -205,7 +210,7 @@ def main() -> int:
             say(console, f"{name}: {row}: {report.get('failed') or 'done'}")
             found.setdefault(name, {})[row] = report
     for name in names:
-        table = graph_markdown if name == "graphs" else markdown
+        table = graph_markdown if name.startswith("graphs") else markdown
         print(f"\n### {name}\n\n{table(found[name])}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -215,7 +220,7 @@ def main() -> int:
 def compile_one(options: str) -> dict[str, Any]:
     """What ``scripts/compile.py --json`` writes with these options; {"failed": why} if it can't be compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [_config(word, Path(folder)) for word in shlex.split(options)]
+        words = [_file(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"
         command = [sys.executable, str(ROOT / "scripts" / "compile.py"), *words, "--json", str(out)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -226,10 +231,16 @@ def compile_one(options: str) -> dict[str, Any]:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _config(word: str, folder: Path) -> str:
-    """``word``; if it is ``@file,key=value,…``, the path of a config of docs/configs, changed so, in ``folder``."""
+def _file(word: str, folder: Path) -> str:
+    """``word``; if it is ``@file,key=value,…``, the path of a config of docs/configs, changed so, in ``folder``.
+
+    ``@prompts`` is that of a file of 16 prompts there, each of 1,024 tokens at most.
+    """
     if not word.startswith("@"):
         return word
+    if word == "@prompts":
+        (folder / "prompts.txt").write_text(("x" * 1024 + "\n") * 16, encoding="utf-8")
+        return str(folder / "prompts.txt")
     name, *changes = word[1:].split(",")
     config = json.loads((CONFIGS / name).read_text(encoding="utf-8"))
     config.update((key, json.loads(value)) for key, _, value in (change.partition("=") for change in changes))
@@ -245,7 +256,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
 
 def graph_markdown(rows: dict[str, dict[str, Any]]) -> str:
     """The table of a run's graphs: the HBM that each needs beside the run's state, and the CPU seconds of compiling."""
-    graphs = ["train step", "evaluation", "loading", "reading back"]
+    graphs = list(dict.fromkeys(graph["graph"] for report in rows.values() for graph in report.get("graphs", ())))
     header = ["HBM a chip, GiB", *graphs, "compile, s of CPU: train step", "the others"]
     return _table(header, [[row, *_graph_cells(report, graphs)] for row, report in rows.items()])
 
