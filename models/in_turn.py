@@ -42,9 +42,7 @@ def _run(
 ) -> Any:
     weights = dict(layer.named_parameters())
     hidden_states, *behind = _barrier([hidden_states, *weights.values()])
-    prepared: dict[str, torch.Tensor] = {}
-    for key, weight in zip(weights, behind, strict=True):
-        prepared |= prepare(prefix + key, weight)
+    prepared = prepare({prefix + key: weight for key, weight in zip(weights, behind, strict=True)})
     # semi-private: torch/nn/utils/stateless.py, torch 2.9: `torch.func.functional_call` without the call
     with torch.nn.utils.stateless._reparametrize_module(
         layer, {name.removeprefix(prefix): tensor for name, tensor in prepared.items()}

@@ -62,7 +62,7 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
         raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):
         args.isolate_documents = True  # as a run does
-    shows = _Bar(console)
+    shows = ReadingBar(console)
     with shows.bar:
         found = audit(data_options(args, config), tokenizer, shown.show, shows.read)
     view = view_of(found, args, tokenizer)
@@ -76,7 +76,7 @@ def _config_of(args: TrainingArguments) -> PretrainedConfig:
     return load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
 
 
-class _Bar:
+class ReadingBar:
     """A bar for each dataset, on a terminal alone: of the bytes of its files, or of characters where it has none."""
 
     def __init__(self, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from tests.support.browser import Browser
 from tests.support.chats import CHAT, CHATML, ENDLESS, PARTING, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl, write_parquet
+from trainer.audit import ReadingBar
 from trainer.data.audit import Audit, audit, histogram
 from trainer.data.corpus import DataOptions, load_corpus
+from trainer.data.document_stream import DocumentStream, find_stream
 from trainer.data.fitting import SampleOptions
 from trainer.errors import UserError
 
@@ -155,10 +160,87 @@ def test_the_command_shows_the_mask_writes_its_files_and_ends_with_three(tmp_pat
     assert done.returncode == 3, done.stderr
     assert "bad row: 4" in done.stdout
     assert json.loads((tmp_path / "a.json").read_text())["findings"]["bad row"]["count"] == 4
-    page = (tmp_path / "a.html").read_text()
-    assert "<mark>0!&lt;|im_end|&gt;</mark>" in page
-    assert "src=" not in page
-    assert "faults.jsonl, row 24" in page
+    with Browser() as browser:
+        browser.open(tmp_path / "a.html")
+        happened = [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+        assert (happened, asked) == ([], [(tmp_path / "a.html").as_uri()])
+        assert browser.evaluate("document.querySelector('.verdict').textContent") == "10 places would train wrongly"
+        assert browser.evaluate("[...document.querySelectorAll('.sample mark')][0].textContent") == "0!<|im_end|>"
+        colors = "(e => getComputedStyle(e).backgroundColor)"
+        marked, plain = (
+            browser.evaluate(f"{colors}(document.querySelector('{e}'))") for e in (".sample mark", ".sample")
+        )
+        assert marked != plain
+        widths = browser.evaluate(
+            "[...document.querySelectorAll('td.bar rect')].map(e => e.getBoundingClientRect().width)"
+        )
+        counts = browser.evaluate("[...document.querySelectorAll('td.bar + td')].map(e => Number(e.textContent))")
+        assert [round(w / max(widths), 3) for w in widths] == [round(n / max(counts), 3) for n in counts]
+        assert sum(counts) == 53
+        row = "[...document.querySelectorAll('details[open] tr')].find(e => e.textContent.includes('row 24'))"
+        assert "no JSON" in browser.evaluate(f"{row}.textContent")
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def says(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+# file → its pairs: (record, the findings, what is said of one)
+PAIRS: dict[str, list[tuple[dict[str, Any], set[str], str]]] = {
+    "strings": [
+        ({"prompt": "2+2? ", "chosen": "4", "rejected": "5"}, set(), ""),
+        ({"prompt": "3+3? ", "chosen": "6", "rejected": "6"}, {"bad row"}, "column rejected: no answer that differs"),
+        ({"prompt": "4+4? ", "chosen": "8", "rejected": ""}, {"bad row"}, "column rejected: nothing"),
+        ({"prompt": "5+5? ", "chosen": "10"}, {"bad row"}, "column rejected: nothing"),
+        ({"prompt": "w " * 300, "chosen": "a", "rejected": "b"}, {"cut", "unscored"}, "tokens, once it was cut"),
+        ({"prompt": "6+6? ", "chosen": "c " * 300, "rejected": "b"}, {"cut"}, "tokens"),
+    ],
+    "messages": [
+        ({"prompt": [USER], "chosen": says("yes"), "rejected": says("no")}, set(), ""),
+        (
+            {"prompt": [USER], "chosen": says("yes"), "rejected": says("")},
+            {"bad row"},
+            "(assistant) is empty",
+        ),
+        ({"prompt": [USER], "chosen": says("yes"), "rejected": says("no")}, {"duplicate"}, "as messages.jsonl, row 1"),
+    ],
+    "whole": [  # the prompt is what both begin with
+        ({"chosen": [USER, *says("yes")], "rejected": [USER, *says("no")]}, set(), ""),
+        ({"chosen": [USER, *says("yes")], "rejected": [USER, *says("yes")]}, {"bad row"}, "no answer that differs"),
+        ({"chosen": says("yes"), "rejected": [USER, *says("no")]}, {"bad row"}, "the first is not the first of"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_of_every_pair_is_said_what_training_does_with_it(kind: str, tmp_path: Path) -> None:
+    path = write_records(tmp_path / f"{kind}.jsonl", [record for record, _, _ in PAIRS[kind]])
+    found = found_in(audited(path, samples=SampleOptions(pairs=4)))
+    for row, (_, names, words) in enumerate(PAIRS[kind], start=1):
+        place = f"{kind}.jsonl, row {row}"
+        said = {name: places[place] for name, places in found.items() if place in places}
+        assert said.keys() == names
+        assert not names or any(words in each for each in said.values()), said
+
+
+def test_the_bar_of_files_ends_with_their_bytes_and_that_of_a_stream_counts_characters(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        write_records(tmp_path / "data" / f"{name}.jsonl", chats(60))
+    bar = ReadingBar(Console(file=io.StringIO(), width=160, force_terminal=True))
+    stream = find_stream(str(tmp_path / "data"), None)
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "data").iterdir())]
+    # a group that ends in the first file, one that ends there too and is longer than it, and so on
+    groups = {(0, 100): 100, (0, sizes[0]): sizes[0], (1, 50): sizes[0] + 50, (2, 7): sum(sizes)}
+    for (part, characters), done in groups.items():
+        bar.read(stream, part, characters)
+        (task,) = bar.bar.tasks
+        assert (task.completed, task.total) == (done, sum(sizes))
+    endless = DocumentStream("an endless stream", "endless", 1, lambda part, document: iter(()))
+    bar.read(endless, 0, 40)
+    assert (bar.bar.tasks[-1].completed, bar.bar.tasks[-1].total) == (40, None)
 
 
 def test_chat_without_an_answer_is_unscored_and_no_traceback(tmp_path: Path) -> None:

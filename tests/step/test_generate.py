@@ -95,8 +95,9 @@ def test_a_dense_model_too_with_a_cache_and_without_with_the_weights_as_they_are
 
 
 @pytest.mark.slow
-def test_an_adapted_model_is_pefts_own():
-    adapted = make_adapted("llama_tp")
+@pytest.mark.parametrize("base_dtype", ["float32", "int8"])
+def test_an_adapted_model_is_pefts_own(base_dtype):
+    adapted = make_adapted("llama_tp", options={"base_dtype": base_dtype})
     vocabulary = adapted.job.config.vocab_size
     prompts = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
     generator = build_generator(adapted.job, adapted.case.evaluation, SHAPE, Sampling())

@@ -194,6 +194,8 @@ class Encoder:
     def _pair(self, values: Mapping[str, Any]) -> Draft:
         """Both answers, each as if it were a record of its own."""
         names = ("chosen", "rejected")
+        if values["chosen"] == values["rejected"]:
+            raise BadRecord("rejected", "no answer that differs from the chosen one")
         texts = [name for name in names if isinstance(values[name], str)]
         if len(texts) == 1:
             raise BadRecord(texts[0], "a string beside an answer that is messages")

@@ -21,14 +21,15 @@ from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
 from models.experts.routing import selection_biases
-from models.int8 import SCALE, from_int8
 from models.in_turn import prepare_in_turn
+from models.int8 import SCALE, from_int8
 from models.layers import DecoderLayers, number_layers
 from models.partial_gradients import SUFFIX, Tensors
 from models.stored_layout import as_stored
 from trainer.arrays import Array, Stack
 from trainer.job import Job
 from trainer.layout.partition import partition_spec
+from trainer.layout.plan import ShardingPlan
 from trainer.layout.recipe import Layout, matches
 from trainer.layout.stacking import first_name, is_stacked
 from trainer.model import experts_modules
@@ -147,6 +148,7 @@ def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: 
 def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
     """A copy of the job's assembled model, its kernels bound to ``mesh`` and its activations laid out."""
     model = copy.deepcopy(job.assembled)
+    _add_scales(model, job.stored)
     _bind_kernels(job, model, mesh)
     scopes.annotate(model)
     if not any(isinstance(module, DecoderLayers) for module in model.modules()):
@@ -156,6 +158,15 @@ def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> P
             if matches(pattern, name):
                 module.register_forward_hook(_constrain_output(layout, mesh))
     return model
+
+
+def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
+    """Give ``model``, in place, the scales of its weights in int8, on meta: transformers knows of none."""
+    for entry in plan.parameters:
+        if entry.dtype == torch.int8:
+            owner, _, key = (entry.name + SCALE).rpartition(".")
+            scale = torch.empty(plan[entry.name + SCALE].shape, device="meta")
+            model.get_submodule(owner).register_parameter(key, nn.Parameter(scale, requires_grad=False))
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:

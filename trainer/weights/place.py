@@ -23,7 +23,6 @@ from trainer.xla.runtime import device_kind, run_now, wait_for_devices
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:
     """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out as ``plan`` says.
 
-    The scales of a weight in int8, of which ``model`` knows nothing, become parameters of the weight's module.
     Stacks are made on the devices and written there layer by layer, so the host holds no more of a stack than one
     layer. Tied parameters stay tied; buffers are replicated.
 
