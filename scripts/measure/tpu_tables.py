@@ -134,16 +134,14 @@ TABLES: dict[str, dict[str, str]] = {
         ("Llama-4-Scout", "llama4_scout", "llama4_ep", "v5p:2x2x4", "fsdp=4,expert=4"),
         ("Qwen3-235B-A22B", "qwen3_235b_a22b", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
         ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
-        ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:4x4x4", "fsdp=16,expert=4"),
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x4", "fsdp=4,expert=16"),
-        ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x8", "fsdp=8,expert=16"),
     ),
     "lora": {
         f"{experts}, {topology}": f"--recipe mixtral_ep {_MIXTRAL} {_BATCH} 1 --lora_r 16 --topology {topology} "
         f"{compute}"
         for experts, compute, *topologies in (
             ("capacity 1.25", _CAPACITY, "v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2"),
-            ("capacity 1.25, int8", f"{_CAPACITY} --base_dtype int8", "v5e:2x4", "v5e:2x2"),
+            ("capacity 1.25, int8", f"{_CAPACITY} --base_dtype int8", "v5e:2x2"),
             ("dropless", "--compute experts=dropless", "v6e:2x2"),
         )
         for topology in topologies
