@@ -5,6 +5,7 @@ Shape suffixes: R rows, P tokens of a prompt, L tokens of a row, prompt and answ
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -101,6 +102,8 @@ class CachedDecoder:
         """Build the graph of the model on ``inputs``, which come next in the cache; what it computes, by name."""
         with torch.no_grad():
             given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
+            if "logits_to_keep" in inspect.signature(self.loss.model.forward).parameters:  # as generate() does
+                given["logits_to_keep"] = 1
             logits = self.loss.logits(self._parameters, given)[:, -1]
             # where the head's shards are first: of few rows the partitioner would gather the head, not the logits
             logits = sharding.constrain(logits, self.mesh, (self.rows, self._splitting(logits.shape[1])))
