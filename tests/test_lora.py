@@ -48,6 +48,7 @@ def test_names_are_ends_of_names_and_the_scale_is_alpha_over_r_or_its_root():
         ({"lora_r": 4, "adapter": "somewhere"}, "an adapter says itself what it is"),
         ({"lora_r": 4, "adapter_format": "gguf"}, "one of peft, per_expert"),
         ({"lora_r": 4, "base_dtype": "int4"}, "one of float32, bfloat16, int8"),
+        ({"base_dtype": "int8"}, "without an adapter all weights are trained"),
     ],
     ids=str,
 )

@@ -46,6 +46,13 @@ class AdapterArguments(Checked):
         self.check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
         self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
         self.choose("adapter_format", ["peft", "per_expert"])
+        if self.base_dtype != "bfloat16" and not self.has_adapter:
+            raise UserError(
+                asked=f"--base_dtype {self.base_dtype}",
+                found="no --lora_r and no --adapter",
+                why="without an adapter all weights are trained, and lie in --weight_dtype",
+                instead=f"--lora_r 16 --base_dtype {self.base_dtype}, or no --base_dtype",
+            )
         said = [name for name in ("lora_alpha", "lora_target", "use_rslora") if getattr(self, name) != _LORA[name]]
         if self.adapter is not None and self.lora_r is not None:
             said = ["lora_r", *said]

@@ -151,9 +151,10 @@ def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None
         "compute": options.compute,
         "adapter": adapter,
         "weight_dtype": options.weight_dtype,
-        "base_dtype": options.base_dtype or options.weight_dtype,
         "per_device_train_batch_size": options.batch_size,
     }
+    if adapter is not None:
+        given["base_dtype"] = options.base_dtype or options.weight_dtype
     if options.max_length is None:
         config = load_config(config_from, UNMADE)
         known = [stated(config, name) for name in ("n_positions", "max_position_embeddings", "n_ctx")]
