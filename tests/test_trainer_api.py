@@ -297,7 +297,9 @@ class Parts(torch.utils.data.Dataset):
         ({"eval_dataset": {"a b": "x"}}, "letters, digits"),
         ({"eval_dataset": {}}, "at least one set"),
         ({"processing_class": 3}, "a tokenizer"),
-        ({"data_collator": transformers.default_data_collator}, "input_ids(.|\n)*labels"),
+        ({"data_collator": "longest"}, "a function, such as"),
+        ({"data_collator": transformers.default_data_collator}, "train_dataset=None"),
+        ({"data_collator": transformers.default_data_collator, "train_dataset": "a.jsonl"}, "datasets.load_dataset"),
         ({"compute_metrics": "accuracy"}, "a function"),
         ({"peft_config": {"r": 8}}, "a peft.LoraConfig"),
         ({"train_dataset": IterableDataset.from_generator(lambda: iter([])), "args": TrainingArguments(

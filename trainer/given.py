@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.arguments import TrainingArguments
+from trainer.collated import Collator, collated
 from trainer.errors import UserError
 from trainer.layout.auto import AUTO, UNMADE
 from trainer.layout.load import load_recipe
@@ -21,10 +22,6 @@ from trainer.model import load_config, meta_model
 from trainer.weights.sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
-_NO_COLLATOR = (
-    "rows are made before training, of one shape, so that the step is compiled once and a run goes on at the very row "
-    "where it stopped; a collator that pads to the longest sample or draws a mask would change both"
-)
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,7 @@ class Given:
         tokenizer: instead of one that is named.
         train: records to train on.
         evaluated: records to hold out, by the names of their sets.
+        collator: what makes samples of records; those of ``train`` and ``evaluated`` are made already.
         compute_loss: see `Loss`.
         compute_metrics: see `Predictions`.
     """
@@ -48,6 +46,7 @@ class Given:
     tokenizer: PreTrainedTokenizerBase | None = None
     train: Dataset | IterableDataset | None = None
     evaluated: Mapping[str, Any] = field(default_factory=dict)
+    collator: Collator | None = None
     compute_loss: Callable[..., Any] | None = None
     compute_metrics: Callable[..., Any] | None = None
 
@@ -107,20 +106,17 @@ def resolve(
     elif recipe is not None:
         _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a trainer.Recipe")
         options["recipe"] = os.fspath(recipe)
+    if data_collator is not None:
+        if not callable(data_collator):
+            raise _kind("data_collator", data_collator, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
+        given["collator"] = data_collator
+        train_dataset, eval_dataset = _collated(data_collator, train_dataset, eval_dataset)
     _resolve_data(train_dataset, eval_dataset, options, given)
     if isinstance(processing_class, str | os.PathLike):
         options["tokenizer"] = os.fspath(processing_class)
     elif processing_class is not None:
         _check_kind("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer (processor.tokenizer)")
         given["tokenizer"] = processing_class
-    if data_collator is not None:
-        raise UserError(
-            asked=f"data_collator={type(data_collator).__name__}",
-            found="a function that makes batches of samples",
-            why=_NO_COLLATOR,
-            instead="records of messages or of prompt and completion, whose prompts are masked; or your own input_ids "
-            "and labels (-100: not scored) as columns of the dataset",
-        )
     args = args or TrainingArguments()
     args = replace(args, **options) if options else args
     found = Given(**given)
@@ -153,6 +149,22 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
         what = "a hub id, a folder, a config of transformers, or its PreTrainedModel on the CPU"
         _check_kind("model", model, str | os.PathLike, what)
         options["model"] = os.fspath(model)
+
+
+def _collated(collator: Collator, train: Any, evaluated: Any) -> tuple[Any, Any]:
+    """The records as samples; a dict of sets stays one."""
+    check_records("train_dataset", train)
+    sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
+    for name, records in {"train_dataset": train, **{f"eval_dataset {n}": each for n, each in sets.items()}}.items():
+        if not isinstance(records, Dataset | IterableDataset):
+            raise UserError(
+                asked=f"data_collator={type(collator).__name__} with {name.strip()}={records}",
+                found="no Dataset and no IterableDataset",
+                why="a collator takes records with the columns that it knows, and files are read in shapes of our own",
+                instead="datasets.load_dataset(…), tokenised for the collator; or no data_collator",
+            )
+    made = {name: collated(records, collator) for name, records in sets.items()}
+    return collated(train, collator), made if isinstance(evaluated, Mapping) else made.get("")
 
 
 def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trainer.arguments import TrainingArguments
+from trainer.collated import Collator, collated
 from trainer.data.batches import as_batch
 from trainer.data.corpus import load_rows_of
 from trainer.data.rows import StoredRows
@@ -45,7 +47,9 @@ class Trainer:
             docs/data.md lists.
         eval_dataset: likewise, or a dict of several by their names, each logged as ``eval_NAME_loss``.
         processing_class: the tokenizer, or its name. Default: what lies with the weights.
-        data_collator: refused: rows are made beforehand, of one shape.
+        data_collator: makes ``input_ids`` and ``labels`` of a record. It is called with one record at a time, before
+            training, and its padding is taken off: rows are packed, of one shape. Records must then be a ``Dataset`` or
+            an ``IterableDataset`` of columns that it takes; a ``Dataset`` is collated at once.
         compute_loss_func: ``(outputs, labels, num_items_in_batch)`` → the loss, a tensor of no dimension: the *sum*
             over the scored targets divided by ``num_items_in_batch``. Traced into the step.
         compute_metrics: `trainer.step.Predictions` of one batch → ``{name: (sum, count)}``, traced into the evaluation.
@@ -65,7 +69,7 @@ class Trainer:
         train_dataset: Records | None = None,
         eval_dataset: Records | Mapping[str, Records] | None = None,
         processing_class: str | PreTrainedTokenizerBase | None = None,
-        data_collator: Any = None,
+        data_collator: Collator | None = None,
         compute_loss_func: LossFunction | None = None,
         compute_metrics: ComputeMetrics | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
@@ -208,6 +212,8 @@ class Trainer:
         """The rows of records that are no part of the run, made as its own are."""
         loop = self.loop
         assert self._start is not None
+        if self._given.collator is not None and isinstance(records, Dataset | IterableDataset):
+            records = collated(records, self._given.collator)
         return load_rows_of(records, self._start.data, loop.corpus.tokenizer)
 
     def _check_not_trained(self, loop: TrainingLoop) -> None:
