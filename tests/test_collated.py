@@ -70,7 +70,7 @@ def broken(records: list[Any]) -> dict[str, Any]:
         (lambda records: {"input_ids": [[1, 2]] * 2, "labels": [[1, 2]] * 2}, r"input_ids of shape \[2, 2\]"),
         (lambda records: {"input_ids": [[1, 2]], "labels": [[1]]}, "several lengths"),
         (lambda records: {"input_ids": [[1, 2]], "labels": [[1, 2]], "attention_mask": [[1]]}, "several lengths"),
-        (lambda records: dict.fromkeys(("input_ids", "labels", "attention_mask"), [[1, 0, 1]]), "padding inside"),
+        (lambda records: {key: [[1, 0, 1]] for key in ("input_ids", "labels", "attention_mask")}, "padding inside"),
         (lambda records: {"input_ids": [[1, 2]], "labels": [[1, 2]], "position_ids": [[0, 0]]}, "do not count"),
         (lambda records: {"input_ids": [[1, 2]], "labels": [[1, 2]], "pixel_values": [[0.5]]}, "pixel_values"),
     ],
@@ -97,9 +97,8 @@ def test_a_run_with_one_has_the_losses_of_its_labels_as_columns(tmp_path: Path) 
         )  # fmt: skip
         trainer.train()
         history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        return [entry["loss"] for entry in history if "loss" in entry], trainer.evaluate(data.select(range(9)))[
-            "eval_loss"
-        ]
+        evaluated = trainer.evaluate(data.select(range(9)))["eval_loss"]
+        return [entry["loss"] for entry in history if "loss" in entry], evaluated
 
     found, expected = losses("collator", PLAIN, masked), losses("columns", WITH_LABELS.remove_columns("note"), None)
     assert found == expected
