@@ -58,7 +58,7 @@ class LaunchArguments(Checked):
         try:
             words = shlex.split(self.env)
         except ValueError as error:
-            words = [f"{self.env} ({error})"]
+            words = [f"{error}: {self.env}"]  # which sets no variable
         for word in words:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[^\n]*", word):
                 raise UserError(
