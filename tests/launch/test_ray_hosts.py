@@ -53,6 +53,15 @@ def test_a_worker_gives_its_command_the_environment_and_returns_its_code(tmp_pat
     assert Host().run(command, {"TPU_WORKER_ID": "3"}) == 3
 
 
+@pytest.mark.parametrize("pod", [True, False])
+def test_a_worker_in_a_pod_asks_no_metadata_server(pod, monkeypatch):
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    if pod:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    command = [sys.executable, "-c", "import os, sys; sys.exit('TPU_SKIP_MDS_QUERY' in os.environ)"]
+    assert Host().run(command, {}) == int(pod)
+
+
 @pytest.mark.parametrize(
     ("handler", "code"), [("signal.SIG_DFL", 143), ("lambda *_: sys.exit(75)", 75), ("signal.SIG_IGN", 137)]
 )

@@ -50,7 +50,9 @@ class Host:
 
     def run(self, command: list[str], environment: dict[str, str]) -> int:
         """The command's exit code; 128 + N where signal N ended it, as a shell says it."""
-        self._process = subprocess.Popen(command, env=os.environ | environment)
+        # in a pod torch_xla 2.9 reads TPU_WORKER_* only with this; a TPU VM has a server that it asks
+        pod = {"TPU_SKIP_MDS_QUERY": "true"} if "KUBERNETES_SERVICE_HOST" in os.environ else {}
+        self._process = subprocess.Popen(command, env=os.environ | environment | pod)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
@@ -125,7 +127,7 @@ def run_once(topology: Topology, cache: str, command: list[str], grace_seconds: 
         actor = ray.remote(num_cpus=0, max_concurrency=3)(Host)
         hosts = [
             actor.options(
-                resources=slices.bundle_resources,
+                resources={"TPU": slices.bundle_resources["TPU"]},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
             ).remote()
             for bundle in range(slices.num_bundles)
@@ -172,8 +174,8 @@ def main() -> int:
     topology = find_topology(options.topology, options.slices)
     import ray
 
-    stop = Stop()
     ray.init()
+    stop = Stop()  # in the place of Ray's own handler, which would end this process at once
     for restart in range(options.max_restarts + 1):
         code = run_once(topology, options.cache, options.command, options.grace_seconds, stop)
         if stop.asked or not ours(code) or restart == options.max_restarts:
