@@ -90,7 +90,9 @@ stopped=
 trap 'stopped=yes; sudo docker stop --time $grace $name > /dev/null' TERM INT
 restarts=0
 while true; do
-  sudo docker run --rm --name $name --privileged --net=host --stop-timeout $grace --env-file megascale.env \\
+  # --init: as a container's first process a run would not end at a SIGTERM that it has no handler for
+  sudo docker run --rm --init --name $name --privileged --net=host --stop-timeout $grace \\
+    --env-file megascale.env \\
     --env XLA_PERSISTENT_CACHE_PATH="$$cache" $options \\
     $image $command &
   run=$$!

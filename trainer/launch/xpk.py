@@ -46,7 +46,7 @@ def plan(request: Request) -> Plan:
 def shell(request: Request) -> str:
     """The run's line in xpk's shell.
 
-    ``exec``: xpk hands SIGTERM to the shell that it starts for this line, which would end without telling the run.
+    ``exec``: xpk hands SIGTERM to the shell that it starts for this line, and that shell must be the run by then.
     """
     index = '"${MEGASCALE_SLICE_ID:-0}-${TPU_WORKER_ID:-0}"'
     cache = f"export XLA_PERSISTENT_CACHE_PATH={shlex.quote(request.cache)}/{index}"
