@@ -25,8 +25,10 @@ from trainer.data.rows import StoredRows
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.evaluator import Evaluator
+from trainer.hosts import hosts
 from trainer.job import Job
 from trainer.lock import FolderLock
+from trainer.output import output_folder
 from trainer.preemption import StopRequests
 from trainer.reference import check_sets, referred
 from trainer.report.lines import say, waiting
@@ -38,7 +40,7 @@ from trainer.step.measures import ComputeMetrics
 from trainer.step.meter import Meter, least_seconds
 from trainer.step.reference import ReferenceStep
 from trainer.step.train_step import StepMetrics
-from trainer.storage import Folder, StorageError
+from trainer.storage import Folder, StorageError, UnwrittenFolder
 from trainer.streams import lasting_output
 from trainer.trackers import Tracker
 from trainer.unused import notice
@@ -92,11 +94,13 @@ class TrainingLoop:
         corpus, self.reference = referred(corpus, self.args)
         self.corpus = corpus
         self.console, self.stop = console or Console(), StopRequests()
-        self.folder = Folder(str(self.args.output_dir))
+        self.folder = output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
         self.watch = Watch(self.folder, job, self.console, resume, self.lock.check_held)
 
         # ---- batches, and where they go on ----
+        held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
+        hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
         epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.mesh = build_mesh(job.recipe.mesh)
         if self.mesh.size() != job.devices:
@@ -138,7 +142,9 @@ class TrainingLoop:
             flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
-        self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
+        output = Folder(str(self.folder))  # where every host writes its part
+        self.checkpoints = CheckpointWriter(output, texts, self.args.save_total_limit, self.lock.check_held)
+        self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
         self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
         self._event("on_init_end")
@@ -156,7 +162,12 @@ class TrainingLoop:
             with waiting(self.console, "counting tokens for the unigram model …"):
                 vocabulary = self.job.config.get_text_config().vocab_size
                 self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
-        with self.lock, self.checkpoints, self.stop.listen():
+        with (
+            self.lock,
+            self.checkpoints,
+            self.stop.listen(),
+            hosts().watchdog.over(self.args.hang_timeout, self.watch.clock),
+        ):
             self._take_over_the_folder()
             self._refer()
             try:
@@ -201,6 +212,7 @@ class TrainingLoop:
         Args:
             source: of the weights; default: those that are being trained.
         """
+        folder = folder if hosts().first else UnwrittenFolder(str(folder))
         weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
         write_model(self.job, folder, weights, self.base, self.corpus.tokenizer, self.console)
 
@@ -219,7 +231,8 @@ class TrainingLoop:
             self.reference.save(self.folder)
 
     def _event(self, name: str, **more: Any) -> None:
-        """Tell the callbacks of an event; what they return is the control from then on."""
+        """Tell the callbacks of an event; what they return is the control from then on. Each is progress."""
+        hosts().watchdog.moved(self.state.global_step)
         args: Any = self.args  # they want transformers' own class; ours has the fields that they read
         self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
 

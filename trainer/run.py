@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -21,14 +20,16 @@ from trainer.data.prompts import read_prompts
 from trainer.data.sources import locate
 from trainer.endings import check_steps_left
 from trainer.errors import UserError
+from trainer.facts import facts
 from trainer.given import Given
+from trainer.hosts import hosts
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
 from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
 from trainer.model import experts_modules
-from trainer.output import claim, find_output
+from trainer.output import check_shared, claim, find_output, output_folder
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
 from trainer.streams import lasting_output
@@ -58,9 +59,13 @@ class Start:
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
     console: Console
 
-    def claimed(self) -> AbstractContextManager[None]:
-        """Holds the output folder inside the ``with``."""
-        return claim(self.lock)
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Holds the output folder inside the ``with``: of several hosts the first does, for all."""
+        with hosts().answerable(), contextlib.ExitStack() as held:
+            hosts().once(lambda: held.enter_context(claim(self.lock)))
+            hosts().together(lambda: check_shared(self.lock.folder))
+            yield
 
     @property
     def data(self) -> DataOptions:
@@ -130,20 +135,37 @@ def prepare(
         UserError: anything in the arguments, the recipe or the model that can't be.
     """
     args.check_given(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
-    callbacks = [*callbacks, *open_trackers(args.report_to, console)]
+    trackers = open_trackers(args.report_to, console)
     job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
+    console.quiet = console.quiet or not hosts().first
+    if hosts().first:
+        callbacks = [*callbacks, *trackers]
+    with hosts().answerable():
+        hosts().check_same(facts(job))
+        return hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
+
+
+def _prepared(
+    job: Job,
+    given: Given,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    console: Console,
+    writes: bool,
+) -> Start:
+    """What is refused once the devices are known; every host of the job does it."""
+    args = job.args
     check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
     if args.sample_prompts is not None:
         read_prompts(args.sample_prompts)
-    output = find_output(args, job.recipe.name, writes=writes)
+    args.output_dir = hosts().once(lambda: str(find_output(args, job.recipe.name, writes=writes)))
     tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
-    lock = FolderLock(output, console)
+    lock = FolderLock(output_folder(args), console)
     if writes:
-        lock.check_free()
+        hosts().once(lock.check_free)
     accept = functools.partial(_check_resume, job)
-    resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
+    resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     # a checkpoint of an adapter, or of a part, holds no more than that
     needed = resume is None or job.is_part or job.lora is not None
     source: Source | None = given.weights(job.whole) if needed else None

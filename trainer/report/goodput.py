@@ -31,12 +31,15 @@ class Clock:
     Args:
         compiled: the seconds that this process has compiled for so far, in whatever activity.
         now: seconds, from any moment on.
+
+    Attributes:
+        activity: what seconds are charged to now.
     """
 
     def __init__(self, compiled: Callable[[], float], now: Callable[[], float] = time.perf_counter) -> None:
         self._compiled, self._now = compiled, now
         self._charged = dict.fromkeys(ACTIVITIES, 0.0)
-        self._activity, self._mark = "start", (now(), compiled())
+        self.activity, self._mark = "start", (now(), compiled())
 
     def began(self, earlier: float) -> None:
         """The life began ``earlier`` than the clock, so many seconds; they are charged to ``start``."""
@@ -44,8 +47,8 @@ class Clock:
 
     def turn_to(self, activity: str) -> str:
         """From now on seconds are charged to ``activity``; returns what they were charged to."""
-        before, (then, compiled) = self._activity, self._mark
-        self._activity, self._mark = activity, (self._now(), self._compiled())
+        before, (then, compiled) = self.activity, self._mark
+        self.activity, self._mark = activity, (self._now(), self._compiled())
         compiling = self._mark[1] - compiled
         self._charged["compile"] += compiling
         self._charged[before] += max(self._mark[0] - then - compiling, 0.0)
@@ -63,7 +66,7 @@ class Clock:
     @property
     def seconds(self) -> dict[str, float]:
         """Activity → seconds until now."""
-        self.turn_to(self._activity)
+        self.turn_to(self.activity)
         return dict(self._charged)
 
 
