@@ -57,7 +57,13 @@ class Hosts:
 
     def once(self, make: Callable[[], T]) -> T:
         """What the first host makes, or refuses, on every host."""
-        return self._exchange(_outcome(make) if self.first else _Outcome())[0].value if self.several else make()
+        if not self.several:
+            return make()
+        mine = _outcome(make) if self.first else _Outcome()
+        self._exchange(_Outcome(problem=mine.problem))
+        made = [mine.value]
+        self._speak(lambda: dist.broadcast_object_list(made, src=0, group=self._group))
+        return made[0]
 
     def together(self, do: Callable[[], T]) -> T:
         """What this host makes. What one of them refuses is refused on all, wherever they are in ``do`` by then."""
@@ -72,8 +78,15 @@ class Hosts:
         if not self.several:
             return [mine]
         found: list[Any] = [None] * self.count
+        self._speak(lambda: dist.all_gather_object(found, mine, group=self._group))
+        for host, outcome in enumerate(found):
+            if outcome.problem is not None:
+                raise _rebuilt(outcome.problem, host)
+        return found
+
+    def _speak(self, say: Callable[[], None]) -> None:
         try:
-            dist.all_gather_object(found, mine, group=self._group)
+            say()
         except RuntimeError as error:
             raise LostHost(
                 asked=f"a word from each of {self.count} hosts",
@@ -81,10 +94,6 @@ class Hosts:
                 why="one of them has ended, or can't be reached any more",
                 instead="the same command again, which goes on from the last checkpoint",
             ) from None
-        for host, outcome in enumerate(found):
-            if outcome.problem is not None:
-                raise _rebuilt(outcome.problem, host)
-        return found
 
     def check_same(self, facts: Mapping[str, str]) -> None:
         """Refuse to go on unless ``facts`` (what it is → its value) are equal on all hosts.

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from trainer.errors import LOST
@@ -48,19 +48,23 @@ class Watchdog:
         self._step: int | None = None
         self._moved = time.monotonic()
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._talked = time.monotonic()  # when all that was to be said and heard last was
         self._signs: dict[int, tuple[bytes, float]] = {}  # of each host its last sign of life, and when it changed
         self._beats = 0
 
     def start(self) -> None:
-        """Begin to watch, in a thread that ends with the process or at :meth:`leave`."""
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        """Begin to watch, in threads that end with the process or at :meth:`leave`."""
+        # a store that does not answer holds whoever asks it, so another thread looks at the clock
+        self._talked = time.monotonic()
+        for act in (self._look_at_clock, *([self._talk] if self._store is not None else [])):
+            self._threads.append(threading.Thread(target=self._repeat, args=(act,), name="watchdog", daemon=True))
+            self._threads[-1].start()
 
     def moved(self, step: int) -> None:
         """The run made progress; ``step`` is the last that it began or ended."""
         self._step, self._moved = step, time.monotonic()
-        if self.hang_timeout and self._thread is None and not self._ended.is_set():
+        if self.hang_timeout and not self._threads and not self._ended.is_set():
             self.start()
 
     @contextlib.contextmanager
@@ -90,8 +94,8 @@ class Watchdog:
     def leave(self) -> None:
         """This process ends as it should."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join(LEAVING)
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):  # the first has gone
@@ -101,33 +105,35 @@ class Watchdog:
             while self.index == 0 and not self._store.check(others) and time.monotonic() < until:
                 time.sleep(0.1)
 
-    def _watch(self) -> None:
+    def _repeat(self, act: Callable[[], None]) -> None:
         while not self._ended.wait(LOOK):
-            try:
-                self._look()
-            except RuntimeError as error:  # of the store: the first host serves it
-                if not self._ended.is_set():
-                    self._end(f"host 0 can't be reached any more ({' '.join(str(error).split())[:200]})", LOST)
+            act()
 
-    def _look(self) -> None:
-        waited = time.monotonic() - self._moved
-        hung = bool(self.hang_timeout and self._step is not None and waited > self.hang_timeout)
-        if self._store is None:
-            if hung:
-                self._end(self._hung(waited), LOST)
-            return
-        self._beats += 1
-        sign = {"step": self._step, "doing": self.activity, "waited": round(waited), "beat": self._beats}
-        self._store.set(f"sign {self.index}", json.dumps(sign))
-        if self._store.check([_END]):
-            code, words = json.loads(self._store.get(_END))
-            self._end(words, code)
-        if self.index == 0:
-            self._look_at_others()
-        if hung:
-            words = f"{self._hung(waited)}\n{self.signs()}"
-            self.tell_end(words, LOST)
-            self._end(words, LOST)
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if self._store is None and self._hung:
+            self._end(self._hung, LOST)
+        if self._store is not None and now - self._talked > SILENT:
+            self._end(f"host 0 has not answered for {now - self._talked:.0f} s; here: {self._here}", LOST)
+
+    def _talk(self) -> None:
+        """Say that this host lives, and hear what ended the job; the first host hears of all the others."""
+        try:
+            self._beats += 1
+            waited = round(time.monotonic() - self._moved)
+            sign = {"step": self._step, "doing": self.activity, "waited": waited, "beat": self._beats}
+            self._store.set(f"sign {self.index}", json.dumps(sign))
+            if self._store.check([_END]):
+                code, words = json.loads(self._store.get(_END))
+                self._end(words, code)
+            if self.index == 0:
+                self._look_at_others()
+            if self._hung:
+                self._end_all(self._hung)
+            self._talked = time.monotonic()
+        except RuntimeError as error:  # of the store: the first host serves it
+            if not self._ended.is_set():
+                self._end(f"host 0 can't be reached ({' '.join(str(error).split())[:200]}); here: {self._here}", LOST)
 
     def _look_at_others(self) -> None:
         for host in range(1, self.count):
@@ -139,9 +145,7 @@ class Watchdog:
             self._signs[host] = (sign, time.monotonic() if sign != before else since)
             silent = time.monotonic() - self._signs[host][1]
             if silent > SILENT:
-                words = f"host {host} has given no sign of life for {silent:.0f} s\n{self.signs()}"
-                self.tell_end(words, LOST)
-                self._end(words, LOST)
+                self._end_all(f"host {host} has given no sign of life for {silent:.0f} s")
 
     def signs(self) -> str:
         """A line for each host: its last step, and what it does since when."""
@@ -153,11 +157,22 @@ class Watchdog:
             lines.append(f"  host {host}: {step}, {said.get('doing', 'not started')} for {said.get('waited', 0)} s")
         return "\n".join(lines)
 
-    def _hung(self, waited: float) -> str:
-        return (
-            f"no progress for {waited:.0f} s after step {self._step}, in {self.activity} "
-            f"(--hang_timeout {self.hang_timeout:g})"
-        )
+    @property
+    def _here(self) -> str:
+        return f"step {self._step}, {self.activity}"
+
+    @property
+    def _hung(self) -> str:
+        """What to say of a run that makes no progress; empty if it does."""
+        waited = time.monotonic() - self._moved
+        if not self.hang_timeout or self._step is None or waited <= self.hang_timeout:
+            return ""
+        return f"no progress for {waited:.0f} s after step {self._step}, in {self.activity} (--hang_timeout)"
+
+    def _end_all(self, words: str) -> None:
+        words = f"{words}\n{self.signs()}"
+        self.tell_end(words, LOST)
+        self._end(words, LOST)
 
     def _end(self, words: str, code: int) -> None:
         print(f"error: host {self.index} of {self.count} stops: {words}", file=sys.stderr, flush=True)

@@ -10,17 +10,14 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
-from tests.support.hosts import HostLives
+from tests.support.hosts import HostLives, assert_same_losses, close, log_of, same_weights, wait_until
 from tests.support.lives import tiny_run, write_text
 from trainer.checkpoint import manifest
 from trainer.checkpoint.lineage import whole_steps
@@ -30,32 +27,6 @@ from trainer.storage import Folder
 
 pytestmark = pytest.mark.slow
 STEPS = 12
-SECONDS = 300  # to wait for anything
-
-
-def losses(output: Path) -> list[dict[str, float]]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    names = ("step", "loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_accuracy")
-    return [{n: e[n] for n in names if n in e} for e in history if "loss" in e or "eval_loss" in e]
-
-
-def assert_same_losses(output: Path, other: Path) -> None:
-    """To the rounding of a sum over the hosts, whose order is gloo's."""
-    ours, theirs = losses(output), losses(other)
-    assert [entry.keys() for entry in ours] == [entry.keys() for entry in theirs]
-    for one, two in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(two, rel=2e-6)
-
-
-def log_of(logs: Path, host: int) -> str:
-    return (logs / f"{host}.log").read_text()
-
-
-def wait_until(holds, seconds: float = SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come so far"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +58,6 @@ def whole(job, lives) -> Path:
     output = job.home / "one"
     assert lives.run(job.home / "one-logs", *job.arguments, "--output_dir", output, hosts=1) == [0]
     return output
-
-
-def same_weights(output: Path, other: Path) -> bool:
-    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (output, other))
-    return ours.keys() == theirs.keys() and all(close(ours[name], theirs[name]) for name in ours)
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
@@ -139,6 +101,24 @@ def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, li
     assert "resume:" in log_of(logs, 0)
     assert_same_losses(output, whole)
     assert same_weights(output, whole)
+
+
+def test_hosts_save_into_one_bucket_and_another_number_goes_on_from_it(job, whole, s3, tmp_path):
+    output = f"{s3}/several-hosts"
+    arguments = [*job.arguments, "--output_dir", output, "--resume_from_checkpoint", "latest"]
+    with HostLives(SHARDWRIGHT_CACHE=str(job.home / "cache")) as lives:  # whose environment names the server
+        processes = lives.start(tmp_path / "two", *arguments, hosts=2)
+        wait_until(lambda: (Folder(output) / "checkpoint-4").exists(manifest.MANIFEST))
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        lives.wait()
+        # a store's lock is a file: that of the dead is watched for a while before it is taken over
+        assert lives.run(tmp_path / "four", *arguments, hosts=4) == [0] * 4
+    assert "resume:" in log_of(tmp_path / "four", 0)
+    names = (Folder(output) / "checkpoint-12").names()
+    assert [name for name in names if name.endswith(".distcp")] == [f"__{host}_0.distcp" for host in range(4)]
+    (tmp_path / "trainer_state.json").write_bytes(Folder(output).read("trainer_state.json"))
+    assert_same_losses(tmp_path, whole)
 
 
 @pytest.mark.parametrize(

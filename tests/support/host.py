@@ -7,6 +7,7 @@ as well: a computation over all of them runs in all the processes at once, and i
 from __future__ import annotations
 
 import os
+import resource
 import runpy
 import sys
 
@@ -26,6 +27,9 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     from trainer import watchdog
 
     pjrt_devices.install()
+    limited, _, size = os.environ.get("HOST_FILE_LIMIT", "").partition(":")
+    if limited == str(index):  # its disk takes no larger file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
     watchdog.SILENT = float(os.environ.get("HOST_SILENT", watchdog.SILENT))
 
 

@@ -8,15 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.host import ENVIRONMENT, become, end
 from tests.support.lives import QUICK_COMPILE
 from tests.support.paths import ROOT
 
 DEVICES = 8  # of all hosts together
+SECONDS = 300  # to wait for anything
 
 
 class HostLives:
@@ -107,6 +113,40 @@ def free_ports() -> int:
         except (OSError, OverflowError):
             continue
         return port
+
+
+def losses(output: Path) -> list[dict[str, float]]:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    names = ("step", "loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_accuracy")
+    return [{n: e[n] for n in names if n in e} for e in history if "loss" in e or "eval_loss" in e]
+
+
+def assert_same_losses(output: Path, other: Path) -> None:
+    """To the rounding of a sum over the hosts, whose order is gloo's."""
+    ours, theirs = losses(output), losses(other)
+    assert [entry.keys() for entry in ours] == [entry.keys() for entry in theirs]
+    for one, two in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(two, rel=2e-6)
+
+
+def log_of(logs: Path, host: int) -> str:
+    return (logs / f"{host}.log").read_text()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come so far"
+        time.sleep(0.005)
+
+
+def same_weights(output: Path, other: Path) -> bool:
+    ours, theirs = (load_file(next((folder / "model").glob("*.safetensors"))) for folder in (output, other))
+    return ours.keys() == theirs.keys() and all(close(ours[name], theirs[name]) for name in ours)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def serve() -> None:
