@@ -6,12 +6,13 @@ import os
 import sys
 
 from trainer.cli import parse
-from trainer.errors import INTERRUPTED, PREEMPTED, exit_code
+from trainer.errors import INTERRUPTED, LOST, PREEMPTED, exit_code
 
 EXIT_CODES = f"""Exit codes:
   0    done
   2    something asked for can't be
   {PREEMPTED}   SIGTERM came, and what was learned is in a checkpoint: go on with --resume_from_checkpoint latest
+  {LOST}   a host of the job was lost, or nothing moved for --hang_timeout: start the same command again
   {INTERRUPTED}  Ctrl-C
 """
 COMPILE_ONLY = {

@@ -13,6 +13,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
 
+from trainer.cache import cache_root
 from trainer.errors import UserError
 from trainer.hosts import connect, hosts
 from trainer.xla.chips import CHIPS, Chip
@@ -153,6 +154,9 @@ def _open(kind: str) -> int:
             why="the runtime cannot open these devices",
             instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
         ) from error
+    if kind == "TPU" and "XLA_PERSISTENT_CACHE_PATH" not in os.environ:
+        # each process its own: they write at the same time. It has never run: the CPU client can't read what it wrote
+        xr.initialize_cache(str(cache_root() / "xla" / str(xr.process_index())))
     if (processes := xr.process_count()) > 1:
         connect(xr.process_index(), processes, *meeting_place(os.environ))
     return count
