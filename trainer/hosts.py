@@ -207,7 +207,7 @@ def connect(index: int, count: int, address: str, port: int) -> None:
 
 def leave() -> None:
     """The process ends: the others need not wait for it, and the first serves them until they have gone."""
-    if not _job.several:
+    if not (_job.several and dist.is_initialized()):
         return
     _job.watchdog.leave()
     with contextlib.suppress(RuntimeError):

@@ -141,7 +141,8 @@ def prepare(
     if hosts().first:
         callbacks = [*callbacks, *trackers]
     with hosts().answerable():
-        hosts().check_same(facts(job))
+        if hosts().several:
+            hosts().check_same(facts(job))
         return hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ SECONDS = 300  # to wait for anything
 
 
 class HostLives:
-    """Starts jobs of `scripts/train.py` on several hosts, one job at a time; used in a ``with``.
+    """Starts jobs of `scripts/train.py`, or of a script, on several hosts, one job at a time; used in a ``with``.
 
     Args:
         environment: more variables of each host; {host} in a value is its number.
@@ -72,6 +73,7 @@ class HostLives:
         """Starts a job; host 2 writes to the file ``2.log`` of ``logs``. Returns the hosts' process ids.
 
         Args:
+            arguments: of `scripts/train.py`; or a script, whose name ends in .py, and its arguments.
             others: arguments of the last host, where they are not the same.
         """
         assert self.server is not None
@@ -172,6 +174,10 @@ def serve() -> None:
                     os.dup2(file.fileno(), 2)
                 os.close(0)
                 become(host, len(words), port, DEVICES // len(words))
+                if arguments[0].endswith(".py"):
+                    sys.argv = arguments
+                    runpy.run_path(arguments[0], run_name="__main__")
+                    end(0)
                 sys.argv = ["train.py", *arguments]
                 end(exit_code(train.main))
         print(json.dumps(children), flush=True)
