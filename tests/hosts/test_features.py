@@ -23,10 +23,8 @@ CHATS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{hom
 TEXT = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/text"]
 BEST = ["--eval_strategy", "steps", "--eval_steps", 2, "--load_best_model_at_end", "true"]
 CASES = {
-    "experts": EXPERTS,
     "dropless experts, tensor parallel": [*EXPERTS, "--recipe", "mixtral_ep_tp", "--compute", "experts=dropless"],
-    "an adapter": [*EXPERTS, "--lora_r", 4],
-    "an adapter on 8 bits": [*EXPERTS, "--lora_r", 4, "--base_dtype", "int8"],
+    "capacity experts with an adapter on 8 bits": [*EXPERTS, "--lora_r", 4, "--base_dtype", "int8"],
     "pairs, against the starting weights": PAIRS,
     "one sample a row": CHATS,
     "a stream": [*TEXT, "--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20],
