@@ -40,6 +40,8 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("measure/speed.py", ["speed", "--round=1"], "--round; did you mean '--rounds'?"),
         ("measure/files.py", ["load", "--round=1"], "--round; did you mean '--rounds'?"),
         ("measure/families.py", ["--onl=llama"], "--onl; did you mean '--only'?"),
+        ("launch.py", ["jobset", "--topolog=v5p:2x2x4"], "--topolog; did you mean '--topology'?"),
+        ("measure/launch_tools.py", ["--hom=x"], "--hom; did you mean '--home'?"),
         ("measure/tpu_tables.py", ["--lis"], "--lis; did you mean '--list'?"),
     ],
 )  # fmt: skip

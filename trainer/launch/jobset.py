@@ -1,0 +1,133 @@
+"""A JobSet for GKE: a Job a slice, a pod a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.launch.exits import FINAL
+from trainer.launch.plan import Plan, as_yaml
+from trainer.launch.request import Mount, Request
+from trainer.launch.slices import chips_per_host, generation, shape
+
+_SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
+
+
+def plan(request: Request) -> Plan:
+    """The JobSet, and ``kubectl`` to make it."""
+    request = request.with_bucket_mounted()
+    name = request.name
+    return Plan(
+        files={_FILE: as_yaml(manifest(request))},
+        commands=[["kubectl", "apply", "--filename", _FILE]],
+        afterwards=[
+            ["kubectl", "logs", "--follow", f"job/{name}-{_SLICE}-0", "--container", _CONTAINER],
+            ["kubectl", "delete", "jobset", name],
+        ],
+    )
+
+
+def manifest(request: Request) -> dict[str, Any]:
+    """The JobSet as Kubernetes takes it.
+
+    A pod that ends with a final code fails its Job by the pod failure policy, and that the JobSet. Any other failed pod
+    fails the Job too, but then the JobSet starts all Jobs anew: a slice can't run without one of its hosts.
+    """
+    metadata: dict[str, Any] = {"name": request.name}
+    if request.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": request.queue}
+    # a slice's pods all in one node pool, and no other slice's there
+    metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    failed = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    job = {
+        "parallelism": request.hosts,
+        "completions": request.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)},
+                }
+            ]
+        },
+        "template": _pod(request),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "failurePolicy": {"maxRestarts": request.max_restarts, "rules": [failed]},
+            "replicatedJobs": [{"name": _SLICE, "replicas": request.topology.slices, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pod(request: Request) -> dict[str, Any]:
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": generation(request.topology).gke,
+        "cloud.google.com/gke-tpu-topology": shape(request.topology),
+    }
+    if request.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+    container: dict[str, Any] = {
+        "name": _CONTAINER,
+        "image": request.image,
+        # the program itself, and no shell: SIGTERM must reach it
+        "command": [_literal(word) for word in request.command],
+        "env": _environment(request),
+        "resources": {"limits": {"google.com/tpu": chips_per_host(request.topology)}},
+        "securityContext": {"privileged": True},  # TPU chips are devices of the host
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": request.grace_seconds,
+        "nodeSelector": selector,
+        "tolerations": [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "containers": [container],
+    }
+    if request.topology.slices > 1:  # slices talk over the network: the host's own is the faster one
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if request.mount is None:
+        return {"spec": pod}
+    container["volumeMounts"] = [{"name": "mounted", "mountPath": request.mount.path}]
+    pod["volumes"] = [{"name": "mounted", **_volume(request.mount)}]
+    # by this GKE knows that a bucket is to be mounted
+    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if request.mount.bucket else {}
+    return metadata | {"spec": pod}
+
+
+def _volume(mount: Mount) -> dict[str, Any]:
+    if not mount.bucket:
+        return {"persistentVolumeClaim": {"claimName": mount.source}}
+    attributes = {"bucketName": mount.bucket, "mountOptions": "implicit-dirs"}
+    return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
+
+
+def _environment(request: Request) -> list[dict[str, Any]]:
+    """Variables of each pod. GKE itself adds TPU_WORKER_ID and TPU_WORKER_HOSTNAMES to a JobSet's pods."""
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in request.variables.items()]
+    # torch_xla 2.9 reads TPU_WORKER_* only with this; without it it asks a server that pods don't have
+    env.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
+    env += [_field("SLICE_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"), _field("HOST_INDEX", index)]
+    cache = f"{_literal(request.cache)}/$(SLICE_INDEX)-$(HOST_INDEX)"
+    env.append({"name": "XLA_PERSISTENT_CACHE_PATH", "value": cache})
+    if request.topology.slices > 1:
+        first = f"{request.name}-{_SLICE}-0-0.{request.name}"  # the first slice's first pod, in the JobSet's subdomain
+        env += [
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
+            {"name": "MEGASCALE_NUM_SLICES", "value": str(request.topology.slices)},
+            {"name": "MEGASCALE_SLICE_ID", "value": "$(SLICE_INDEX)"},
+        ]
+    return env
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _literal(word: str) -> str:
+    """``word`` as it is: Kubernetes would put a variable's value for ``$(NAME)``."""
+    return word.replace("$(", "$$(")

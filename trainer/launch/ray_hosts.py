@@ -1,0 +1,188 @@
+"""Run a command on every host of TPU slices that a Ray cluster has, and again where its exit code allows.
+
+python -m trainer.launch.ray_hosts --topology v5p:2x2x4 --cache /mnt/cache -- python scripts/train.py …
+
+It is the driver of the job that `scripts/launch.py ray` submits. Its exit code is that of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.cli import Parser
+from trainer.errors import exit_code
+from trainer.launch.exits import ours
+from trainer.launch.slices import shape
+from trainer.xla.chips import Topology, find_topology
+
+_LOST = 137  # the code of a host that is gone
+_PORT = 8081  # of the slices' coordinator
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker has come to be: its slice's number, its host's number in that slice, and its address."""
+
+    slice_index: int
+    host_index: int
+    address: str
+
+
+class Host:
+    """One worker, on a host of its own; Ray makes an actor of it, whose methods run side by side."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def where(self, slice_index: int) -> Place:
+        import ray
+
+        labels = ray.get_runtime_context().get_node_labels()
+        worker = int(labels.get("ray.io/tpu-worker-id", "0"))
+        return Place(slice_index, worker, ray.util.get_node_ip_address())
+
+    def run(self, command: list[str], environment: dict[str, str]) -> int:
+        """The command's exit code; 128 + N where signal N ended it, as a shell says it."""
+        # in a pod torch_xla 2.9 reads TPU_WORKER_* only with this; a TPU VM has a server that it asks
+        pod = {"TPU_SKIP_MDS_QUERY": "true"} if "KUBERNETES_SERVICE_HOST" in os.environ else {}
+        self._process = subprocess.Popen(command, env=os.environ | environment | pod)
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def stop(self, grace_seconds: int) -> None:
+        """End the command: SIGTERM, and SIGKILL if it is still there after the grace."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def environments(places: Sequence[Place], cache: str) -> list[dict[str, str]]:
+    """The variables of the worker in each of ``places``, beside those of the job."""
+    slices = 1 + max(place.slice_index for place in places)
+    first = next(place for place in places if (place.slice_index, place.host_index) == (0, 0))
+    made = []
+    for place in places:
+        own = sorted((p for p in places if p.slice_index == place.slice_index), key=lambda p: p.host_index)
+        variables = {
+            "TPU_WORKER_ID": str(place.host_index),
+            "TPU_WORKER_HOSTNAMES": ",".join(p.address for p in own),
+            "XLA_PERSISTENT_CACHE_PATH": f"{cache}/{place.slice_index}-{place.host_index}",
+        }
+        if slices > 1:
+            variables |= {
+                "MEGASCALE_COORDINATOR_ADDRESS": first.address,
+                "MEGASCALE_PORT": str(_PORT),
+                "MEGASCALE_NUM_SLICES": str(slices),
+                "MEGASCALE_SLICE_ID": str(place.slice_index),
+            }
+        made.append(variables)
+    return made
+
+
+def verdict(codes: Sequence[int]) -> int:
+    """The exit code of a run whose hosts ended with ``codes``: a final one before any other, else the first bad one."""
+    bad = [code for code in codes if code != 0]
+    return next((code for code in bad if not ours(code)), bad[0] if bad else 0)
+
+
+class Stop:
+    """Whether this job was told to end (`ray job stop`)."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.asked = True
+
+
+def run_once(topology: Topology, cache: str, command: list[str], grace_seconds: int, stop: Stop) -> int:
+    """Reserve the slices, run ``command`` on each of their hosts, and return the run's exit code."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.tpu import slice_placement_group
+
+    slices = slice_placement_group(
+        topology=shape(topology),
+        accelerator_version=topology.chip.name,
+        num_slices=topology.slices,
+        strategy="STRICT_SPREAD",  # a worker a host
+        head_reservation_timeout_s=None,
+    )
+    try:
+        group = slices.placement_group
+        ray.get(group.ready())
+        # three threads: one runs the command, one stops it
+        actor = ray.remote(num_cpus=0, max_concurrency=3)(Host)
+        hosts = [
+            actor.options(
+                resources={"TPU": slices.bundle_resources["TPU"]},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            ).remote()
+            for bundle in range(slices.num_bundles)
+        ]
+        of_slice = slices.num_bundles // topology.slices
+        places = ray.get([host.where.remote(i // of_slice) for i, host in enumerate(hosts)])
+        variables = environments(places, cache)
+        runs = [host.run.remote(command, each) for host, each in zip(hosts, variables, strict=True)]
+        return verdict(_codes(hosts, runs, grace_seconds, stop))
+    finally:
+        slices.shutdown()
+
+
+def _codes(hosts: list[Any], runs: list[Any], grace_seconds: int, stop: Stop) -> list[int]:
+    """Each host's exit code. Once one has failed, or the job is to end, the others are stopped: they wait for it."""
+    import ray
+
+    codes: dict[Any, int] = {}
+    stopping = None
+    while len(codes) < len(runs):
+        ready, _ = ray.wait([run for run in runs if run not in codes], timeout=1)
+        for run in ready:
+            try:
+                codes[run] = ray.get(run)
+            except ray.exceptions.RayError:
+                codes[run] = _LOST
+        if stopping is None and (stop.asked or any(codes.values())):
+            # where all are told at once, as by a preemption, the others end by themselves
+            time.sleep(0 if stop.asked else min(5, grace_seconds))
+            stopping = [host.stop.remote(grace_seconds) for host in hosts]
+    return [codes[run] for run in runs]
+
+
+def main() -> int:
+    """Run, and run again, until the exit code says that it is over."""
+    parser = Parser(__doc__)
+    parser.add_argument("--topology", required=True, help="slice, as scripts/launch.py names it")
+    parser.add_argument("--slices", type=int, default=1, help="slices (default: 1)")
+    parser.add_argument("--cache", required=True, help="folder of compiled steps; each host has its own in it")
+    parser.add_argument("--max_restarts", type=int, default=50, help="restarts (default: 50)")
+    parser.add_argument("--grace_seconds", type=int, default=30, help="seconds to save in (default: 30)")
+    parser.add_argument("command", nargs="+", help="what each host runs, after a --")
+    options = parser.parse_args()
+    topology = find_topology(options.topology, options.slices)
+    import ray
+
+    ray.init()
+    stop = Stop()  # in the place of Ray's own handler, which would end this process at once
+    for restart in range(options.max_restarts + 1):
+        code = run_once(topology, options.cache, options.command, options.grace_seconds, stop)
+        if stop.asked or not ours(code) or restart == options.max_restarts:
+            break
+        print(f"exit code {code}: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,33 @@
+"""Ray, on a cluster that has the TPU hosts: a job that starts a worker on each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.launch.plan import Plan, as_yaml
+from trainer.launch.request import Request
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FILE = "runtime_env.yaml"
+
+
+def plan(request: Request) -> Plan:
+    """The environment of the job's processes, and ``ray job submit``; RAY_API_SERVER_ADDRESS says where."""
+    environment = {
+        "working_dir": str(_ROOT),
+        "excludes": ["/.git", "/launch", "/output", "/tests", "/docs"],  # from the root alone
+        "env_vars": request.variables,
+    }
+    hosts = ["python", "-m", "trainer.launch.ray_hosts", "--topology", request.topology.name]
+    hosts += ["--slices", str(request.topology.slices), "--cache", request.cache]
+    hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]
+    submit = ["ray", "job", "submit", "--no-wait", "--submission-id", request.name, "--runtime-env", _FILE]
+    notes = ["the hosts need the packages of pip install -e '.[tpu]'; the code itself is sent to them"]
+    if not request.cache_is_shared:
+        notes.append(f"what was compiled is kept on each host's own disk, in {request.cache}")
+    return Plan(
+        files={_FILE: as_yaml(environment)},
+        commands=[[*submit, "--", *hosts, "--", *request.command]],
+        afterwards=[["ray", "job", "logs", "--follow", request.name], ["ray", "job", "stop", request.name]],
+        notes=notes,
+    )

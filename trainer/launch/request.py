@@ -1,0 +1,169 @@
+"""A request: where a run is to take place and what it is told, checked as far as a machine without devices can."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.errors import UserError
+from trainer.launch.slices import hosts
+from trainer.xla.chips import Topology
+
+STORES = ("gs", "s3")  # that every host reaches by the same name
+_OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders that each host has for itself
+IMAGE_FOLDER = "/shardwright"  # of the repository in the image: Dockerfile
+HOST_CACHE = "/var/tmp/shardwright"  # on a host's own disk, where nothing shared is mounted
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Storage and where it is mounted on every host."""
+
+    source: str
+    path: str
+
+    @property
+    def bucket(self) -> str:
+        """The name of a bucket; empty if it is none."""
+        return self.source.removeprefix("gs://").strip("/") if self.source.startswith("gs://") else ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be started, and where; the targets make their files and commands of it.
+
+    Args:
+        train: the options of `scripts/train.py`.
+        output_dir: the one among them.
+        environment: the user's variables.
+        folder: where the files are written.
+    """
+
+    topology: Topology
+    train: tuple[str, ...]
+    output_dir: str
+    name: str = "shardwright"
+    image: str = ""
+    cluster: str = ""
+    project: str = ""
+    zone: str = ""
+    queue: str = ""
+    mount: Mount | None = None
+    spot: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    max_restarts: int = 50
+    grace_seconds: int = 30
+
+    @property
+    def hosts(self) -> int:
+        """The hosts of one slice."""
+        return hosts(self.topology)
+
+    @property
+    def command(self) -> list[str]:
+        """The run's own command, in the repository's folder."""
+        return ["python", "scripts/train.py", *self.train]
+
+    @property
+    def stored(self) -> bool:
+        """Whether the output goes to an object store."""
+        return "://" in self.output_dir
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of every host, whatever the target."""
+        # without PJRT_DEVICE a host that finds no TPU would train on virtual CPU devices
+        return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", **self.environment}
+
+    def with_bucket_mounted(self) -> Request:
+        """This request, with the output's bucket mounted if nothing else is: the compile cache must lie in a folder."""
+        if self.mount is not None or not self.output_dir.startswith("gs://"):
+            return self
+        bucket = self.output_dir.removeprefix("gs://").partition("/")[0]
+        values = {**self.__dict__, "mount": Mount(f"gs://{bucket}", f"/mnt/{bucket}")}
+        return Request(**values)
+
+    @property
+    def cache(self) -> str:
+        """Folder of compiled steps, beside the output where that is mounted; each host has its own in it.
+
+        torch_xla keeps them in files: a name such as ``gs://`` would be made a folder of the host.
+        """
+        if not self.stored:
+            return f"{self.output_dir.rstrip('/')}-xla-cache"
+        if self.mount is None:
+            return f"{HOST_CACHE}/{self.name}-xla-cache"
+        inside = self.output_dir.removeprefix(self.mount.source).strip("/")
+        beside = inside if inside != self.output_dir.strip("/") and inside else self.name
+        return f"{self.mount.path}/{beside}-xla-cache"
+
+    @property
+    def cache_is_shared(self) -> bool:
+        """Whether a host that takes another's place finds what that one compiled."""
+        return not self.stored or self.mount is not None
+
+
+def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
+    """The options of a run as every start of it gets them, and its output folder.
+
+    They are read by `scripts/train.py`'s own parser, which ends the command at a misspelt one. A run that is started
+    again goes on from its newest checkpoint, so ``--resume_from_checkpoint latest`` is added.
+
+    Args:
+        container: the run sees no disk but its container's and what is mounted.
+
+    Raises:
+        UserError: they can't be, or a start on another host would not find what an earlier one wrote.
+    """
+    from trainer.arguments import TrainingArguments
+    from trainer.cli import parse
+    from trainer.layout.auto import AUTO
+    from trainer.layout.load import load_recipe
+
+    (args,) = parse([TrainingArguments], words, "The options of scripts/train.py, after the `--`.")
+    if args.recipe != AUTO:
+        load_recipe(args.recipe)
+    _check_shared(args.output_dir, mount, container)
+    if args.resume_from_checkpoint is None:
+        return (*words, "--resume_from_checkpoint", "latest"), args.output_dir
+    if args.resume_from_checkpoint != "latest":
+        raise UserError(
+            asked=f"--resume_from_checkpoint {args.resume_from_checkpoint}",
+            found="one checkpoint",
+            why="each restart would go back to it, and lose what was learned since",
+            instead="--resume_from_checkpoint latest, with that checkpoint copied into --output_dir",
+        )
+    return tuple(words), args.output_dir
+
+
+def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) -> None:
+    """Refuse an output folder that each host, or each start, would have for itself."""
+    bucket = f"{mount.path}/my-run" if mount is not None else "gs://bucket/my-run"
+    if output_dir is None:
+        found, why = "no --output_dir", "the default is a folder of the host, which goes with it"
+    elif "://" in output_dir:
+        if output_dir.partition("://")[0] in STORES:
+            return
+        found, why = f"{output_dir}, which is none of gs:// and s3://", "each host would write for itself"
+    elif mount is not None and _inside(output_dir, mount.path):
+        return
+    elif container:
+        found, why = f"{output_dir}, on the container's own disk", "that goes with the container"
+    elif not os.path.isabs(output_dir) or any(_inside(output_dir, own) for own in _OWN):
+        found, why = f"{output_dir}, which each host has for itself", "a restart on another host would not find it"
+    else:
+        return
+    more = "" if mount is not None else ", or a folder under --mount SOURCE:PATH"
+    raise UserError(
+        asked="an output folder that every host and every restart can reach",
+        found=found,
+        why=why,
+        instead=f"--output_dir {bucket}" + (more if container else ", or a folder on a disk that all hosts mount"),
+    )
+
+
+def _inside(path: str, folder: str) -> bool:
+    clean = posixpath.normpath(path)
+    return clean == posixpath.normpath(folder) or clean.startswith(f"{posixpath.normpath(folder)}/")

@@ -1,0 +1,134 @@
+"""The targets: a line each, with what it needs, what else it takes, and who makes its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainer.errors import UserError, did_you_mean
+from trainer.launch import jobset, ray_job, skypilot, tpu_vm, xpk
+from trainer.launch.arguments import LaunchArguments
+from trainer.launch.plan import Plan
+from trainer.launch.request import Mount, Request, check_train
+from trainer.launch.slices import as_large
+from trainer.xla.chips import Topology, find_topology
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run can be started.
+
+    Args:
+        needs, takes: options that it must and may have, beside those that all take.
+        by_size: it asks for TPUs by their number, and can't say which shape.
+        one_slice: it can't join several.
+    """
+
+    plan: Callable[[Request], Plan]
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    by_size: bool = False
+    one_slice: bool = False
+
+
+TARGETS = {
+    "xpk": Target(xpk.plan, ("image", "cluster"), ("project", "zone", "mount", "spot")),
+    "jobset": Target(jobset.plan, ("image",), ("queue", "mount", "spot")),
+    "skypilot": Target(skypilot.plan, ("image",), ("zone", "mount", "spot"), by_size=True, one_slice=True),
+    "tpu-vm": Target(tpu_vm.plan, ("image", "zone"), ("project", "mount", "spot"), by_size=True),
+    "ray": Target(ray_job.plan),
+}
+_SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # options that not every target takes
+
+
+def find_target(name: str) -> Target:
+    """The target called ``name``.
+
+    Raises:
+        UserError: none is; the message lists those there are.
+    """
+    if name in TARGETS:
+        return TARGETS[name]
+    raise UserError(
+        asked=f"target {name}",
+        found="no target of that name",
+        why="a run is started by one of a fixed list of tools",
+        instead=f"{did_you_mean(name, TARGETS)}one of {', '.join(TARGETS)}",
+    )
+
+
+def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> Request:
+    """What is asked of the target ``name``, with ``train`` as the run's options.
+
+    Raises:
+        UserError: it can't be.
+    """
+    target = find_target(name)
+    _check_options(name, target, options)
+    topology = _topology(name, target, options)
+    mount = None if options.mount is None else Mount(*options.mount.rsplit(":", 1))
+    if mount is not None and mount.bucket and name == "tpu-vm":
+        raise UserError(
+            asked=f"tpu-vm --mount {options.mount}",
+            found="a bucket",
+            why="a TPU VM mounts none by itself",
+            instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
+        )
+    words, output_dir = check_train(train, mount, container=bool(target.needs))
+    given = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
+    return Request(
+        topology=topology,
+        train=words,
+        output_dir=output_dir,
+        name=options.name,
+        mount=mount,
+        spot=options.spot,
+        environment=options.environment,
+        max_restarts=options.max_restarts,
+        grace_seconds=options.grace_seconds,
+        **given,
+    )
+
+
+def _check_options(name: str, target: Target, options: LaunchArguments) -> None:
+    """Refuse a target without what it needs, or with what it has no use for."""
+    missing = [key for key in target.needs if not getattr(options, key)]
+    if missing:
+        raise UserError(
+            asked=f"target {name}",
+            found=f"no --{missing[0]}",
+            why="it can't be started without: " + ", ".join(f"--{key}" for key in target.needs),
+            instead=f"--{missing[0]} and its value",
+        )
+    known = (*target.needs, *target.takes)
+    useless = [key for key in _SOME if getattr(options, key) and key not in known]
+    if useless:
+        others = [other for other, each in TARGETS.items() if useless[0] in (*each.needs, *each.takes)]
+        raise UserError(
+            asked=f"target {name}",
+            found=f"--{useless[0]}",
+            why=f"it has no use for it; {', '.join(others)} do",
+            instead=f"the command without --{useless[0]}",
+        )
+
+
+def _topology(name: str, target: Target, options: LaunchArguments) -> Topology:
+    if options.topology is None:
+        raise UserError(
+            asked=f"target {name}",
+            found="no --topology",
+            why="the files name the TPUs and their hosts",
+            instead="--topology v5p:2x2x4, or another of libtpu's names",
+        )
+    topology = find_topology(options.topology, options.slices)
+    others = as_large(topology) if target.by_size else []
+    if others or (target.one_slice and topology.slices > 1):
+        raise UserError(
+            asked=f"{topology.slices} × {topology.name} by {name}",
+            found=f"slices of as many chips: {', '.join(others)}" if others else "several slices",
+            why=f"{name} asks for TPUs by their number, not by their shape"
+            if others
+            else f"{name} does not tell a host which slice it belongs to",
+            instead="xpk or jobset, or a slice of another size" if others else "xpk, jobset or tpu-vm, or --slices 1",
+        )
+    return topology

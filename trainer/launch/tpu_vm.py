@@ -1,0 +1,131 @@
+"""TPU VMs by gcloud: a queued resource, and a loop on each of its hosts that starts the run again."""
+
+from __future__ import annotations
+
+import shlex
+from string import Template
+
+from trainer.launch.exits import FINAL
+from trainer.launch.plan import Plan
+from trainer.launch.request import HOST_CACHE, Request
+from trainer.launch.slices import accelerator_type, generation
+
+_GCLOUD = ["gcloud", "compute", "tpus", "queued-resources"]
+_HOST, _WAIT = "host.sh", "wait.sh"
+# what each host runs, on after its ssh connection has ended; the log is read until then
+_START = f"nohup bash {_HOST} > host.log 2>&1 < /dev/null & tail --pid=$! --lines=+1 --follow host.log; wait $!"
+
+
+def plan(request: Request) -> Plan:
+    """The hosts' loop, a script that waits for the hosts, and gcloud to make, fill and start them."""
+    where = [f"--zone={request.zone}", *([f"--project={request.project}"] if request.project else [])]
+    every = ["--node=all", "--worker=all", *where]
+    slices = request.topology.slices
+    nodes = [f"--node-id={request.name}"] if slices == 1 else [f"--node-count={slices}"]
+    size = [f"--accelerator-type={accelerator_type(request.topology)}"]
+    size += [f"--runtime-version={generation(request.topology).runtime}", *(["--spot"] if request.spot else [])]
+    notes = ["the TPUs stay, and cost, until they are deleted"]
+    if not request.cache_is_shared:
+        notes.append(f"what was compiled is kept on each host's own disk, in {HOST_CACHE}; --mount shares it")
+    return Plan(
+        files={_HOST: host_script(request), _WAIT: _wait_script(request, where)},
+        commands=[
+            [*_GCLOUD, "create", request.name, *size, *nodes, *where],
+            ["bash", _WAIT],
+            [*_GCLOUD, "scp", _HOST, f"{request.name}:", *every],
+            [*_GCLOUD, "ssh", request.name, *every, f"--command={_START}"],
+        ],
+        afterwards=[
+            [*_GCLOUD, "ssh", request.name, *every, "--command=tail --follow host.log"],
+            [*_GCLOUD, "delete", request.name, "--force", *where],
+        ],
+        notes=notes,
+    )
+
+
+def host_script(request: Request) -> str:
+    """The loop of one host."""
+    variables = [f"--env {shlex.quote(f'{name}={value}')}" for name, value in request.variables.items()]
+    mounts = {HOST_CACHE: HOST_CACHE}
+    if request.mount is not None:
+        mounts = {request.mount.source: request.mount.path}
+    volumes = [f"--volume {shlex.quote(f'{source}:{path}')}" for source, path in mounts.items()]
+    return _HOST_TEMPLATE.substitute(
+        name=request.name,
+        image=shlex.quote(request.image),
+        options=" ".join([*variables, *volumes]),
+        cache=shlex.quote(request.cache),
+        command=shlex.join(request.command),
+        grace=request.grace_seconds,
+        restarts=request.max_restarts,
+        final="|".join(map(str, (0, *FINAL))),
+        slices=request.topology.slices,
+    )
+
+
+def _wait_script(request: Request, where: list[str]) -> str:
+    describe = shlex.join([*_GCLOUD, "describe", request.name, *where, "--format=value(state.state)"])
+    return _WAIT_TEMPLATE.substitute(name=request.name, describe=describe)
+
+
+_HOST_TEMPLATE = Template("""\
+#!/usr/bin/env bash
+# Runs training on this host, and starts it again where its exit code says that it may go on.
+set -uo pipefail
+
+metadata() {
+  curl --silent --fail --header 'Metadata-Flavor: Google' \\
+    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$$1"
+}
+# how several slices find each other: the TPU's own record has it, one NAME: 'value' a line
+metadata tpu-env | sed -n "s/^\\(MEGASCALE_[A-Z_]*\\): *'\\(.*\\)'.*/\\1=\\2/p" > megascale.env
+if [ $slices -gt 1 ] && ! grep -q '^MEGASCALE_COORDINATOR_ADDRESS=' megascale.env; then
+  echo "this host's record does not say how its slice finds the others" >&2
+  exit 2
+fi
+slice=$$(sed -n 's/^MEGASCALE_SLICE_ID=//p' megascale.env)
+cache=$cache/"$${slice:-0}-$$(metadata agent-worker-number || echo 0)"
+
+stopped=
+trap 'stopped=yes; sudo docker stop --time $grace $name > /dev/null' TERM INT
+restarts=0
+while true; do
+  # --init: as a container's first process a run would not end at a SIGTERM that it has no handler for
+  sudo docker run --rm --init --name $name --privileged --net=host --stop-timeout $grace \\
+    --env-file megascale.env \\
+    --env XLA_PERSISTENT_CACHE_PATH="$$cache" $options \\
+    $image $command &
+  run=$$!
+  wait $$run
+  code=$$?
+  if [ -n "$$stopped" ]; then  # that wait ended with the signal; this one with the run
+    wait $$run
+    exit
+  fi
+  case $$code in $final) exit $$code ;; esac
+  restarts=$$((restarts + 1))
+  if [ $$restarts -gt $restarts ]; then
+    exit $$code
+  fi
+  echo "exit code $$code: restart $$restarts of $restarts" >&2
+  sleep "$${PAUSE:-10}"
+done
+""")
+
+_WAIT_TEMPLATE = Template("""\
+#!/usr/bin/env bash
+# Waits until the queued TPUs are there.
+set -euo pipefail
+while true; do
+  state=$$($describe)
+  case $$state in
+    ACTIVE) exit 0 ;;
+    FAILED | SUSPENDING | SUSPENDED | DELETING)
+      echo "$name: $$state" >&2
+      exit 1
+      ;;
+  esac
+  echo "$name: $$state" >&2
+  sleep "$${PAUSE:-30}"
+done
+""")

@@ -1,0 +1,53 @@
+"""xpk, which makes a JobSet of its own on a cluster that it has set up."""
+
+from __future__ import annotations
+
+import shlex
+
+from trainer.launch.exits import XPK_TOO
+from trainer.launch.plan import Plan
+from trainer.launch.request import Request
+from trainer.launch.slices import generation, shape
+
+_ENV = "xpk.env"
+_POLL = 5  # seconds between two looks of xpk's shell at the run: so late a SIGTERM is handed on
+
+
+def plan(request: Request) -> Plan:
+    """The environment's file, and ``xpk workload create``."""
+    where = ["--cluster", request.cluster]
+    where += ["--project", request.project] if request.project else []
+    where += ["--zone", request.zone] if request.zone else []
+    variables = {**request.variables, "TPU_SKIP_MDS_QUERY": "true"}  # why: see jobset
+    command = ["xpk", "workload", "create", "--workload", request.name, *where]
+    command += ["--tpu-type", f"{generation(request.topology).gcloud}-{shape(request.topology)}"]
+    command += ["--num-slices", str(request.topology.slices), "--docker-image", request.image]
+    command += ["--max-restarts", str(request.max_restarts)]
+    command += ["--restart-on-exit-codes", ",".join(map(str, XPK_TOO))]
+    command += ["--termination-grace-period-seconds", str(request.grace_seconds + _POLL)]
+    command += ["--env-file", _ENV, "--command", shell(request)]
+    command += ["--storage", request.mount.source] if request.mount else []
+    command += ["--spot"] if request.spot else []
+    notes = [] if request.cache_is_shared else [
+        "a restart compiles anew: a pod's disk goes with it. --mount STORAGE:PATH, of `xpk storage attach`, keeps "
+        "what was compiled"
+    ]  # fmt: skip
+    return Plan(
+        files={_ENV: "".join(f"{name}={value}\n" for name, value in variables.items())},
+        commands=[command],
+        afterwards=[
+            ["xpk", "workload", "list", *where],
+            ["xpk", "workload", "delete", "--workload", request.name, *where],
+        ],
+        notes=notes,
+    )
+
+
+def shell(request: Request) -> str:
+    """The run's line in xpk's shell.
+
+    ``exec``: xpk hands SIGTERM to the shell that it starts for this line, and that shell must be the run by then.
+    """
+    index = '"${MEGASCALE_SLICE_ID:-0}-${TPU_WORKER_ID:-0}"'
+    cache = f"export XLA_PERSISTENT_CACHE_PATH={shlex.quote(request.cache)}/{index}"
+    return f"{cache}; exec {shlex.join(request.command)}"
