@@ -383,7 +383,7 @@ class TrainingLoop:
         if state.best_global_step == step:
             state.best_model_checkpoint = noted(folder_of(self.folder, step), self.folder)
         data, read = self.batches.state_dict(), self.train_step.metrics_read
-        host = host_state(step, self.rate, data, read, self.job.plan.mesh)
+        host = host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         everything = {**self.train_step.state, **saved_buffers(self.model)}
         for name in self.job.untrained if self.job.lora is not None else ():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from trainer import elastic
 from trainer.arguments import TrainingArguments
 from trainer.asked import asked_tokenizer, data_options
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
@@ -79,7 +80,7 @@ class Start:
         console = self.console
         _say_what_runs(self.job, console)
         if self.resume is not None:
-            _say_where_it_goes_on(self.resume, self.job.args, console)
+            _say_where_it_goes_on(self.resume, self.job, console)
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -166,6 +167,8 @@ def _prepared(
         hosts().once(lock.check_free)
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
+    if resume is not None:
+        job = elastic.with_kept_batch(job, resume)
     # a checkpoint of an adapter, or of a part, holds no more than that
     needed = resume is None or job.is_part or job.lora is not None
     source: Source | None = given.weights(job.whole) if needed else None
@@ -204,6 +207,7 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
     if job.lora is not None:
         check_same(found.folder, job.lora, job.model)
     check_steps_left(job.args, found)
+    elastic.kept_batch(job, found)
 
 
 def _load_data(start: Start, console: Console) -> Corpus:
@@ -236,8 +240,11 @@ def _say_what_runs(job: Job, console: Console) -> None:
             say(console, f"recipe:  {pattern}: {text}")
 
 
-def _say_where_it_goes_on(resume: RunCheckpoint, args: TrainingArguments, console: Console) -> None:
+def _say_where_it_goes_on(resume: RunCheckpoint, job: Job, console: Console) -> None:
     say(console, f"resume:  {resume.folder}")
-    unknown = ("max_steps", "warmup_steps") if args.max_steps < 1 else ()  # before the data are read
-    for other in resume.other_options({name: v for name, v in args.as_dict().items() if name not in unknown}):
+    left_out = ["max_steps", "warmup_steps"] if job.args.max_steps < 1 else []  # before the data are read
+    if (kept := elastic.said(job, resume)) is not None:
+        say(console, f"batch:   {kept}")
+        left_out += elastic.OPTIONS
+    for other in resume.other_options({name: v for name, v in job.args.as_dict().items() if name not in left_out}):
         say(console, f"         other than in the checkpoint: {other}")

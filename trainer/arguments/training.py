@@ -78,6 +78,8 @@ class TrainingArguments(
 
     def __post_init__(self) -> None:
         check_values(self)
+        # of the command; a run that goes on on other devices may train with other values, for the same global batch
+        self.asked_batch = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         self.check_model()
         self.check_data()
         self.check_adapter()
