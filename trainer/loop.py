@@ -38,8 +38,8 @@ from trainer.step.build import build
 from trainer.step.loss import LossFunction
 from trainer.step.measures import ComputeMetrics
 from trainer.step.meter import Meter, least_seconds
+from trainer.step.metrics import StepMetrics
 from trainer.step.reference import ReferenceStep
-from trainer.step.train_step import StepMetrics
 from trainer.storage import Folder, StorageError, UnwrittenFolder
 from trainer.streams import lasting_output
 from trainer.trackers import Tracker
@@ -371,7 +371,7 @@ class TrainingLoop:
 
     def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
         self.state.global_step = metrics.bad_step - 1
-        raise endings.not_finite(metrics, self.args)
+        raise endings.bad_step(metrics, self.args)
 
     # ---- what it saves and leaves ----
 

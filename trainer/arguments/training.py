@@ -15,6 +15,7 @@ from trainer.arguments.data import DataArguments
 from trainer.arguments.model import ModelArguments
 from trainer.arguments.objective import ObjectiveArguments
 from trainer.arguments.output import OutputArguments
+from trainer.arguments.recovery import RecoveryArguments
 from trainer.arguments.samples import SampleArguments
 from trainer.arguments.values import check_values, option
 from trainer.errors import UserError
@@ -27,7 +28,13 @@ DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the we
 
 @dataclass
 class TrainingArguments(
-    SampleArguments, OutputArguments, ObjectiveArguments, AdapterArguments, DataArguments, ModelArguments
+    RecoveryArguments,
+    SampleArguments,
+    OutputArguments,
+    ObjectiveArguments,
+    AdapterArguments,
+    DataArguments,
+    ModelArguments,
 ):
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
 
@@ -104,6 +111,7 @@ class TrainingArguments(
         self._read_schedule()
         self.check_output()
         self.check_samples()
+        self.check_recovery()
         self._read_length()
 
     def _read_length(self) -> None:

@@ -1,0 +1,34 @@
+"""Options that say what a run does about what goes wrong on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.arguments.values import Checked, option
+
+
+@dataclass
+class RecoveryArguments(Checked):
+    """Loss spikes."""
+
+    on_spike: str = option(
+        "no",
+        "What to do about a step whose loss or gradient norm is far above those of the last good steps: `skip` leaves "
+        "out its update and goes on; `stop` ends the run with the weights of before it; `no` looks for none. A spike "
+        "that stays is a learning rate too high; one that comes and goes is most often a batch of bad data.",
+    )
+    spike_threshold: float = option(
+        8.0,
+        "A spike is so many times as far above the median as is usual; usual is 1.48 times the median distance from "
+        "the median (a normal distribution's standard deviation), and 1 % of the median at least. Less finds more.",
+    )
+    spike_window: int = option(
+        128, "The last good steps that --on_spike compares with; the first so many steps are not judged."
+    )
+
+    def check_recovery(self) -> None:
+        """Refuse what can't be."""
+        self.choose("on_spike", ["no", "skip", "stop"])
+        self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)
+        fits = 4 <= self.spike_window <= 4096
+        self.check("spike_window", fits, "a median needs a few steps, and each is kept on the device", 128)
