@@ -58,10 +58,17 @@ def farewell(interrupted: bool, step: int) -> str:
     return f"{word} after step {step}: {what}"
 
 
-def bad_step(metrics: StepMetrics, args: TrainingArguments) -> UserError:
-    """The error of a run that step ``metrics.bad_step`` ended."""
-    spike = metrics.spike
-    return spiked(spike, args) if spike is not None and spike.step == metrics.bad_step else not_finite(metrics, args)
+def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArguments) -> None:
+    """Refuse to go on after a step that ended the run; ``state`` is then that of the step before it.
+
+    Raises:
+        UserError: there was one.
+    """
+    if not metrics.bad_step:
+        return
+    state.global_step, spike = metrics.bad_step - 1, metrics.spike
+    is_spike = spike is not None and spike.step == metrics.bad_step
+    raise spiked(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
 
 
 def spiked(spike: Spike, args: TrainingArguments) -> UserError:

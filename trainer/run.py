@@ -20,7 +20,7 @@ from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
 from trainer.data.sources import locate
 from trainer.endings import check_steps_left
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 from trainer.facts import facts
 from trainer.given import Given
 from trainer.hosts import hosts
@@ -33,6 +33,7 @@ from trainer.model import experts_modules
 from trainer.output import check_shared, claim, find_output, output_folder
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
+from trainer.restarts import Restarts, check_limit, words_again
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.weights.adapters import check_adapter
@@ -59,6 +60,7 @@ class Start:
     resume: RunCheckpoint | None
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
     console: Console
+    restarts: Restarts | None = None
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -73,6 +75,10 @@ class Start:
         """Which data, and how they become rows."""
         given = self.given
         return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model)
+
+    def goes_on_after(self, error: Exception) -> bool:
+        """Whether the run, which had begun, goes on after ``error``: its model need not be written out then."""
+        return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def open(self) -> TrainingLoop:
         """Devices, data, weights, and the loop on them."""
@@ -94,6 +100,8 @@ class Start:
                 lock=self.lock,
                 compute_loss=self.given.compute_loss,
                 compute_metrics=self.given.compute_metrics,
+                goes_on_after=self.goes_on_after,
+                after=self.restarts.before.why if self.restarts else "",
             )
         loop.watch.began(earlier=reading_took)
         say(console, f"output:  {self.lock.folder}")
@@ -105,17 +113,39 @@ def train(
     args: TrainingArguments,
     console: Console | None = None,
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+    restarts: Restarts | None = None,
 ) -> TrainingLoop:
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
+
+    Args:
+        restarts: how this process begins anew; None: it can't.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
-    start = prepare(args, Given(), callbacks, console or Console())
-    with start.claimed():
-        loop = start.open()
-        loop.train()
+    loop, console = None, console or Console()
+    try:
+        start = prepare(args, Given(), callbacks, console, restarts=restarts)
+        with start.claimed():
+            loop = start.open()
+            loop.train()
+    except TransientError as error:
+        if restarts is not None:
+            _restart(restarts, error, loop, console)
+        raise
     return loop
+
+
+def _restart(restarts: Restarts, error: TransientError, loop: TrainingLoop | None, console: Console) -> None:
+    """Begin anew after ``error``, which does not return; unless that is not to be, or the run was told to stop."""
+    begun = loop is not None and loop.train_step.begun
+    if not restarts.follows(error, begun) or (loop is not None and loop.stop.any):
+        return
+    words = restarts.words
+    if loop is not None and begun:
+        saved = bool(loop.checkpoints.lineage)
+        words = words_again(words, str(loop.args.output_dir), loop.args.resume_from_checkpoint, saved)
+    restarts.restart(error, words, console)
 
 
 def prepare(
@@ -125,6 +155,7 @@ def prepare(
     console: Console,
     *,
     writes: bool = True,
+    restarts: Restarts | None = None,
 ) -> Start:
     """Refuse what can be, cheapest first; until the end nothing is written and no device is opened.
 
@@ -136,6 +167,7 @@ def prepare(
         UserError: anything in the arguments, the recipe or the model that can't be.
     """
     args.check_given(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
+    check_limit(args.max_restarts, restarts)
     trackers = open_trackers(args.report_to, console)
     job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
     console.quiet = console.quiet or not hosts().first
@@ -143,7 +175,8 @@ def prepare(
         callbacks = [*callbacks, *trackers]
     with hosts().answerable():
         hosts().check_same(facts(job))
-        return hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
+        start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
+    return replace(start, restarts=restarts)
 
 
 def _prepared(

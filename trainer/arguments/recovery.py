@@ -9,7 +9,14 @@ from trainer.arguments.values import Checked, option
 
 @dataclass
 class RecoveryArguments(Checked):
-    """Loss spikes."""
+    """Restarts, and loss spikes."""
+
+    max_restarts: int = option(
+        0,
+        "Times that scripts/train.py begins again by itself, from the newest checkpoint, after something passing (the "
+        "store or the disk failed). It waits 1 s first, then 2 s, 4 s, … What the command asks for in vain, and a bad "
+        "loss, always end a run.",
+    )
 
     on_spike: str = option(
         "no",
@@ -28,6 +35,7 @@ class RecoveryArguments(Checked):
 
     def check_recovery(self) -> None:
         """Refuse what can't be."""
+        self.check("max_restarts", self.max_restarts >= 0, "it counts restarts", 3)
         self.choose("on_spike", ["no", "skip", "stop"])
         self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)
         fits = 4 <= self.spike_window <= 4096

@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from trainer.report.bars import step_bar
+from trainer.report.goodput import WHAT
 from trainer.report.lines import say
 
 # log key → how a person reads it
@@ -45,6 +46,9 @@ _FORMATS = {
     "saved_step": "checkpoint-{} written",
     "save_bytes": "{:,} bytes",
     "save_seconds": "in {:.2f} s",
+    "goodput": "goodput {:.1%}",
+    "restarts": "{} restarts",
+    **{f"seconds/{cause}": f"{{:,.1f}} s {what}" for cause, what in WHAT.items()},
 }
 _SET_METRIC = re.compile(r"eval_(\w+)_(loss|perplexity|accuracy)")
 
