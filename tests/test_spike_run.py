@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
 
 from tests.support.events import CONFIG, LENGTH, VOCABULARY
 from tests.support.jobs import job_of
 from tests.test_trainer import corpus
+from trainer.arguments import TrainingArguments
 from trainer.checkpoint.read import open_checked
 from trainer.data.corpus import Corpus
 from trainer.data.rows import StoredRows
 from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.loop import TrainingLoop
+from trainer.report.goodput import read_lives
+from trainer.rollback import Back, way_back
+from trainer.run import train
 from trainer.storage import Folder
 
 STEPS, WINDOW, ROWS = 50, 8, 8
+MODEL = {**CONFIG, "vocab_size": 304}  # room for the tokenizer that a run trains
+OPTIONS: dict[str, Any] = {
+    "sequence_length": LENGTH,
+    "max_steps": STEPS,
+    "logging_steps": 4,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "spike_window": WINDOW,
+    "eval_on_start": False,
+    "save_steps": 12,
+}
 
 
 def one_odd_row() -> Corpus:
@@ -37,11 +53,9 @@ def one_odd_row() -> Corpus:
 
 
 def loop(output: Path, policy: str, said: io.StringIO | None = None, resume: Path | None = None, **more: Any) -> Any:
-    options: dict[str, Any] = {"sequence_length": LENGTH, "max_steps": STEPS, "logging_steps": 4, "learning_rate": 1e-2}
-    options |= {"on_spike": policy, "spike_window": WINDOW, "eval_on_start": False, "save_steps": 12, "warmup_steps": 0}
     recipe = load_recipe("llama_fsdp").with_compute("scan=False,remat=none")
-    config = AutoConfig.for_model("llama", **CONFIG)
-    job = job_of(recipe, config, output_dir=str(output), **(options | more))
+    config = AutoConfig.for_model("llama", **MODEL)
+    job = job_of(recipe, config, output_dir=str(output), **(OPTIONS | {"on_spike": policy} | more))
     console = Console(file=said or io.StringIO(), width=400)
     found = None if resume is None else open_checked(Folder(resume), console)
     return TrainingLoop(job, one_odd_row(), resume=found, console=console)
@@ -94,3 +108,92 @@ def test_a_run_that_stops_names_step_loss_and_threshold_and_leaves_the_weights_o
     state = json.loads((tmp_path / "stop" / "trainer_state.json").read_text())
     assert state["global_step"] == step - 1
     assert (tmp_path / "stop" / "model" / "model.safetensors").exists()
+
+
+# ---- rollback ----
+
+
+@dataclass
+class Rolled:
+    """A run that rolls back.
+
+    Args:
+        epochs: (step, epochs of the data that were read) after each step.
+    """
+
+    output: Path
+    log: list[dict[str, Any]]
+    said: str
+    epochs: list[tuple[int, float]]
+
+
+@pytest.fixture(scope="module")
+def rolled(tmp_path_factory: pytest.TempPathFactory) -> Rolled:
+    output, said, epochs = tmp_path_factory.mktemp("rollback"), io.StringIO(), []
+    (output / "config.json").write_text(json.dumps({"model_type": "llama", **MODEL}))
+
+    class Reader(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            epochs.append((state.global_step, state.epoch))
+
+    options = {**OPTIONS, "recipe": "llama_fsdp", "compute": "scan=False,remat=none", "on_spike": "rollback"}
+    args = TrainingArguments(**options, model=str(output / "config.json"), output_dir=str(output / "run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.run._load_data", lambda start, console: one_odd_row())
+        trainer = train(args, Console(file=said, width=400), [Reader()])
+    return Rolled(output / "run", trainer.state.log_history, said.getvalue(), epochs)
+
+
+@pytest.mark.slow
+def test_a_run_that_rolls_back_goes_on_from_the_checkpoint_without_the_batches_up_to_the_spike(skipped, rolled):
+    spike = spike_of(skipped[1])
+    saved = (spike - 1) // 12 * 12
+    assert f"spike:   a spike at step {spike}: its " in rolled.said
+    assert f"back to checkpoint-{saved}, and the {spike - saved} batches after it are left out" in rolled.said
+    back = next(i for i in range(1, len(rolled.epochs)) if rolled.epochs[i][0] <= rolled.epochs[i - 1][0])
+    assert rolled.epochs[back] == (saved + 1, (spike + 1) / 40)
+    assert rolled.epochs[-1] == (STEPS, (STEPS + spike - saved) / 40)
+    assert not any("skipped_steps" in entry for entry in rolled.log)
+    lives = read_lives((rolled.output / "lives.json").read_bytes())
+    assert [life.first for life in lives] == [0, saved]
+    assert f"step {spike}" in lives[1].after
+    (summary,) = [entry for entry in rolled.log if "train_runtime" in entry]
+    assert summary["restarts"] == 1
+    assert summary["seconds/again"] > 0
+
+
+@pytest.mark.slow
+def test_a_rollback_is_a_resume_bit_for_bit_and_compiles_no_step(skipped, rolled, tmp_path):
+    spike = spike_of(skipped[1])
+    saved = (spike - 1) // 12 * 12
+    other = loop(tmp_path / "resumed", "rollback", resume=rolled.output / f"checkpoint-{saved}")
+    for _ in range(spike - saved):
+        next(other.batches)
+    expected = [(e["step"], e["loss"], e["grad_norm"]) for e in other.train().log_history if "loss" in e]
+    assert [(e["step"], e["loss"], e["grad_norm"]) for e in rolled.log if "loss" in e] == expected
+    compiles = [entry["compiles"] for entry in rolled.log if "compiles" in entry]
+    assert compiles[-1] == compiles[0]
+
+
+@pytest.mark.slow
+def test_a_spike_before_the_first_checkpoint_ends_a_run_that_would_roll_back(tmp_path):
+    trainer = loop(tmp_path / "none", "rollback", save_steps=1000)
+    with pytest.raises(UserError, match="there is no checkpoint to go back to"):
+        trainer.train()
+    assert (tmp_path / "none" / "model" / "model.safetensors").exists()
+
+
+def test_each_time_that_a_run_goes_back_to_a_checkpoint_more_is_left_out_and_not_for_ever():
+    first = way_back(None, 24, 30)
+    assert first == Back(24, 6, 1)
+    second = way_back(first, 24, 27)  # its batch is the sixth and three more
+    assert second == Back(24, 9, 2)
+    third = way_back(second, 24, 26)
+    assert third == Back(24, 11, 3)
+    assert way_back(third, 24, 31) is None
+    assert way_back(third, 36, 40) == Back(36, 4, 1)  # its cursor lies behind them all
+
+
+def test_a_rollback_without_checkpoints_is_refused():
+    with pytest.raises(UserError, match="--save_strategy no leaves no checkpoint"):
+        job_of("llama_fsdp", on_spike="rollback", save_strategy="no")

@@ -58,6 +58,12 @@ def farewell(interrupted: bool, step: int) -> str:
     return f"{word} after step {step}: {what}"
 
 
+class Spiked(UserError):
+    """A spike ended the run, at ``step``."""
+
+    step: int
+
+
 def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArguments) -> None:
     """Refuse to go on after a step that ended the run; ``state`` is then that of the step before it.
 
@@ -71,7 +77,7 @@ def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArgument
     raise spiked(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
 
 
-def spiked(spike: Spike, args: TrainingArguments) -> UserError:
+def spiked(spike: Spike, args: TrainingArguments) -> Spiked:
     """The error of a run that ``spike`` ended: the first of ``--on_spike stop``, or one too many."""
     far = [
         f"its {name} is {value:.4g}, above {limit:.4g}"
@@ -87,13 +93,19 @@ def spiked(spike: Spike, args: TrainingArguments) -> UserError:
     if args.on_spike == "skip":
         left = f"{spike.in_a_row} such steps one after another are no spike, and so many are not left out; {left}"
         instead = "a lower --learning_rate; or a higher --spike_threshold, or --on_spike no, if the data have changed"
-    return UserError(
+    if args.on_spike == "rollback":
+        left = f"there is no checkpoint to go back to, or the run went back to it too often; {left}"
+        instead = "a lower --learning_rate or --max_grad_norm; more checkpoints (--save_steps); or a higher "
+        instead += "--spike_threshold"
+    error = Spiked(
         asked=f"step {spike.step} of {args.max_steps}, with --on_spike {args.on_spike}",
         found=", and ".join(far),
         why=f"that is {args.spike_threshold:g} times as far above the median of the last {args.spike_window} good "
         f"steps as is usual; {left}",
         instead=instead,
     )
+    error.step = spike.step
+    return error
 
 
 def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:

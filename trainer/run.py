@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trainer import elastic
 from trainer.arguments import TrainingArguments
 from trainer.asked import asked_tokenizer, data_options
+from trainer.checkpoint.lineage import live_steps
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
 from trainer.data.sources import locate
-from trainer.endings import check_steps_left
+from trainer.endings import Spiked, check_steps_left
 from trainer.errors import TransientError, UserError
 from trainer.facts import facts
 from trainer.given import Given
@@ -34,6 +35,7 @@ from trainer.output import check_shared, claim, find_output, output_folder
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
 from trainer.restarts import Restarts, check_limit, words_again
+from trainer.rollback import Rollbacks, let_go
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.weights.adapters import check_adapter
@@ -61,6 +63,7 @@ class Start:
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
     console: Console
     restarts: Restarts | None = None
+    rollbacks: Rollbacks = field(default_factory=Rollbacks)
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -78,15 +81,41 @@ class Start:
 
     def goes_on_after(self, error: Exception) -> bool:
         """Whether the run, which had begun, goes on after ``error``: its model need not be written out then."""
+        if isinstance(error, Spiked) and self.job.args.on_spike == "rollback":
+            return self.rollbacks.prepare(error, self._newest())
         return self.restarts is not None and self.restarts.follows(error, begun=True)
+
+    def trained(self, loop: TrainingLoop) -> bool:
+        """Train with ``loop``. False: it went back to a checkpoint, and what :meth:`open` gives now goes on from it.
+
+        Raises:
+            UserError: as :meth:`TrainingLoop.train`.
+        """
+        before = self.rollbacks.back
+        try:
+            loop.train()
+        except Spiked:
+            if self.rollbacks.back is before:
+                raise
+            say(self.console, f"spike:   {self.rollbacks.why}")
+            let_go(loop.model, loop.train_step)
+            return False
+        return True
+
+    def _newest(self) -> RunCheckpoint | None:
+        """The newest checkpoint that the run can go back to: its own, or that of its command."""
+        accept = functools.partial(_check_resume, self.job)
+        own = live_steps(self.lock.folder)
+        return find_checkpoint("latest", self.lock.folder, self.console, accept) if own else self.resume
 
     def open(self) -> TrainingLoop:
         """Devices, data, weights, and the loop on them."""
         started = time.perf_counter()
-        console = self.console
+        console, back = self.console, self.rollbacks.back
+        resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, console)
-        if self.resume is not None:
-            _say_where_it_goes_on(self.resume, self.job, console)
+        if resume is not None:
+            _say_where_it_goes_on(resume, self.job, console)
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -94,15 +123,17 @@ class Start:
                 self.job,
                 corpus,
                 source=self.source,
-                resume=self.resume,
+                resume=resume,
                 callbacks=self.callbacks,
                 console=console,
                 lock=self.lock,
                 compute_loss=self.given.compute_loss,
                 compute_metrics=self.given.compute_metrics,
                 goes_on_after=self.goes_on_after,
-                after=self.restarts.before.why if self.restarts else "",
+                after=self.rollbacks.why or (self.restarts.before.why if self.restarts else ""),
             )
+        for _ in range(0 if back is None else back.batches):
+            next(loop.batches)
         loop.watch.began(earlier=reading_took)
         say(console, f"output:  {self.lock.folder}")
         return loop
@@ -128,7 +159,8 @@ def train(
         start = prepare(args, Given(), callbacks, console, restarts=restarts)
         with start.claimed():
             loop = start.open()
-            loop.train()
+            while not start.trained(loop):
+                loop = start.open()
     except TransientError as error:
         if restarts is not None:
             _restart(restarts, error, loop, console)

@@ -21,8 +21,9 @@ class RecoveryArguments(Checked):
     on_spike: str = option(
         "no",
         "What to do about a step whose loss or gradient norm is far above those of the last good steps: `skip` leaves "
-        "out its update and goes on; `stop` ends the run with the weights of before it; `no` looks for none. A spike "
-        "that stays is a learning rate too high; one that comes and goes is most often a batch of bad data.",
+        "out its update and goes on; `rollback` goes back to the newest checkpoint, and on from there without the "
+        "batches up to the spike; `stop` ends the run with the weights of before it; `no` looks for none. Spikes that "
+        "come ever again are a learning rate too high; a single one is most often a batch of bad data.",
     )
     spike_threshold: float = option(
         8.0,
@@ -36,7 +37,7 @@ class RecoveryArguments(Checked):
     def check_recovery(self) -> None:
         """Refuse what can't be."""
         self.check("max_restarts", self.max_restarts >= 0, "it counts restarts", 3)
-        self.choose("on_spike", ["no", "skip", "stop"])
+        self.choose("on_spike", ["no", "skip", "rollback", "stop"])
         self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)
         fits = 4 <= self.spike_window <= 4096
         self.check("spike_window", fits, "a median needs a few steps, and each is kept on the device", 128)

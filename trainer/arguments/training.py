@@ -112,6 +112,8 @@ class TrainingArguments(
         self.check_output()
         self.check_samples()
         self.check_recovery()
+        saves = self.save_strategy != "no" or self.on_spike != "rollback"
+        self.check("on_spike", saves, "--save_strategy no leaves no checkpoint to go back to", "skip, or stop")
         self._read_length()
 
     def _read_length(self) -> None:
