@@ -45,6 +45,13 @@ def refusal(make: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])
+def test_help_can_be_printed_and_says_something_of_every_field(kind: type) -> None:
+    parser = transformers.HfArgumentParser(kind)
+    assert all(f"--{field.name}" in parser.format_help() for field in fields(kind) if field.init)
+    assert all(field.metadata["help"] for field in fields(kind))
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])
 def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: type) -> None:
     taken = set()
     for field in fields(kind):

@@ -178,9 +178,9 @@ class TrainingLoop:
                 best = self._best()
             except Exception as why:
                 try:
-                    # before the first step nothing was learned
-                    if self.train_step.begun and (self.stop.any or not self.goes_on_after(why)):
-                        self._write_out()
+                    if self.train_step.begun:  # before the first step nothing was learned
+                        goes_on = not self.stop.any and self.goes_on_after(why)
+                        self.watch.note_end(self.state) if goes_on else self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this
                     say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
                 raise why from None

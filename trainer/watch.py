@@ -108,6 +108,11 @@ class Watch:
     def _note(self, state: TrainerState) -> None:
         self._life.ended, self._life.last, self._life.seconds = time.time(), state.global_step, self.clock.seconds
 
+    def note_end(self, state: TrainerState) -> None:
+        """Writes down the seconds of a life that ends here, with another to follow."""
+        self._due = 0.0
+        self.update(state, ())
+
     def finish(self, state: TrainerState, loads: Sequence[ExpertLoad]) -> None:
         """Writes the pictures, and the page of a run that has ended.
 

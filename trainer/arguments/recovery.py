@@ -14,8 +14,8 @@ class RecoveryArguments(Checked):
     max_restarts: int = option(
         0,
         "Times that scripts/train.py begins again by itself, from the newest checkpoint, after something passing (the "
-        "store or the disk failed). It waits 1 s first, then 2 s, 4 s, … What the command asks for in vain, and a bad "
-        "loss, always end a run.",
+        "store or the disk failed). It waits 1 s first, then 2 s, 4 s, … An option that can't be, and a bad loss, end "
+        "a run all the same.",
     )
 
     on_spike: str = option(
@@ -27,8 +27,9 @@ class RecoveryArguments(Checked):
     )
     spike_threshold: float = option(
         8.0,
-        "A spike is so many times as far above the median as is usual; usual is 1.48 times the median distance from "
-        "the median (a normal distribution's standard deviation), and 1 % of the median at least. Less finds more.",
+        "A spike is so many times as far above the median as is usual. Usual is 1.48 times the median distance from it "
+        "(a normal distribution's standard deviation), a hundredth of the median at least. A lower threshold finds "
+        "more.",
     )
     spike_window: int = option(
         128, "The last good steps that --on_spike compares with; the first so many steps are not judged."
