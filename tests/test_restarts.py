@@ -16,10 +16,21 @@ from rich.console import Console
 from tests.support.jobs import job_of
 from tests.support.lives import QUICK_COMPILE, tiny_run, write_text
 from tests.support.paths import ROOT
-from trainer.errors import TransientError, UserError
+from trainer.errors import LOST, TransientError, UserError
 from trainer.report.goodput import read_lives
-from trainer.restarts import TOLD, Restarted, Restarts, check_limit, told, wait_before, words_again
+from trainer.restarts import (
+    TOLD,
+    Restarted,
+    Restarts,
+    check_hosts,
+    check_limit,
+    no_progress,
+    told,
+    wait_before,
+    words_again,
+)
 from trainer.storage import StorageError
+from trainer.watchdog import Watchdog
 
 WORDS = {"asked": "write /mnt/x", "found": "OSError: gone", "why": "w", "instead": "i"}
 STORE = StorageError(**WORDS)
@@ -89,18 +100,37 @@ def test_python_code_is_told_that_it_can_not_be_begun_anew():
         job_of("llama_fsdp", max_restarts=-1)
 
 
+def test_a_process_that_is_to_be_started_again_since_it_hangs_is_told_so_before_it_ends():
+    watchdog, heard = Watchdog(), list[str]()
+
+    def again(words: str) -> None:
+        heard.append(words)
+        raise InterruptedError
+
+    watchdog.again = again
+    with pytest.raises(InterruptedError):
+        watchdog._end("no progress for 60 s", LOST)
+    assert heard == ["no progress for 60 s"]
+    assert Restarts(1, before=Restarted()).follows(no_progress(heard[0]), begun=True)
+
+
+def test_several_hosts_are_their_launchers_to_begin_again():
+    with pytest.raises(UserError, match="exit code 76"):
+        check_hosts(2, 4)
+    check_hosts(0, 4)
+    check_hosts(2, 1)
+
+
 # scripts/train.py, whose first process can't write one checkpoint
 FAILS_ONCE = f"""
 import errno, os, sys
-from trainer.checkpoint import write
-real = write.tensors.write_tensors
-def fails(folder, *more):
-    if folder.name == os.environ["FAILS"] and {TOLD!r} not in os.environ:
-        with write_errors("write", str(folder)):
-            raise OSError(errno.EIO, "Input/output error")
-    return real(folder, *more)
-from trainer.storage import errors as write_errors
-write.tensors.write_tensors = fails
+from trainer.storage import Folder
+real = Folder._open
+def fails(self, name, mode):
+    if "w" in mode and self.name == os.environ["FAILS"] and {TOLD!r} not in os.environ:
+        raise OSError(errno.EIO, "Input/output error")
+    return real(self, name, mode)
+Folder._open = fails
 from scripts import train
 from trainer.errors import exit_code
 sys.exit(exit_code(train.main))
@@ -138,7 +168,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fails", "goes_on"), [("checkpoint-8", "checkpoint-4\n"), ("checkpoint-4", "training starts anew")]
 )
 def test_a_folder_that_fails_once_costs_a_restart_and_no_loss(place, fails, goes_on):
-    done, output = run(place, fails, fails, "--max_restarts", 2), place / fails
+    done, output = run(place, f"out-{fails}", fails, "--max_restarts", 2), place / f"out-{fails}"
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("restart: 1 of") == 1
     assert "restart: 2 of" not in done.stdout

@@ -130,3 +130,28 @@ def check_limit(limit: int, restarts: Restarts | None) -> None:
             why="a restart is a new process of the same command, and that code's own state would be lost with the old",
             instead="scripts/train.py; or catch trainer.errors.TransientError and train anew from `latest`",
         )
+
+
+def check_hosts(limit: int, count: int) -> None:
+    """Refuse ``--max_restarts`` on several hosts.
+
+    Raises:
+        UserError: ``limit`` is one, and there are so many hosts.
+    """
+    if limit and count > 1:
+        raise UserError(
+            asked=f"--max_restarts {limit}",
+            found=f"a job of {count} hosts",
+            why="they begin together or not at all, and a host that is lost only its launcher brings back",
+            instead="a launcher that begins all of them again after exit code 76, with --resume_from_checkpoint latest",
+        )
+
+
+def no_progress(words: str) -> TransientError:
+    """What ends a run that makes no progress; ``words`` say since when."""
+    return TransientError(
+        asked="a run that goes on",
+        found=words,
+        why="what it waits for may never come",
+        instead="the same command again, which goes on from the last checkpoint; or a longer --hang_timeout",
+    )

@@ -34,7 +34,7 @@ from trainer.model import experts_modules
 from trainer.output import check_shared, claim, find_output, output_folder
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
-from trainer.restarts import Restarts, check_limit, words_again
+from trainer.restarts import Restarts, check_hosts, check_limit, no_progress, words_again
 from trainer.rollback import Rollbacks, let_go
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
@@ -105,7 +105,7 @@ class Start:
     def _newest(self) -> RunCheckpoint | None:
         """The newest checkpoint that the run can go back to: its own, or that of its command."""
         accept = functools.partial(_check_resume, self.job)
-        own = live_steps(self.lock.folder)
+        own = hosts().once(lambda: live_steps(self.lock.folder))
         return find_checkpoint("latest", self.lock.folder, self.console, accept) if own else self.resume
 
     def open(self) -> TrainingLoop:
@@ -155,7 +155,13 @@ def train(
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
     loop, console = None, console or Console()
+
+    def again(words: str) -> None:
+        if restarts is not None:
+            _restart(restarts, no_progress(words), loop, console)
+
     try:
+        hosts().watchdog.again = again
         start = prepare(args, Given(), callbacks, console, restarts=restarts)
         with start.claimed():
             loop = start.open()
@@ -165,6 +171,8 @@ def train(
         if restarts is not None:
             _restart(restarts, error, loop, console)
         raise
+    finally:
+        hosts().watchdog.again = lambda words: None
     return loop
 
 
@@ -207,6 +215,7 @@ def prepare(
         callbacks = [*callbacks, *trackers]
     with hosts().answerable():
         hosts().check_same(facts(job))
+        check_hosts(args.max_restarts, hosts().count)
         start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
     return replace(start, restarts=restarts)
 
