@@ -35,12 +35,14 @@ def main() -> int:
     from trainer.arguments import TrainingArguments
 
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
+    from trainer.restarts import Restarts
     from trainer.run import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    stop = train(args).stop
+    restarts = Restarts(args.max_restarts, [sys.executable, os.path.abspath(__file__)], words)
+    stop = train(args, restarts=restarts).stop
     return PREEMPTED if stop.preempted else INTERRUPTED if stop.interrupted else 0
 
 

@@ -30,6 +30,13 @@ class UserError(Exception):
         super().__init__(f"{asked}\n  found:   {found}\n  why not: {why}\n  instead: {instead}")
 
 
+class TransientError(UserError):
+    """Something that the run stands on failed, which may be there again in a moment: a store, a disk, a host.
+
+    After one a run with ``--max_restarts`` begins again. What else is of that kind is a subclass.
+    """
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` with the nearest of ``known``, to be put before a list; empty where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

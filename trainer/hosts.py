@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainer.errors import LOST, UserError, exit_code_of
+from trainer.errors import LOST, TransientError, UserError, exit_code_of
 from trainer.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Hosts:
             raise
 
 
-class LostHost(UserError):
+class LostHost(TransientError):
     """Another host of the job has gone. Nothing is wrong with what was asked for: the same command goes on."""
 
     code = LOST

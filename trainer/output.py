@@ -54,7 +54,7 @@ def claim(lock: FolderLock) -> Iterator[None]:
         try:
             held.enter_context(lock)
         except StorageError as error:
-            raise UserError(
+            raise StorageError(  # which it still is: to a run that had the folder before, it may come back
                 asked=f"--output_dir {lock.folder}",
                 found=error.found,
                 why="the run writes its model and its log there",

@@ -19,12 +19,12 @@ from typing import IO, Any
 
 import fsspec
 
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 
 TEMPORARY = ".tmp"  # a file that is being written has a name that ends so
 
 
-class StorageError(UserError):
+class StorageError(TransientError):
     """A file could not be read or written; the reason lies with the disk or the store."""
 
 

@@ -39,11 +39,13 @@ class Watchdog:
 
     Attributes:
         hang_timeout: seconds without progress that a run may take; 0: as long as it likes.
+        again: told why a process that is to be started again ends, before it does; may begin it again, and not return.
     """
 
     def __init__(self, index: int = 0, count: int = 1, store: Any = None) -> None:
         self.index, self.count, self._store = index, count, store
         self.hang_timeout = 0.0
+        self.again: Callable[[str], None] = lambda words: None
         self._clock: Busy | None = None
         self._step: int | None = None
         self._moved = time.monotonic()
@@ -177,4 +179,6 @@ class Watchdog:
     def _end(self, words: str, code: int) -> None:
         print(f"error: host {self.index} of {self.count} stops: {words}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        if code == LOST:
+            self.again(words)
         os._exit(code)
