@@ -6,12 +6,13 @@ import os
 import sys
 
 from trainer.cli import parse
-from trainer.errors import INTERRUPTED, PREEMPTED, exit_code
+from trainer.errors import INTERRUPTED, LOST, PREEMPTED, exit_code
 
 EXIT_CODES = f"""Exit codes:
   0    done
   2    something asked for can't be
   {PREEMPTED}   SIGTERM came, and what was learned is in a checkpoint: go on with --resume_from_checkpoint latest
+  {LOST}   a host of the job was lost, or nothing moved for --hang_timeout: start the same command again
   {INTERRUPTED}  Ctrl-C
 """
 COMPILE_ONLY = {
@@ -34,12 +35,14 @@ def main() -> int:
     from trainer.arguments import TrainingArguments
 
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
+    from trainer.restarts import Restarts
     from trainer.run import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    stop = train(args).stop
+    restarts = Restarts(args.max_restarts, [sys.executable, os.path.abspath(__file__)], words)
+    stop = train(args, restarts=restarts).stop
     return PREEMPTED if stop.preempted else INTERRUPTED if stop.interrupted else 0
 
 

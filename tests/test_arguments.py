@@ -45,6 +45,13 @@ def refusal(make: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])
+def test_help_can_be_printed_and_says_something_of_every_field(kind: type) -> None:
+    parser = transformers.HfArgumentParser(kind)
+    assert all(f"--{field.name}" in parser.format_help() for field in fields(kind) if field.init)
+    assert all(field.metadata["help"] for field in fields(kind))
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])
 def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: type) -> None:
     taken = set()
     for field in fields(kind):
@@ -59,7 +66,7 @@ def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: typ
             taken.add(field.name)
     assert taken >= {field.name for field in fields(kind)} - {
         *("lr_scheduler_type", "eval_strategy", "save_strategy", "metric_for_best_model"),
-        *("weight_dtype", "optimizer_dtype", "router_balance", "overflow", "on_bad_row", "base_dtype"),
+        *("weight_dtype", "optimizer_dtype", "router_balance", "overflow", "on_bad_row", "base_dtype", "on_spike"),
         *("adapter_format", "lora_target"),  # a target is nothing without a rank
         *("objective", "simpo_gamma"),  # a margin is nothing without its objective
     }

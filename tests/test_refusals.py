@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 from trainer.arguments import TrainingArguments
 from trainer.checkpoint import manifest
 from trainer.checkpoint.host_state import random_state
-from trainer.checkpoint.tensors import write_tensors
+from trainer.checkpoint.tensors import write_listing, write_part
 from trainer.errors import UserError
 from trainer.job import Job
 from trainer.lock import FolderLock
@@ -139,7 +139,8 @@ def write_checkpoint(folder: Path, files: dict[str, str]) -> None:
     model = meta_model(AutoConfig.for_model(**json.loads(files["llama.json"])))
     tensors = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     snapshot = {name: [(tuple(slice(0, n) for n in t.shape), t)] for name, t in tensors.items()}
-    written = write_tensors(Folder(folder), snapshot, {name: tuple(t.shape) for name, t in tensors.items()})
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    written = write_listing(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
     host = {"step": 7, "learning_rate": 1e-3, "data": {}, "metrics_read": True, "random": random_state()}
     texts = {"host.json": host, "training_args.json": {}, "recipe.json": {}, "trainer_state.json": {}}
     texts["config.json"] = json.loads(files["llama.json"])

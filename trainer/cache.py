@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published."""
-    try:
-        return load(folder)
-    except Exception:  # absent or corrupt: each file format raises errors of its own types
-        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():  # asked first: what another process publishes in the meantime is not to be removed
+        try:
+            return load(folder)
+        except Exception:  # corrupt: each file format raises errors of its own types
+            shutil.rmtree(folder, ignore_errors=True)
     made = scratch / folder.name
     made.mkdir()
     build(made)

@@ -11,7 +11,8 @@ from trainer.checkpoint.lineage import folder_of, noted
 from trainer.checkpoint.read import RunCheckpoint
 from trainer.errors import UserError
 from trainer.job import Job
-from trainer.step.train_step import StepMetrics
+from trainer.step.metrics import StepMetrics
+from trainer.step.spikes import Spike
 from trainer.storage import Folder
 
 
@@ -55,6 +56,56 @@ def farewell(interrupted: bool, step: int) -> str:
         return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
     what = "saving what was learned" if interrupted else "the same command resumes from there"
     return f"{word} after step {step}: {what}"
+
+
+class Spiked(UserError):
+    """A spike ended the run, at ``step``."""
+
+    step: int
+
+
+def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArguments) -> None:
+    """Refuse to go on after a step that ended the run; ``state`` is then that of the step before it.
+
+    Raises:
+        UserError: there was one.
+    """
+    if not metrics.bad_step:
+        return
+    state.global_step, spike = metrics.bad_step - 1, metrics.spike
+    is_spike = spike is not None and spike.step == metrics.bad_step
+    raise spiked(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
+
+
+def spiked(spike: Spike, args: TrainingArguments) -> Spiked:
+    """The error of a run that ``spike`` ended: the first of ``--on_spike stop``, or one too many."""
+    far = [
+        f"its {name} is {value:.4g}, above {limit:.4g}"
+        for name, value, limit in (
+            ("loss", spike.loss, spike.loss_limit),
+            ("gradient norm", spike.grad_norm, spike.grad_norm_limit),
+        )
+        if value > limit
+    ]
+    left = f"the weights are as step {spike.step - 1} left them, saved in {args.output_dir}/model"
+    instead = "--resume_from_checkpoint latest with a lower --learning_rate or --max_grad_norm; or look at the data of "
+    instead += "that step: with --on_spike skip it would be left out, and a higher --spike_threshold takes it as usual"
+    if args.on_spike == "skip":
+        left = f"{spike.in_a_row} such steps one after another are no spike, and so many are not left out; {left}"
+        instead = "a lower --learning_rate; or a higher --spike_threshold, or --on_spike no, if the data have changed"
+    if args.on_spike == "rollback":
+        left = f"there is no checkpoint to go back to, or the run went back to it too often; {left}"
+        instead = "a lower --learning_rate or --max_grad_norm; more checkpoints (--save_steps); or a higher "
+        instead += "--spike_threshold"
+    error = Spiked(
+        asked=f"step {spike.step} of {args.max_steps}, with --on_spike {args.on_spike}",
+        found=", and ".join(far),
+        why=f"that is {args.spike_threshold:g} times as far above the median of the last {args.spike_window} good "
+        f"steps as is usual; {left}",
+        instead=instead,
+    )
+    error.step = spike.step
+    return error
 
 
 def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:

@@ -10,6 +10,7 @@ from trainer.streams import fill_closed_descriptors, make_output_last
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
+LOST = 76  # a host of the job was lost, or a step hung: started again, the same command goes on
 
 
 class UserError(Exception):
@@ -22,9 +23,18 @@ class UserError(Exception):
         instead: what to write instead.
     """
 
+    code = 2  # the exit code of a script that it ends
+
     def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
         self.asked, self.found, self.why, self.instead = asked, found, why, instead
         super().__init__(f"{asked}\n  found:   {found}\n  why not: {why}\n  instead: {instead}")
+
+
+class TransientError(UserError):
+    """Something that the run stands on failed, which may be there again in a moment: a store, a disk, a host.
+
+    After one a run with ``--max_restarts`` begins again. What else is of that kind is a subclass.
+    """
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -44,7 +54,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        return exit_code_of(error)
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
+        return exit_code_of(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a program that ``error`` ends."""
+    if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    return error.code if isinstance(error, UserError) else 1

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from trainer.errors import UserError
 from trainer.report.lines import say
-from trainer.storage import Folder, StorageError, errors
+from trainer.storage import Folder, StorageError, UnwrittenFolder, errors
 
 LOCK = ".lock"
 RENEWAL = 15.0  # seconds from one renewal to the next
@@ -41,7 +41,7 @@ class FolderLock:
     """One run's hold on a folder; used in a ``with``. Entered again inside, it is held until the outermost ends.
 
     Args:
-        folder: made when the lock is taken, if it is not there.
+        folder: made when the lock is taken, if it is not there. One that another process fills is that one's to hold.
         console: says what is waited for.
         sleep: waits for so many seconds.
 
@@ -85,6 +85,8 @@ class FolderLock:
             self._do(lambda kept: kept.release())
 
     def _do(self, what: Callable[[_Kernel | _Renewed], None]) -> None:
+        if isinstance(self.folder, UnwrittenFolder):
+            return
         try:
             what(self._kept)
         except StorageError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,20 +25,21 @@ from trainer.data.rows import StoredRows
 from trainer.data.unigram import unigram_loss
 from trainer.errors import UserError
 from trainer.evaluator import Evaluator
+from trainer.hosts import hosts
 from trainer.job import Job
 from trainer.lock import FolderLock
+from trainer.output import output_folder
 from trainer.preemption import StopRequests
 from trainer.reference import check_sets, referred
 from trainer.report.lines import say, waiting
-from trainer.report.terminal import ProgressCallback, closing_table
+from trainer.report.terminal import ProgressCallback
 from trainer.samples import Samples
 from trainer.step.build import build
 from trainer.step.loss import LossFunction
 from trainer.step.measures import ComputeMetrics
 from trainer.step.meter import Meter, least_seconds
 from trainer.step.reference import ReferenceStep
-from trainer.step.train_step import StepMetrics
-from trainer.storage import Folder, StorageError
+from trainer.storage import Folder, StorageError, UnwrittenFolder
 from trainer.streams import lasting_output
 from trainer.trackers import Tracker
 from trainer.unused import notice
@@ -51,7 +52,7 @@ from trainer.weights.sources import Source, seeded_init
 from trainer.xla.batch import batch_share
 from trainer.xla.mesh import build_mesh
 from trainer.xla.profile import ProfileCallback
-from trainer.xla.runtime import chip, compile_count
+from trainer.xla.runtime import chip
 
 
 class TrainingLoop:
@@ -68,6 +69,8 @@ class TrainingLoop:
         callbacks: transformers callbacks; docs/run.md says what they are told, and when.
         compute_loss: the loss, of the model's outputs, in place of its own.
         compute_metrics: what an evaluation measures besides.
+        goes_on_after: whether the run begins again after an error, so that the model is not written out then.
+        after: what ended the process before this one, if the run itself goes on after it.
         lock: the output folder's, where the caller holds it already; :meth:`train` takes it for its own length.
 
     Raises:
@@ -87,16 +90,20 @@ class TrainingLoop:
         lock: FolderLock | None = None,
         compute_loss: LossFunction | None = None,
         compute_metrics: ComputeMetrics | None = None,
+        goes_on_after: Callable[[Exception], bool] = lambda error: False,
+        after: str = "",
     ) -> None:
-        self.job, self.args, self.resume = job, job.args, resume
+        self.job, self.args, self.resume, self.goes_on_after = job, job.args, resume, goes_on_after
         corpus, self.reference = referred(corpus, self.args)
         self.corpus = corpus
         self.console, self.stop = console or Console(), StopRequests()
-        self.folder = Folder(str(self.args.output_dir))
+        self.folder = output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
-        self.watch = Watch(self.folder, job, self.console, resume, self.lock.check_held)
+        self.watch = Watch(self.folder, job, self.console, resume, self.lock.check_held, after)
 
         # ---- batches, and where they go on ----
+        held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
+        hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
         epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.mesh = build_mesh(job.recipe.mesh)
         if self.mesh.size() != job.devices:
@@ -138,7 +145,9 @@ class TrainingLoop:
             flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
-        self.checkpoints = CheckpointWriter(self.folder, texts, self.args.save_total_limit, self.lock.check_held)
+        output = Folder(str(self.folder))  # where every host writes its part
+        self.checkpoints = CheckpointWriter(output, texts, self.args.save_total_limit, self.lock.check_held)
+        self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
         self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
         self._event("on_init_end")
@@ -156,7 +165,12 @@ class TrainingLoop:
             with waiting(self.console, "counting tokens for the unigram model …"):
                 vocabulary = self.job.config.get_text_config().vocab_size
                 self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
-        with self.lock, self.checkpoints, self.stop.listen():
+        with (
+            self.lock,
+            self.checkpoints,
+            self.stop.listen(),
+            hosts().watchdog.over(self.args.hang_timeout, self.watch.clock),
+        ):
             self._take_over_the_folder()
             self._refer()
             try:
@@ -165,7 +179,8 @@ class TrainingLoop:
             except Exception as why:
                 try:
                     if self.train_step.begun:  # before the first step nothing was learned
-                        self._write_out()
+                        goes_on = not self.stop.any and self.goes_on_after(why)
+                        self.watch.note_end(self.state) if goes_on else self._write_out()
                 except StorageError as error:  # the user must hear what stopped the run, not this
                     say(self.console, f"nor could the model be saved: {error.asked}: {error.found}")
                 raise why from None
@@ -173,9 +188,9 @@ class TrainingLoop:
             found = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
-        key = self.evaluator.first_loss
-        losses = states.loss_before(self.state, key), None if found is None else found[key], self.watch.unigram
-        self.console.print(closing_table(losses, self.state.log_history, compile_count(), str(self.folder)))
+        self.console.print(
+            states.closing(self.state, self.evaluator.first_loss, found, self.watch.unigram, self.folder)
+        )
         if problem is not None:
             raise problem
         return self.state
@@ -201,6 +216,7 @@ class TrainingLoop:
         Args:
             source: of the weights; default: those that are being trained.
         """
+        folder = folder if hosts().first else UnwrittenFolder(str(folder))
         weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
         write_model(self.job, folder, weights, self.base, self.corpus.tokenizer, self.console)
 
@@ -219,7 +235,8 @@ class TrainingLoop:
             self.reference.save(self.folder)
 
     def _event(self, name: str, **more: Any) -> None:
-        """Tell the callbacks of an event; what they return is the control from then on."""
+        """Tell the callbacks of an event; what they return is the control from then on. Each is progress."""
+        hosts().watchdog.moved(self.state.global_step)
         args: Any = self.args  # they want transformers' own class; ours has the fields that they read
         self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
 
@@ -233,7 +250,7 @@ class TrainingLoop:
             self.watch.clock.turn_to("steps")
             while not self._ends():
                 self._run_epoch()
-            self._log(self.meter.summary())
+            self._log(self.meter.summary() | self.watch.spent(self.state))
         finally:
             self.watch.clock.turn_to("save")
             self._event("on_train_end")
@@ -255,8 +272,7 @@ class TrainingLoop:
             if args.eval_on_start:
                 self._evaluate_and_log()
             return
-        due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
-        if args.eval_strategy == "steps" and due and not states.is_evaluated(state, self.evaluator.last_loss):
+        if states.lacks_evaluation(state, args, self.evaluator.last_loss):
             self._evaluate_for_best()
             if state.best_global_step == state.global_step:
                 state.best_model_checkpoint = noted(self.resume.folder, self.folder)
@@ -338,8 +354,7 @@ class TrainingLoop:
         """Read and log what the steps since the last log line came to, if there were any."""
         if (read := self.meter.read(self.state.global_step, self._last_rate)) is not None:
             metrics, logs = read
-            if metrics.bad_step:
-                self._stop_on_bad_loss(metrics)
+            endings.check_good(metrics, self.state, self.args)
             self._log(logs)
 
     def _log(self, logs: dict[str, Any]) -> None:
@@ -356,21 +371,16 @@ class TrainingLoop:
         if saved is not None:
             self._log({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 
-    def _stop_on_bad_loss(self, metrics: StepMetrics) -> None:
-        self.state.global_step = metrics.bad_step - 1
-        raise endings.not_finite(metrics, self.args)
-
     # ---- what it saves and leaves ----
 
     def _save_checkpoint(self) -> None:
         metrics = self.train_step.read_metrics(and_begin_anew=False)
-        if metrics.bad_step:  # a state after it must not pass for a good one
-            self._stop_on_bad_loss(metrics)
+        endings.check_good(metrics, self.state, self.args)  # a state after a bad step must not pass for a good one
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
             state.best_model_checkpoint = noted(folder_of(self.folder, step), self.folder)
         data, read = self.batches.state_dict(), self.train_step.metrics_read
-        host = host_state(step, self.rate, data, read, self.job.plan.mesh)
+        host = host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
         everything = {**self.train_step.state, **saved_buffers(self.model)}
         for name in self.job.untrained if self.job.lora is not None else ():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.hosts import hosts
 from trainer.lock import LOCK, FolderLock
-from trainer.storage import Folder, StorageError
+from trainer.storage import Folder, StorageError, UnwrittenFolder
 
+_LOOKS = 30  # at the first host's lock, a second apart
 COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand: the run's page links it
 
 
@@ -51,13 +54,33 @@ def claim(lock: FolderLock) -> Iterator[None]:
         try:
             held.enter_context(lock)
         except StorageError as error:
-            raise UserError(
+            raise StorageError(  # which it still is: to a run that had the folder before, it may come back
                 asked=f"--output_dir {lock.folder}",
                 found=error.found,
                 why="the run writes its model and its log there",
                 instead="a folder that this user may write to",
             ) from None
         yield
+
+
+def output_folder(args: TrainingArguments) -> Folder:
+    """The run's folder, which of several hosts the first fills."""
+    return (Folder if hosts().first else UnwrittenFolder)(str(args.output_dir))
+
+
+def check_shared(folder: Folder) -> None:
+    """Raise UserError unless this host sees the folder that the first host has just claimed."""
+    for _ in range(_LOOKS if hosts().several else 0):
+        if folder.exists(LOCK):
+            return
+        time.sleep(1)  # a network mount may show a file a little later
+    if hosts().several:
+        raise UserError(
+            asked=f"--output_dir {folder}",
+            found="the first host's folder of that name is not the one that this host sees",
+            why="every host writes its part of a checkpoint there, and reads its part of it",
+            instead="a folder in a store (gs://…), or on a disk that all hosts mount",
+        )
 
 
 def _default(args: TrainingArguments, recipe_name: str) -> str:

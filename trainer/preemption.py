@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.hosts import hosts
 from trainer.xla.runtime import stops_after, watch_for_preemption
 
 
 class StopRequests:
     """Whether the run was told to stop; the loop asks after each step, and in an evaluation before each batch.
+
+    On several hosts all are told after the same step, whichever of them got the signal, and never within an evaluation.
 
     Attributes:
         interrupted: Ctrl-C came.
@@ -22,6 +26,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.interrupted = self.preempted = False
         self._pod = False  # whether a pod's runtime takes SIGTERM
+        self._here = False  # whether Ctrl-C came on this host of several
 
     @property
     def any(self) -> bool:
@@ -30,7 +35,8 @@ class StopRequests:
     def after_step(self, step: int) -> None:
         """Ask the pod's runtime whether its hosts are to stop after ``step``; all hosts get the same answer."""
         if self._pod and stops_after(step):
-            self.preempted = True
+            self.interrupted = any(hosts().gather(self._here))
+            self.preempted = not self.interrupted
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
@@ -38,9 +44,9 @@ class StopRequests:
         evaluation that is under way.
 
         A second signal ends the process at once. On a pod torch_xla's preemption manager takes SIGTERM, since its
-        hosts get it at different times and must stop at the same step.
+        hosts get it at different times and must stop at the same step; Ctrl-C is passed on to it.
         """
-        self.interrupted = self.preempted = False
+        self.interrupted = self.preempted = self._here = False
         self._pod = watch_for_preemption()
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -49,7 +55,10 @@ class StopRequests:
         previous = {number: signal.getsignal(number) for number in numbers}
 
         def note(number: int, frame: Any) -> None:
-            if number == signal.SIGINT:
+            if self._pod:
+                self._here = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif number == signal.SIGINT:
                 self.interrupted = True
             else:
                 self.preempted = True

@@ -5,32 +5,37 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from trainer import elastic
 from trainer.arguments import TrainingArguments
 from trainer.asked import asked_tokenizer, data_options
+from trainer.checkpoint.lineage import live_steps
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
 from trainer.data.sources import locate
-from trainer.endings import check_steps_left
-from trainer.errors import UserError
+from trainer.endings import Spiked, check_steps_left
+from trainer.errors import TransientError, UserError
+from trainer.facts import facts
 from trainer.given import Given
+from trainer.hosts import hosts
 from trainer.job import Job
 from trainer.layout.auto import AUTO, auto_recipe
 from trainer.lock import FolderLock
 from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
 from trainer.model import experts_modules
-from trainer.output import claim, find_output
+from trainer.output import check_shared, claim, find_output, output_folder
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
+from trainer.restarts import Restarts, check_hosts, check_limit, no_progress, words_again
+from trainer.rollback import Rollbacks, let_go
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.weights.adapters import check_adapter
@@ -57,10 +62,16 @@ class Start:
     resume: RunCheckpoint | None
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]]
     console: Console
+    restarts: Restarts | None = None
+    rollbacks: Rollbacks = field(default_factory=Rollbacks)
 
-    def claimed(self) -> AbstractContextManager[None]:
-        """Holds the output folder inside the ``with``."""
-        return claim(self.lock)
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Holds the output folder inside the ``with``: of several hosts the first does, for all."""
+        with hosts().answerable(), contextlib.ExitStack() as held:
+            hosts().once(lambda: held.enter_context(claim(self.lock)))
+            hosts().together(lambda: check_shared(self.lock.folder))
+            yield
 
     @property
     def data(self) -> DataOptions:
@@ -68,13 +79,43 @@ class Start:
         given = self.given
         return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model)
 
+    def goes_on_after(self, error: Exception) -> bool:
+        """Whether the run, which had begun, goes on after ``error``: its model need not be written out then."""
+        if isinstance(error, Spiked) and self.job.args.on_spike == "rollback":
+            return self.rollbacks.prepare(error, self._newest())
+        return self.restarts is not None and self.restarts.follows(error, begun=True)
+
+    def trained(self, loop: TrainingLoop) -> bool:
+        """Train with ``loop``. False: it went back to a checkpoint, and what :meth:`open` gives now goes on from it.
+
+        Raises:
+            UserError: as :meth:`TrainingLoop.train`.
+        """
+        before = self.rollbacks.back
+        try:
+            loop.train()
+        except Spiked:
+            if self.rollbacks.back is before:
+                raise
+            say(self.console, f"spike:   {self.rollbacks.why}")
+            let_go(loop.model, loop.train_step)
+            return False
+        return True
+
+    def _newest(self) -> RunCheckpoint | None:
+        """The newest checkpoint that the run can go back to: its own, or that of its command."""
+        accept = functools.partial(_check_resume, self.job)
+        own = hosts().once(lambda: live_steps(self.lock.folder))
+        return find_checkpoint("latest", self.lock.folder, self.console, accept) if own else self.resume
+
     def open(self) -> TrainingLoop:
         """Devices, data, weights, and the loop on them."""
         started = time.perf_counter()
-        console = self.console
+        console, back = self.console, self.rollbacks.back
+        resume = self.rollbacks.resume or self.resume
         _say_what_runs(self.job, console)
-        if self.resume is not None:
-            _say_where_it_goes_on(self.resume, self.job.args, console)
+        if resume is not None:
+            _say_where_it_goes_on(resume, self.job, console)
         corpus = _load_data(self, console)
         reading_took = time.perf_counter() - started
         with reading(self.source, console) if isinstance(self.source, HubWeights) else contextlib.nullcontext():
@@ -82,13 +123,17 @@ class Start:
                 self.job,
                 corpus,
                 source=self.source,
-                resume=self.resume,
+                resume=resume,
                 callbacks=self.callbacks,
                 console=console,
                 lock=self.lock,
                 compute_loss=self.given.compute_loss,
                 compute_metrics=self.given.compute_metrics,
+                goes_on_after=self.goes_on_after,
+                after=self.rollbacks.why or (self.restarts.before.why if self.restarts else ""),
             )
+        for _ in range(0 if back is None else back.batches):
+            next(loop.batches)
         loop.watch.began(earlier=reading_took)
         say(console, f"output:  {self.lock.folder}")
         return loop
@@ -99,17 +144,48 @@ def train(
     args: TrainingArguments,
     console: Console | None = None,
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+    restarts: Restarts | None = None,
 ) -> TrainingLoop:
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
+
+    Args:
+        restarts: how this process begins anew; None: it can't.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
-    start = prepare(args, Given(), callbacks, console or Console())
-    with start.claimed():
-        loop = start.open()
-        loop.train()
+    loop, console = None, console or Console()
+
+    def again(words: str) -> None:
+        if restarts is not None:
+            _restart(restarts, no_progress(words), loop, console)
+
+    try:
+        hosts().watchdog.again = again
+        start = prepare(args, Given(), callbacks, console, restarts=restarts)
+        with start.claimed():
+            loop = start.open()
+            while not start.trained(loop):
+                loop = start.open()
+    except TransientError as error:
+        if restarts is not None:
+            _restart(restarts, error, loop, console)
+        raise
+    finally:
+        hosts().watchdog.again = lambda words: None
     return loop
+
+
+def _restart(restarts: Restarts, error: TransientError, loop: TrainingLoop | None, console: Console) -> None:
+    """Begin anew after ``error``, which does not return; unless that is not to be, or the run was told to stop."""
+    begun = loop is not None and loop.train_step.begun
+    if not restarts.follows(error, begun) or (loop is not None and loop.stop.any):
+        return
+    words = restarts.words
+    if loop is not None and begun:
+        saved = bool(loop.checkpoints.lineage)
+        words = words_again(words, str(loop.args.output_dir), loop.args.resume_from_checkpoint, saved)
+    restarts.restart(error, words, console)
 
 
 def prepare(
@@ -119,6 +195,7 @@ def prepare(
     console: Console,
     *,
     writes: bool = True,
+    restarts: Restarts | None = None,
 ) -> Start:
     """Refuse what can be, cheapest first; until the end nothing is written and no device is opened.
 
@@ -130,20 +207,43 @@ def prepare(
         UserError: anything in the arguments, the recipe or the model that can't be.
     """
     args.check_given(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
-    callbacks = [*callbacks, *open_trackers(args.report_to, console)]
+    check_limit(args.max_restarts, restarts)
+    trackers = open_trackers(args.report_to, console)
     job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
+    console.quiet = console.quiet or not hosts().first
+    if hosts().first:
+        callbacks = [*callbacks, *trackers]
+    with hosts().answerable():
+        if hosts().several:
+            hosts().check_same(facts(job))
+        check_hosts(args.max_restarts, hosts().count)
+        start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
+    return replace(start, restarts=restarts)
+
+
+def _prepared(
+    job: Job,
+    given: Given,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    console: Console,
+    writes: bool,
+) -> Start:
+    """What is refused once the devices are known; every host of the job does it."""
+    args = job.args
     check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
     if args.sample_prompts is not None:
         read_prompts(args.sample_prompts)
-    output = find_output(args, job.recipe.name, writes=writes)
+    args.output_dir = hosts().once(lambda: str(find_output(args, job.recipe.name, writes=writes)))
     tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
-    lock = FolderLock(output, console)
+    lock = FolderLock(output_folder(args), console)
     if writes:
-        lock.check_free()
+        hosts().once(lock.check_free)
     accept = functools.partial(_check_resume, job)
-    resume = find_checkpoint(args.resume_from_checkpoint, output, console, accept)
+    resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
+    if resume is not None:
+        job = elastic.with_kept_batch(job, resume)
     # a checkpoint of an adapter, or of a part, holds no more than that
     needed = resume is None or job.is_part or job.lora is not None
     source: Source | None = given.weights(job.whole) if needed else None
@@ -182,6 +282,7 @@ def _check_resume(job: Job, found: RunCheckpoint) -> None:
     if job.lora is not None:
         check_same(found.folder, job.lora, job.model)
     check_steps_left(job.args, found)
+    elastic.kept_batch(job, found)
 
 
 def _load_data(start: Start, console: Console) -> Corpus:
@@ -214,8 +315,11 @@ def _say_what_runs(job: Job, console: Console) -> None:
             say(console, f"recipe:  {pattern}: {text}")
 
 
-def _say_where_it_goes_on(resume: RunCheckpoint, args: TrainingArguments, console: Console) -> None:
+def _say_where_it_goes_on(resume: RunCheckpoint, job: Job, console: Console) -> None:
     say(console, f"resume:  {resume.folder}")
-    unknown = ("max_steps", "warmup_steps") if args.max_steps < 1 else ()  # before the data are read
-    for other in resume.other_options({name: v for name, v in args.as_dict().items() if name not in unknown}):
+    left_out = ["max_steps", "warmup_steps"] if job.args.max_steps < 1 else []  # before the data are read
+    if (kept := elastic.said(job, resume)) is not None:
+        say(console, f"batch:   {kept}")
+        left_out += elastic.OPTIONS
+    for other in resume.other_options({name: v for name, v in job.args.as_dict().items() if name not in left_out}):
         say(console, f"         other than in the checkpoint: {other}")

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 
+from rich.table import Table
 from transformers import TrainerState
 
 from trainer.arguments import TrainingArguments
@@ -16,11 +17,13 @@ from trainer.data.rows import Rows, StoredRows
 from trainer.endings import check_steps_left
 from trainer.errors import UserError, did_you_mean
 from trainer.job import Job
+from trainer.report.terminal import closing_table
 from trainer.step.eval_step import Evaluation, PreferenceEvaluation
 from trainer.step.loss import LossFunction
 from trainer.step.measures import ComputeMetrics, Measures, measures_of
 from trainer.step.preference import LOGGED
 from trainer.storage import Folder
+from trainer.xla.runtime import compile_count
 
 
 def settled(
@@ -102,6 +105,12 @@ def is_evaluated(state: TrainerState, last: str) -> bool:
     return any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
 
 
+def lacks_evaluation(state: TrainerState, args: TrainingArguments, last: str) -> bool:
+    """Whether an evaluation was due at the state's step that was not made; ``last``: as for :func:`is_evaluated`."""
+    due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
+    return args.eval_strategy == "steps" and due and not is_evaluated(state, last)
+
+
 def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: TrainingArguments) -> bool:
     """Notes what ``args`` call the best in ``found``, at the state's step, if it is the best yet; returns whether."""
     value, best = (found or {}).get(args.best_metric), state.best_metric
@@ -116,3 +125,17 @@ def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: T
 def loss_before(state: TrainerState, name: str) -> float | None:
     """The held-out loss ``name`` before the first step; None if it was not measured."""
     return next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)
+
+
+def closing(
+    state: TrainerState, name: str, found: Mapping[str, float] | None, unigram: float | None, folder: Folder
+) -> Table:
+    """What a run that ends in ``state`` has come to.
+
+    Args:
+        name: the held-out loss that is shown.
+        found: what the last evaluation came to; None: it was cut short.
+        unigram: see `closing_table`.
+    """
+    losses = loss_before(state, name), None if found is None else found[name], unigram
+    return closing_table(losses, state.log_history, compile_count(), str(folder))

@@ -19,12 +19,12 @@ from typing import IO, Any
 
 import fsspec
 
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 
 TEMPORARY = ".tmp"  # a file that is being written has a name that ends so
 
 
-class StorageError(UserError):
+class StorageError(TransientError):
     """A file could not be read or written; the reason lies with the disk or the store."""
 
 
@@ -228,6 +228,29 @@ class Folder:
             file.close()
         with contextlib.suppress(Exception):
             self.remove_file(name)
+
+
+class UnwrittenFolder(Folder):
+    """A folder that another process fills: what this one would write there, or remove, is dropped."""
+
+    def __truediv__(self, name: str) -> Folder:
+        return UnwrittenFolder(self._join(name))
+
+    @contextlib.contextmanager
+    def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
+        with super().open(name, mode) if mode == "rb" else open(os.devnull, mode) as file:  # type: ignore[attr-defined]
+            yield file
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        with self.open(name, "wb") as file:
+            yield file
+
+    def remove_file(self, name: str) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
 
 
 def _open_file(path: str, flags: int) -> int:

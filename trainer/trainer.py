@@ -127,7 +127,9 @@ class Trainer:
             find_output(self.args, self._start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
         with self._start.claimed():
             self._loop = self._loop or self._start.open()
-            state = self._loop.train()
+            while not self._start.trained(self._loop):
+                self._loop = self._start.open()
+        state = self._loop.state
         metrics = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), {})
         return TrainOutput(state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
 

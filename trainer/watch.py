@@ -16,7 +16,7 @@ from trainer.layout.table import PLAN_HEADER, held_by_a_device, plan_rows
 from trainer.output import COMPILE_PAGE
 from trainer.report.curve import loss_curve
 from trainer.report.expert_load import ExpertLoad, as_record, load_picture
-from trainer.report.goodput import Clock, Life, lives_as_json, read_lives
+from trainer.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
 from trainer.report.lines import say
 from trainer.report.page import RunView, run_page
 from trainer.samples import SAMPLES, Samples
@@ -50,6 +50,8 @@ class Watch:
         folder: the run's output folder.
         resume: the checkpoint that the run goes on from.
         check_held: raises StorageError once ``folder`` is another run's.
+        after: what ended the life before, if the run itself goes on after it: its seconds lie in ``folder``, also where
+            no checkpoint does.
 
     Attributes:
         unigram: the loss of a unigram model, once it is known.
@@ -63,14 +65,16 @@ class Watch:
         console: Console,
         resume: RunCheckpoint | None,
         check_held: Callable[[], None] = lambda: None,
+        after: str = "",
     ) -> None:
         self.folder, self.job, self.console, self._check_held = folder, job, console, check_held
         self.clock = Clock(compile_seconds)
         self.unigram: float | None = None
         self.samples: Samples | None = None
         first = 0 if resume is None else resume.step
-        self._life = Life(time.time(), time.time(), first, first)
-        self._earlier = [] if resume is None else self._earlier_lives(resume.folder.parent)
+        self._life = Life(time.time(), time.time(), first, first, after=after)
+        home = folder if after else None if resume is None else resume.folder.parent
+        self._earlier = [] if home is None else self._earlier_lives(home)
         self._due, self._failed = 0.0, False
 
     def began(self, earlier: float) -> None:
@@ -85,7 +89,7 @@ class Watch:
             return
         try:
             self._check_held()
-            self._life.ended, self._life.last, self._life.seconds = time.time(), state.global_step, self.clock.seconds
+            self._note(state)
             self.folder.write(LIVES, lives_as_json([*self._earlier, self._life]))
             self.folder.write(PAGE, run_page(self._view(state, loads, running)).encode())
         except Exception as error:  # nothing that a page meets is a reason to end hours of training
@@ -95,6 +99,19 @@ class Watch:
             self._failed = True
         took = time.perf_counter() - started
         self._due = started + took / _SHARE
+
+    def spent(self, state: TrainerState) -> dict[str, float]:
+        """Where the seconds of all lives went until now, as log entries."""
+        self._note(state)
+        return log_entries([*self._earlier, self._life])
+
+    def _note(self, state: TrainerState) -> None:
+        self._life.ended, self._life.last, self._life.seconds = time.time(), state.global_step, self.clock.seconds
+
+    def note_end(self, state: TrainerState) -> None:
+        """Writes down the seconds of a life that ends here, with another to follow."""
+        self._due = 0.0
+        self.update(state, ())
 
     def finish(self, state: TrainerState, loads: Sequence[ExpertLoad]) -> None:
         """Writes the pictures, and the page of a run that has ended.

@@ -6,24 +6,16 @@ A mesh of device numbers stands for the pod's; what is read and what is sent is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from datasets import Dataset
 
-from tests.support.lives import write_text
-from trainer.arguments import TrainingArguments
 from trainer.data.batches import TrainingBatches, heldout_batches
 from trainer.data.rows import StoredRows
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
-from trainer.run import train
 from trainer.step.train_step import _by_micro_batch
 from trainer.xla import runtime, sharding
 from trainer.xla.batch import HostRows, batch_share, batch_spec
@@ -103,71 +95,15 @@ def test_a_placed_share_is_the_global_batch_on_the_devices() -> None:
     assert (sharding.fetch(placed) == values).all()
 
 
-# What one host of several would write passes for the whole, so nothing is written there at all.
-
-
-@pytest.fixture
-def first_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process as torch_xla shows one that holds the first half of the devices' shards."""
-    native = torch_xla._XLAC
-
-    def half_of(read: Callable[[list[torch.Tensor]], list[Any]]) -> Callable[[list[torch.Tensor]], list[Any]]:
-        return lambda tensors: [shards[: len(shards) // 2] for shards in read(tensors)]
-
-    for name in ("_get_local_shards", "_get_local_shard_replica_and_indices"):
-        monkeypatch.setattr(native, name, half_of(getattr(native, name)))
-    monkeypatch.setattr(xr, "process_count", lambda: 2)
-
-
-@pytest.mark.parametrize("spec", [("fsdp", None), (None, ("fsdp", "tensor")), (None, "tensor")], ids=str)
-def test_a_tensor_whose_shards_lie_on_several_hosts_is_not_fetched_by_one(spec, first_of_two_hosts) -> None:
-    mesh = xs.Mesh(list(range(8)), (4, 2), ("fsdp", "tensor"))  # `build_mesh` refuses these hosts
-    values = torch.arange(64.0).view(8, 8)
-    placed = sharding.place("w", values, mesh, spec)
-    if spec == (None, "tensor"):  # the first host holds a replica of each shard
-        assert torch.equal(sharding.fetch(placed), values)
-        return
-    for read in (sharding.fetch, sharding.shards):
-        with pytest.raises(UserError, match=r"holds 32 of its 64 elements"):
-            read(placed)
-
-
-def test_devices_of_several_processes_are_refused_once_they_are_open(first_of_two_hosts) -> None:
-    for opened in (runtime.init_runtime, lambda: build_mesh(Mesh(fsdp=8))):
-        with pytest.raises(UserError, match=r"they belong to 2 processes"):
-            opened()
-
-
-@pytest.mark.parametrize("told", [True, False], ids=["by the environment", "by the open devices"])
-def test_a_run_on_several_hosts_is_refused_before_it_reads_or_writes(told, tmp_path, monkeypatch) -> None:
-    def open_devices() -> int:
-        assert not told, "opening them waits for the other hosts"
-        return 16
-
-    monkeypatch.setattr(runtime, "device_kind", lambda: "TPU")
-    monkeypatch.setattr(xr, "global_runtime_device_count", open_devices)
-    monkeypatch.setattr(xr, "process_count", lambda: 2)
-    if told:
-        monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "t1v-0,t1v-1")
-    write_text(tmp_path)
-    model, data, output = str(tmp_path / "config.json"), str(tmp_path / "text"), tmp_path / "out"
-    monkeypatch.setattr("trainer.run.load_corpus", lambda *_: pytest.fail("it read the data"))
-    with pytest.raises(UserError, match=r"they belong to 2 processes"):
-        train(TrainingArguments(recipe="llama_fsdp", model=model, dataset=data, output_dir=str(output)))
-    assert not output.exists()
-
-
 @pytest.mark.parametrize(
-    ("told", "processes"),
+    ("told", "place"),
     [
-        ({}, 1),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
-        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, 4),
-        ({"TPU_PROCESS_BOUNDS": "2,2,1"}, 4),
-        ({"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_WORKER_HOSTNAMES": "a,b"}, 1),  # one host of two, by itself
-        ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, 4),
-        ({"TPU_PROCESS_BOUNDS": "", "MEGASCALE_NUM_SLICES": "some"}, 1),
+        ({"TPU_WORKER_HOSTNAMES": "t1v-0,t1v-1"}, ("t1v-0", 8546)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}, ("slice-0", 8546)),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": "dns:///job-0-0.job"}, ("job-0-0.job", 8546)),
+        ({"MASTER_ADDR": "first", "MASTER_PORT": "9000", "TPU_WORKER_HOSTNAMES": "a,b"}, ("first", 9000)),
     ],
 )
-def test_the_environment_of_a_job_tells_how_many_processes_it_has(told, processes) -> None:
-    assert runtime.processes_told(told) == processes
+def test_the_hosts_come_together_at_the_first_of_the_whole_job(told, place) -> None:
+    """On slices of one host, TPU_WORKER_HOSTNAMES names "localhost", which is another machine on each of them."""
+    assert runtime.meeting_place(told) == place

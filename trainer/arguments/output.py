@@ -66,6 +66,12 @@ class OutputArguments(Checked):
         None, "Whether more of that is better. Default: unless its name ends in loss or perplexity."
     )
 
+    hang_timeout: float = option(
+        1800.0,
+        "Seconds without progress, of any kind, after which the run says where every thread stands and ends with exit "
+        "code 76, which means: start it again. 0: it waits for ever.",
+    )
+
     # transformers' callbacks read these; they are no options of ours
     logging_strategy = IntervalStrategy.STEPS
     eval_delay = 0
@@ -79,6 +85,7 @@ class OutputArguments(Checked):
         for name in ("logging_steps", "eval_steps", "save_steps"):
             self.check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
         self.check("max_eval_rows", self.max_eval_rows >= 0, "it can't be negative", 0)
+        self.check("hang_timeout", self.hang_timeout >= 0, "it can't be negative", 0)
         self.choose("eval_strategy", ["no", "steps"])
         self.choose("save_strategy", ["no", "steps", "epoch", "best"])
         if self.greater_is_better is None:

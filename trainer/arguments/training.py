@@ -15,6 +15,7 @@ from trainer.arguments.data import DataArguments
 from trainer.arguments.model import ModelArguments
 from trainer.arguments.objective import ObjectiveArguments
 from trainer.arguments.output import OutputArguments
+from trainer.arguments.recovery import RecoveryArguments
 from trainer.arguments.samples import SampleArguments
 from trainer.arguments.values import check_values, option
 from trainer.errors import UserError
@@ -27,7 +28,13 @@ DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the we
 
 @dataclass
 class TrainingArguments(
-    SampleArguments, OutputArguments, ObjectiveArguments, AdapterArguments, DataArguments, ModelArguments
+    RecoveryArguments,
+    SampleArguments,
+    OutputArguments,
+    ObjectiveArguments,
+    AdapterArguments,
+    DataArguments,
+    ModelArguments,
 ):
     """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
 
@@ -78,6 +85,8 @@ class TrainingArguments(
 
     def __post_init__(self) -> None:
         check_values(self)
+        # of the command; a run that goes on on other devices may train with other values, for the same global batch
+        self.asked_batch = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         self.check_model()
         self.check_data()
         self.check_adapter()
@@ -102,6 +111,9 @@ class TrainingArguments(
         self._read_schedule()
         self.check_output()
         self.check_samples()
+        self.check_recovery()
+        saves = self.save_strategy != "no" or self.on_spike != "rollback"
+        self.check("on_spike", saves, "--save_strategy no leaves no checkpoint to go back to", "skip, or stop")
         self._read_length()
 
     def _read_length(self) -> None:

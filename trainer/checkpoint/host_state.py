@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,12 @@ _NUMPY_WORDS = 624  # of the Mersenne Twister's state
 
 
 def host_state(
-    step: int, learning_rate: float, data: Mapping[str, Any], metrics_read: int, mesh: Mapping[str, int]
+    step: int,
+    learning_rate: float,
+    data: Mapping[str, Any],
+    metrics_read: int,
+    mesh: Mapping[str, int],
+    asked_batch: Sequence[int],
 ) -> dict[str, Any]:
     """What a checkpoint says of the host after ``step``, JSON-able.
 
@@ -24,6 +29,8 @@ def host_state(
         data: the cursor of the batch that comes next.
         metrics_read: see `TrainStep`.
         mesh: axis → size.
+        asked_batch: rows of a micro-batch for each device and micro-batches a step, as the command asked for them; a
+            run that goes on on other devices may have trained with others.
     """
     return {
         "step": step,
@@ -32,6 +39,7 @@ def host_state(
         "metrics_read": metrics_read,
         "random": random_state(),
         "mesh": mesh,
+        "asked_batch": list(asked_batch),
         "versions": versions(),
     }
 

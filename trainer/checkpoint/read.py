@@ -7,6 +7,7 @@ and its tensor files, nearly all of its bytes, are checked only after the caller
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from trainer.checkpoint import manifest, tensors, texts
 from trainer.checkpoint.configs import differences
 from trainer.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from trainer.errors import UserError
+from trainer.hosts import hosts
 from trainer.model import config_of
 from trainer.report.bars import byte_bar
 from trainer.report.lines import say
@@ -71,13 +73,15 @@ class RunCheckpoint:
     def check_tensors(self, console: Console) -> None:
         """Reads every tensor file and compares its size and checksum with those that it was written with.
 
+        Several hosts share the files, and all of them call this.
+
         Raises:
             UserError: names the file that is missing or damaged.
         """
-        names = [name for name in self._files if manifest.is_tensors(name)]
+        names = [name for name in self._files if manifest.is_tensors(name)][hosts().index :: hosts().count]
         total = sum(int(self._files[name]["bytes"]) for name in names)
         with byte_bar(console, f"checking {self.folder}", total) as advance:
-            manifest.check(self.folder, names, advance)
+            hosts().together(lambda: manifest.check(self.folder, names, advance))
 
     @property
     def has_adapter(self) -> bool:
@@ -211,7 +215,7 @@ def find_checkpoint(
     """Returns what ``--resume_from_checkpoint`` asks for: a path's checkpoint, or the newest whole one of ``output``.
 
     ``latest`` passes over damaged ones, and says so; those that were set aside it does not see. None if nothing was
-    asked for, or nothing was saved yet.
+    asked for, or nothing was saved yet. Several hosts find the same.
 
     Args:
         accept: raises UserError if the run can't go on from a checkpoint. It is called before the tensor files are
@@ -228,9 +232,10 @@ def find_checkpoint(
         found.check_tensors(console)
         return found
     problems = []
-    for step in reversed(live_steps(output)):
+    for step in reversed(hosts().once(lambda: live_steps(output))):
+        folder = folder_of(output, step)
         try:
-            found = RunCheckpoint(folder_of(output, step))
+            found = hosts().together(functools.partial(RunCheckpoint, folder))
         except UserError as error:
             problems.append(_passed_over(step, error, console))
             continue

@@ -12,6 +12,7 @@ import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
@@ -39,33 +40,59 @@ Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, value
 Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 
-def write_tensors(
-    folder: Folder, snapshot: Snapshot, shapes: Mapping[str, Sequence[int]], process: int = 0
-) -> dict[str, Checksum]:
-    """Writes the shards of ``snapshot`` in DCP's format; returns the manifest's entries of the files written.
+@dataclass(frozen=True)
+class Part:
+    """What one process wrote of a checkpoint's tensors.
+
+    Args:
+        files: the manifest's entries of the files written.
+        records: (tensor's name, its dtype, where the record's values lie in the whole, their shape, the record).
+    """
+
+    files: dict[str, Checksum]
+    records: list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], _StorageInfo]]
+
+
+def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> Part:
+    """Writes the shards of ``snapshot`` into a file of this process's own.
 
     DCP's own `save` is not used: its planners want the live tensors, and these are copies on the host.
 
     Args:
-        shapes: a tensor's name -> shape of the whole.
-        process: this process's number, which is in its file's name (only one process writes metadata yet).
+        process: this process's number, which is in its file's name.
 
     Raises:
         StorageError: the disk or the store did not take it.
     """
-    name, written = f"__{process}_0.distcp", dict[str, Checksum]()
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    with _hashed(folder, name, written) as stream:
+    name, part = f"__{process}_0.distcp", Part({}, [])
+    with _hashed(folder, name, part.files) as stream:
         for tensor, shards in snapshot.items():
             for offsets, values in layer_shards(tensor, shards):
                 begun = stream.tell()
                 # torch.save writes the whole storage of a view, so a view is copied first
                 torch.save(values if values.nbytes == values.untyped_storage().nbytes() else values.clone(), stream)
-                places[MetadataIndex(tensor, offsets)] = _StorageInfo(name, begun, stream.tell() - begun)
-                properties, size = TensorProperties(dtype=values.dtype), torch.Size(shapes[tensor])
-                entry = entries.setdefault(tensor, TensorStorageMetadata(properties, size, []))
-                entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.shape))
+                record = _StorageInfo(name, begun, stream.tell() - begun)
+                part.records.append((tensor, values.dtype, offsets, tuple(values.shape), record))
+    return part
+
+
+def write_listing(folder: Folder, parts: Sequence[Part], shapes: Mapping[str, Sequence[int]]) -> dict[str, Checksum]:
+    """Writes what makes one checkpoint of the parts; returns the manifest's entries of all files of tensors.
+
+    Args:
+        shapes: a tensor's name -> shape of the whole.
+
+    Raises:
+        StorageError: the disk or the store did not take it.
+    """
+    written = {name: entry for part in parts for name, entry in part.files.items()}
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for tensor, dtype, offsets, sizes, record in itertools.chain.from_iterable(part.records for part in parts):
+        places[MetadataIndex(tensor, offsets)] = record
+        properties, size = TensorProperties(dtype=dtype), torch.Size(shapes[tensor])
+        entry = entries.setdefault(tensor, TensorStorageMetadata(properties, size, []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     with _hashed(folder, METADATA, written) as stream:
         stream.write(pickle.dumps(Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)))
     return written

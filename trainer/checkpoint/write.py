@@ -6,6 +6,7 @@ the manifest (`trainer.checkpoint.manifest`) is written last. If a write fails, 
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 import time
@@ -23,6 +24,7 @@ from trainer.checkpoint import manifest, tensors
 from trainer.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
 from trainer.checkpoint.read import RunCheckpoint
 from trainer.errors import UserError
+from trainer.hosts import LostHost, hosts
 from trainer.storage import Folder, StorageError
 from trainer.xla import sharding
 
@@ -51,6 +53,7 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
+    Several hosts write a checkpoint together: each its shards, the first all that there is one of, the manifest last.
     Where it is used in a ``with``, the write under way has ended when that ends, whatever ended it.
 
     Args:
@@ -68,6 +71,7 @@ class CheckpointWriter:
     ) -> None:
         self.output, self.texts, self.limit, self.check_held = output, texts, limit, check_held
         self.lineage: Lineage = {}
+        self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
@@ -89,16 +93,20 @@ class CheckpointWriter:
             the steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this
             run comes to its step.
         """
+        self.lineage = self._hosts.once(lambda: self._begun(resume))
+        return self._hosts.once(lambda: [step for step in whole_steps(self.output) if step not in self.lineage])
+
+    def _begun(self, resume: RunCheckpoint | None) -> Lineage:
         self.check_held()
         for name in self.output.names():
             folder = self.output / name
             if NAME.fullmatch(name) and not manifest.is_whole(folder) and manifest.ours(folder.names()):
                 manifest.remove(folder)
-        self.lineage = {}
+        line: Lineage = {}
         if resume is not None and resume.folder == folder_of(self.output, resume.step):
-            self.lineage = line_to(self.output, resume.step, resume.ancestors)
-        write_lineage(self.output, self.lineage)
-        return [step for step in whole_steps(self.output) if step not in self.lineage]
+            line = line_to(self.output, resume.step, resume.ancestors)
+        write_lineage(self.output, line)
+        return line
 
     def save(
         self, state: Mapping[str, torch.Tensor], host: Mapping[str, Any], trainer_state: TrainerState
@@ -141,6 +149,8 @@ class CheckpointWriter:
         writing, self._writing = self._writing, None
         try:
             return None if writing is None else writing.result()
+        except LostHost:
+            raise
         except UserError as error:
             steps = [step for step in self.lineage if manifest.is_whole(folder_of(self.output, step))]
             kept = f"checkpoint-{steps[-1]} is whole" if steps else "no earlier one was saved"
@@ -159,31 +169,50 @@ class CheckpointWriter:
         texts: Mapping[str, bytes],
         best: int | None,
     ) -> Saved:
-        started = time.perf_counter()
+        started, job = time.perf_counter(), self._hosts
         folder = folder_of(self.output, step)
-        self.check_held()
-        if manifest.ours(folder.names()):
-            manifest.remove(folder)  # one that was set aside: this run comes to its step
         try:
-            files = tensors.write_tensors(folder, snapshot, shapes)
-            for name, data in texts.items():
-                parent, _, base = name.rpartition("/")
-                (folder / parent if parent else folder).write(base, data)
-                files[name] = manifest.checksum(data)
-            # first, or a kill in between would leave a whole checkpoint that counts as set aside
-            write_lineage(self.output, [*(other for other in self.lineage if other != step), step])
-            manifest.write_manifest(folder, files)
+            job.once(lambda: self._make_room(folder))
+            part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
+            parts = job.gather(part)
+            files = job.once(lambda: self._write_rest(folder, step, parts, shapes, texts))
         except BaseException:
-            _remove_quietly(folder)
+            if job.first:
+                _remove_quietly(folder)
             raise
-        manifest.check_written(folder, files)  # if that fails nothing is removed: it may be another run's by now
+        # if that fails nothing is removed: it may be another run's by now
+        job.once(lambda: manifest.check_written(folder, files))
         self.lineage.pop(step, None)
-        self.lineage[step] = manifest.mark(folder)
+        self.lineage[step] = job.once(lambda: manifest.mark(folder))
         for old in expired(list(self.lineage), self.limit, best):
-            manifest.remove(folder_of(self.output, old))
+            job.once(functools.partial(manifest.remove, folder_of(self.output, old)))
             del self.lineage[old]
         size = sum(int(entry["bytes"]) for entry in files.values())
         return Saved(step, size, time.perf_counter() - started)
+
+    def _make_room(self, folder: Folder) -> None:
+        self.check_held()
+        if manifest.ours(folder.names()):
+            manifest.remove(folder)  # one that was set aside: this run comes to its step
+
+    def _write_rest(
+        self,
+        folder: Folder,
+        step: int,
+        parts: Sequence[tensors.Part],
+        shapes: Mapping[str, Sequence[int]],
+        texts: Mapping[str, bytes],
+    ) -> dict[str, manifest.Checksum]:
+        """What there is one of, once every host has written its tensors; the manifest, last, makes it whole."""
+        files = tensors.write_listing(folder, parts, shapes)
+        for name, data in texts.items():
+            parent, _, base = name.rpartition("/")
+            (folder / parent if parent else folder).write(base, data)
+            files[name] = manifest.checksum(data)
+        # first, or a kill in between would leave a whole checkpoint that counts as set aside
+        write_lineage(self.output, [*(other for other in self.lineage if other != step), step])
+        manifest.write_manifest(folder, files)
+        return files
 
 
 def _remove_quietly(folder: Folder) -> None:

@@ -21,6 +21,7 @@ from trainer.data.documents import has_text, key_hash
 from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from trainer.data.rows import ROWS_AT_ONCE, count_in, too_few_rows
 from trainer.errors import UserError
+from trainer.hosts import hosts
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,7 @@ class StreamedOrder:
         return {"epoch": self._epoch, "row": row, "window": self._number, "start": vars(self._start)}
 
     def _next_window(self) -> Window:
-        if self._ahead is None:
-            self._ahead = Ahead(self._windows)
-        window = self._ahead.result()
+        window = hosts().once(self._made_ahead)  # the first host reads the stream, for all
         if self._window is not None:
             self._epoch, self._number, self._start, self._taken = window.epoch, window.number, window.start, 0
         elif (window.epoch, window.number) != (self._epoch, self._number) or self._taken > len(window):
@@ -229,5 +228,9 @@ class StreamedOrder:
                 why="it is not the stream that was read then",
                 instead="the data as they were, or a run from the start",
             )
+        return window
+
+    def _made_ahead(self) -> Window:
+        window = (self._ahead or Ahead(self._windows)).result()
         self._ahead = Ahead(self._windows)
         return window

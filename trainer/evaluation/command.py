@@ -11,6 +11,7 @@ from rich.console import Console
 
 from trainer.errors import UserError, did_you_mean
 from trainer.evaluation.arguments import EvaluationArguments
+from trainer.hosts import hosts
 from trainer.report.lines import say, waiting
 
 
@@ -34,6 +35,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     with waiting(console, "reading the tasks …"):
         manager, tasks = _load_tasks(options)
     opened = open_model(options, console)
+    console.quiet = console.quiet or not hosts().first
     lm = LM(opened.job, opened.step, opened.tokenizer, console)
     results: Any = simple_evaluate(
         lm,
@@ -53,7 +55,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     for (shape, _), generator in lm.generators.items():
         size = f"{shape.rows} × {shape.prompt} + {shape.new}"
         say(console, f"compiled {generator.compiles} times to generate rows × tokens of {size}")
-    if options.output_path is not None:
+    if options.output_path is not None and hosts().first:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         Path(options.output_path).write_text(text + "\n", encoding="utf-8")
         say(console, f"results: {options.output_path}")

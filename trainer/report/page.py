@@ -113,7 +113,9 @@ def _verdict(view: RunView) -> str:
 def _as_of(view: RunView) -> str:
     lives = len(view.lives)
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.lives[-1].ended))
-    return f"As of {when}. {'One process' if lives == 1 else f'{lives} processes, one after another'} so far."
+    restarts = sum(bool(life.after) for life in view.lives)
+    own = f" ({restarts} of them begun by the run itself)" if restarts else ""
+    return f"As of {when}. {'One process' if lives == 1 else f'{lives} processes, one after another{own}'} so far."
 
 
 def _latest(view: RunView) -> Iterator[tuple[str, str]]:
@@ -200,10 +202,12 @@ def _time(lives: Sequence[Life]) -> Iterator[str]:
                 _duration(life.ended - life.began),
                 f"{life.first:,}",
                 f"{life.last:,}",
+                life.after,
             )
             for life in lives
         ]
-        yield html_table(("process began (UTC)", "lived", "from step", "to step"), rows)
+        header = ("process began (UTC)", "lived", "from step", "to step", "begun by the run itself, after")
+        yield html_table(header, rows)
 
 
 def _held(view: RunView) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from trainer.report.bars import step_bar
+from trainer.report.goodput import WHAT
 from trainer.report.lines import say
 
 # log key → how a person reads it
@@ -34,11 +35,20 @@ _FORMATS = {
     "expert_load_entropy": "load entropy {:.3f}",
     "router_z_loss": "z-loss {:.3f}",
     "router_balance_loss": "balance loss {:.3f}",
+    "skipped_steps": "{} steps skipped",
+    "spike_step": "the last a spike at step {}:",
+    "spike_loss": "loss {:.4f}",
+    "spike_loss_limit": "(limit {:.4f})",
+    "spike_grad_norm": "grad norm {:.3f}",
+    "spike_grad_norm_limit": "(limit {:.3f})",
     "compiles": "{} compiles",
     "save_pause": "save pause {:.3f} s",
     "saved_step": "checkpoint-{} written",
     "save_bytes": "{:,} bytes",
     "save_seconds": "in {:.2f} s",
+    "goodput": "goodput {:.1%}",
+    "restarts": "{} restarts",
+    **{f"seconds/{cause}": f"{{:,.1f}} s {what}" for cause, what in WHAT.items()},
 }
 _SET_METRIC = re.compile(r"eval_(\w+)_(loss|perplexity|accuracy)")
 

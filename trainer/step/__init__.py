@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from trainer.step.compile_guard import CompileGuard
     from trainer.step.eval_step import EvalStep
     from trainer.step.measures import Predictions
-    from trainer.step.train_step import StepMetrics, TrainStep
+    from trainer.step.metrics import StepMetrics
+    from trainer.step.train_step import TrainStep
 
 __all__ = ["CompileGuard", "EvalStep", "Predictions", "StepMetrics", "TrainStep"]
 __getattr__, __dir__ = lazy_names(
@@ -20,6 +21,6 @@ __getattr__, __dir__ = lazy_names(
     CompileGuard="compile_guard",
     EvalStep="eval_step",
     Predictions="measures",
-    StepMetrics="train_step",
+    StepMetrics="metrics",
     TrainStep="train_step",
 )

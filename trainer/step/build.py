@@ -43,6 +43,7 @@ from trainer.step.placed import Placed
 from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
 from trainer.step.routing import make_routing, router_losses, watch_routing
+from trainer.step.spikes import spike_watch
 from trainer.step.train_step import StepOptions, TrainStep
 from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_buffers, place_parameters
@@ -89,6 +90,7 @@ def build(
         args.state_dtypes["optimizer_dtype"],
         args.seed,
         job.row_lengths,
+        spike_watch(args),
     )
     moments = restored and _with_zeros(job, restored)
     step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, loss.model, placed), trained)

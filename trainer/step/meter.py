@@ -10,7 +10,9 @@ from typing import Any
 from trainer.job import Job
 from trainer.model import training_flops
 from trainer.report.expert_load import ExpertLoad, log_entries
-from trainer.step.train_step import StepMetrics, TrainStep
+from trainer.step import spikes
+from trainer.step.metrics import StepMetrics
+from trainer.step.train_step import TrainStep
 from trainer.xla.chips import Chip
 from trainer.xla.runtime import compile_count
 
@@ -77,6 +79,8 @@ class Meter:
             logs["dropped_fraction"] = metrics.dropped_fraction
         if metrics.unscored_steps:
             logs["unscored_steps"] = metrics.unscored_steps
+        if metrics.spike is not None:
+            logs |= spikes.log_entries(metrics.spike, since=self._last)
         logs |= {**metrics.preferences, **metrics.router_losses, **log_entries(metrics.expert_load)}
         self.expert_load = metrics.expert_load
         self._clock, self._last, self._tokens = now, step, 0

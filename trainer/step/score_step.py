@@ -11,7 +11,7 @@ from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss
 from trainer.step.placed import Placed
 from trainer.xla import sharding
-from trainer.xla.batch import place_batch
+from trainer.xla.batch import own_rows, place_batch
 from trainer.xla.runtime import run_now
 
 UNSCORED = -100
@@ -59,7 +59,8 @@ class ScoreStep:
     def trace(self, batch: Tensors) -> torch.Tensor:
         """Build the graph of what a call yields for ``batch``, and run nothing."""
         mesh = self.placed.mesh
-        inputs = place_batch(batch, mesh, self.placed.batch_axes)
+        axes = self.placed.batch_axes
+        inputs = place_batch(own_rows(batch, mesh, axes), mesh, axes)
         with torch.no_grad():
             logits = self.loss.logits(self.placed.parameters, {"input_ids": inputs["input_ids"]})
             return sharding.constrain(row_scores(logits, inputs["targets"]), mesh, (None, None))

@@ -8,7 +8,7 @@ state is kept, although the host hears of it only at the next logging step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,50 +20,19 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from models import random_bits, scopes
 from models.partial_gradients import SUFFIX, Tensors
 from trainer.arrays import Array
-from trainer.report.expert_load import ExpertLoad
 from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss, scored_tokens
+from trainer.step.metrics import METRICS, MetricsLayout, StepMetrics
 from trainer.step.optimizer import AdamW, clip_factor, global_norm
 from trainer.step.placed import Placed
 from trainer.step.preference import LOGGED, Preference
 from trainer.step.routing import Routing, totals
+from trainer.step.spikes import SpikeWatch
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
 
 MOMENTS = ("first moment", "second moment")
-# behind them stand what a preference objective logs, the shares of `Routing.shares`, and last the run's steps without a
-# scored token, never reset
-METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step", "router_z_loss", "router_balance_loss")
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What the device has gathered since the last reading.
-
-    Args:
-        loss: mean over the steps since then; nats a token, auxiliary loss included.
-        grad_norm: of the last step, before clipping.
-        dropped_fraction: share of the (token, choice) pairs that no expert had room for, mean over layers and steps;
-            None where no layer has a capacity.
-        steps: optimizer steps since the last reading.
-        bad_step: the first step whose loss or gradient norm was not finite; 0 if none was.
-        router_losses: ``router_z_loss`` and ``router_balance_loss``, means over the steps, without their coefficients;
-            empty if none is added.
-        expert_load: of each layer with experts, all these steps together.
-        unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
-        preferences: what a preference objective logs, under trl's names, means over the steps; else empty.
-    """
-
-    loss: float
-    grad_norm: float
-    dropped_fraction: float | None
-    steps: int
-    bad_step: int
-    router_losses: dict[str, float]
-    expert_load: tuple[ExpertLoad, ...]
-    unscored_steps: int = 0
-    preferences: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +45,7 @@ class StepOptions:
         moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
         seed: gives, with the numbers of the step and the micro-batch, the key of what is random (dropout).
         lengths: tokens that rows of a batch may have, a compile for each; empty: those of the first batch.
+        spikes: which steps' updates are left out, or end the run; None: nobody looks.
     """
 
     accumulation: int = 1
@@ -83,6 +53,7 @@ class StepOptions:
     moment_dtype: torch.dtype = torch.float32
     seed: int = 0
     lengths: tuple[int, ...] = ()
+    spikes: SpikeWatch | None = None
 
 
 class TrainStep:
@@ -126,9 +97,9 @@ class TrainStep:
                 for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
             )
             self.moments[parameter_name] = first, second
-        self.names = METRICS + (LOGGED if loss.objective is not None else ())
-        metrics = _metrics(restored, len(self.names) + self.routing.size + 1)
-        self.metrics = sharding.place("metrics", metrics, self.mesh, (None,))
+        names = METRICS + (LOGGED if loss.objective is not None else ())
+        self.layout = MetricsLayout(names, self.routing, options.spikes)
+        self.metrics = sharding.place("metrics", self.layout.start(restored), self.mesh, (None,))
         self.guards = {
             length: CompileGuard(step_name(length, options.lengths), 1) for length in options.lengths or (0,)
         }
@@ -190,23 +161,8 @@ class TrainStep:
     def read_metrics(self, *, and_begin_anew: bool = True) -> StepMetrics:
         """Fetch the metrics: a run's one device-to-host transfer, made on logging steps. The means begin anew."""
         values = self.metrics.cpu().tolist()
-        loss, grad_norm, dropped, steps, bad_step, *router_losses = values[: len(METRICS)]
-        preferences = dict(zip(self.names[len(METRICS) :], values[len(METRICS) :], strict=False))
-        *shares, unscored = values[len(self.names) :]
         self.metrics_read |= and_begin_anew
-        count = max(int(steps), 1)
-        names = METRICS[-len(router_losses) :] if self.loss.router_losses.any else ()
-        return StepMetrics(
-            loss=loss / count,
-            grad_norm=grad_norm,
-            dropped_fraction=None if dropped < 0 else dropped / count,
-            steps=int(steps),
-            bad_step=int(bad_step),
-            router_losses={name: value / count for name, value in zip(names, router_losses, strict=False)},
-            expert_load=self.routing.loads(shares, capacity=dropped >= 0),
-            unscored_steps=int(unscored),
-            preferences={name: value / count for name, value in preferences.items()},
-        )
+        return self.layout.read(values, self.loss.router_losses.any)
 
     def _trace(self, batch: Tensors, scalars: torch.Tensor, random_keys: torch.Tensor) -> None:
         learning_rate, step, fresh = scalars.unbind()
@@ -215,11 +171,17 @@ class TrainStep:
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         good = finite & (self.metrics[METRICS.index("bad_step")] == 0)
         scored = scored_tokens(batch["labels"]) > 0
-        updates = step - self.metrics[-1]  # AdamW's count of steps
+        unscored = self.layout.unscored
+        updates = step - self.metrics[unscored]  # AdamW's count of steps
+        changes, after = good & scored, None
         with torch.no_grad(), scopes.scope("optimizer"):
-            self._update_parameters(gradients, norm, good & scored, (learning_rate, updates))
-            self.routing.update_biases(recorded, good & scored)
-            self._update_metrics((loss, norm), recorded, (good, fresh, step, scored))
+            if (spikes := self.options.spikes) is not None:
+                before = self.metrics[unscored + 1 :]
+                spike, ends, after = spikes.judged(before, (step, loss, norm), changes)
+                good, changes, updates = good & ~ends, changes & ~spike, updates - spikes.skipped(before)
+            self._update_parameters(gradients, norm, changes, (learning_rate, updates))
+            self.routing.update_biases(recorded, changes)
+            self._update_metrics((loss, norm), recorded, (good, fresh, step, scored), after)
 
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
@@ -256,6 +218,7 @@ class TrainStep:
         found: tuple[torch.Tensor, torch.Tensor],
         recorded: Tensors,
         flags: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        spikes: torch.Tensor | None,
     ) -> None:
         """Add this step to the metrics.
 
@@ -264,13 +227,15 @@ class TrainStep:
             recorded: what else :meth:`loss_and_gradients` found.
             flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
                 token was scored.
+            spikes: the new state of those who look for them.
         """
         (loss, norm), (good, fresh, step, scored) = found, flags
         zero = torch.zeros_like(loss)
         dropped = self.routing.dropped_fraction(recorded)
         added = [loss, norm, zero - 1 if dropped is None else dropped, zero + 1, zero]
-        added += [recorded.get(name, zero) for name in self.names[len(added) :]]
-        before, unscored = self.metrics[:-1], self.metrics[-1:]
+        added += [recorded.get(name, zero) for name in self.layout.names[len(added) :]]
+        end = self.layout.unscored
+        before, unscored = self.metrics[:end], self.metrics[end : end + 1]
         sums = torch.where(fresh > 0, torch.zeros_like(before), before)
         new = torch.stack(added)
         if self.routing.experts:
@@ -279,14 +244,15 @@ class TrainStep:
         norm = torch.where(scored, norm, before[METRICS.index("grad_norm")])
         bad_step = self.metrics[METRICS.index("bad_step")]
         bad_step = torch.where(good | (bad_step != 0), bad_step, step)
-        values = (
+        values = [
             new[:1],
             norm.view(1),
             new[2:4],
             bad_step.view(1),
             new[5:],
             torch.where(scored, unscored, unscored + 1),
-        )
+            *([] if spikes is None else [spikes]),
+        ]
         self.metrics.copy_(sharding.constrain(torch.cat(values), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
@@ -380,16 +346,6 @@ class TrainStep:
 def step_name(length: int, lengths: Sequence[int]) -> str:
     """The name of the step on rows of ``length`` tokens, one of ``lengths``."""
     return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
-
-
-def _metrics(restored: Callable[[str], Array] | None, size: int) -> torch.Tensor:
-    """The metrics to begin with, [size]; an older version saved fewer, and the rest are zeros."""
-    metrics = torch.zeros(size)
-    if restored:
-        saved = restored("metrics")
-        known = min(saved.shape[0], size)
-        metrics[:known] = saved[(slice(0, known),)]
-    return metrics
 
 
 def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ from models.adapters.lora import A, B, Lora, base_of
 from models.experts.scaled import ScaledExperts
 from trainer.arrays import Array, Slices
 from trainer.errors import UserError
+from trainer.hosts import hosts
 from trainer.lora import CONFIG, WEIGHTS, adapted_shapes, as_config
 from trainer.report.bars import byte_bar
 from trainer.storage import Folder
@@ -272,6 +273,7 @@ def save_adapter(
             for path in sorted(Path(scratch).iterdir()):
                 folder.write(path.name, path.read_bytes())
     folder.write(CONFIG, (json.dumps(files.config(), indent=2) + "\n").encode())
+    hosts().once(lambda: None)  # by now the first host has written them
     prove(folder, files, factors)
 
 

@@ -37,6 +37,12 @@ def place_batch(
     }
 
 
+def own_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Of a batch that every process has whole, the rows that :func:`place_batch` wants from this one."""
+    index, count = batch_share(mesh, batch_axes)
+    return {name: t.chunk(count)[index] for name, t in batch.items()}
+
+
 class HostRows:
     """A batch tensor [rows, ...] of which this process holds share ``index`` of ``count`` equal shares.
 

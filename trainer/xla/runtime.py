@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import warnings
 from collections.abc import Mapping
 
@@ -15,10 +13,13 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
 
+from trainer.cache import cache_root
 from trainer.errors import UserError
+from trainer.hosts import connect, hosts
 from trainer.xla.chips import CHIPS, Chip
 
 VIRTUAL_DEVICES = 8
+MEETING_PORT = 8546  # torch_xla's own coordinator has 8547 by default, and gets the next one here
 _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails beyond it
 
 
@@ -31,7 +32,7 @@ def init_runtime() -> str:
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of the devices if they are open already;
-            the devices cannot be opened; or the job has several processes.
+            the devices cannot be opened; or the job's hosts did not come together.
     """
     kind = _prepare()
     count = _open(kind)
@@ -99,15 +100,14 @@ def chip() -> Chip | None:
 
 
 def watch_for_preemption() -> bool:
-    """On a pod of TPU hosts, let torch_xla take SIGTERM, so that all stop at the same step; False elsewhere.
-
-    This path has never run: there was no TPU to run it on, and :func:`init_runtime` refuses several hosts.
-    """
-    if device_kind() != "TPU" or xr.process_count() == 1:
+    """Let torch_xla take SIGTERM where the job has several hosts: all stop at the same step. False elsewhere."""
+    job = hosts()
+    if not job.several:
         return False
+    address, port = meeting_place(os.environ)
     # semi-private, as torch_xla's own CheckpointManager does: torch_xla/experimental/distributed_checkpoint/manager.py,
-    # torch_xla 2.9
-    torch_xla._XLAC._ensure_xla_coordinator_initialized(xr.process_index(), xr.process_count(), xr.get_master_ip())
+    # torch_xla 2.9; not its get_master_ip(), which names "localhost" on slices of one host
+    torch_xla._XLAC._ensure_xla_coordinator_initialized(job.index, job.count, address, str(port + 1))
     torch_xla._XLAC._activate_preemption_sync_manager()
     return True
 
@@ -117,26 +117,16 @@ def stops_after(step: int) -> bool:
     return torch_xla._XLAC._sync_point_reached(step)  # semi-private: see watch_for_preemption
 
 
-def processes_told(environment: Mapping[str, str]) -> int:
-    """How many processes the variables of a TPU job say that it has; 1 where they say nothing.
+def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
+    """The address of the job's first host and a port of it, the next one too: where the hosts come together.
 
-    A TPU VM has none of them set for it: there the number shows once the devices are open.
+    MASTER_ADDR and MASTER_PORT say it, as for torch's own launchers; else what a TPU job is told of its slices
+    (MEGASCALE_COORDINATOR_ADDRESS) or of the hosts of its one (TPU_WORKER_HOSTNAMES); else the TPU VM's metadata.
     """
-    # a shape such as 2,2,1; a job that is told to take one host of several has it too
-    bounds = re.findall(r"\d+", environment.get("TPU_PROCESS_BOUNDS", ""))
-    hosts = math.prod(map(int, bounds)) if bounds else len(environment.get("TPU_WORKER_HOSTNAMES", "").split(","))
-    slices = environment.get("MEGASCALE_NUM_SLICES", "")
-    return hosts * (int(slices) if slices.isdecimal() else 1)
-
-
-def _refuse_several(processes: int) -> None:
-    if processes > 1:
-        raise UserError(
-            asked="a run on the devices of this job",
-            found=f"they belong to {processes} processes, as those of several TPU hosts do",
-            why="each process would write the part of the model that it holds as if it were the whole",
-            instead="a TPU slice of one host; scripts/compile.py says what a step takes on any slice",
-        )
+    port = int(environment.get("MASTER_PORT", MEETING_PORT))
+    first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition("/")[2].partition(":")[0]
+    named = (environment.get("MASTER_ADDR"), first, environment.get("TPU_WORKER_HOSTNAMES", "").partition(",")[0])
+    return next(filter(None, named), None) or xr.get_master_ip(), port
 
 
 def _prepare() -> str:
@@ -145,8 +135,6 @@ def _prepare() -> str:
     # such as `selu`: torch_xla 2.9 replaces it below autograd, and gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")
     kind = device_kind()
-    if kind == "TPU":  # before they are opened: that waits for the other hosts
-        _refuse_several(processes_told(os.environ))
     if kind == "CPU":
         _check_virtual_devices(os.environ.setdefault("CPU_NUM_DEVICES", str(VIRTUAL_DEVICES)))
         _give_devices_threads(int(os.environ["CPU_NUM_DEVICES"]))
@@ -166,7 +154,11 @@ def _open(kind: str) -> int:
             why="the runtime cannot open these devices",
             instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
         ) from error
-    _refuse_several(xr.process_count())
+    if kind == "TPU" and "XLA_PERSISTENT_CACHE_PATH" not in os.environ:
+        # each process its own: they write at the same time. It has never run: the CPU client can't read what it wrote
+        xr.initialize_cache(str(cache_root() / "xla" / str(xr.process_index())))
+    if (processes := xr.process_count()) > 1:
+        connect(xr.process_index(), processes, *meeting_place(os.environ))
     return count
 
 

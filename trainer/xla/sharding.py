@@ -17,9 +17,10 @@ import torch_xla
 from models.op_arguments import as_text, from_text
 from trainer.arrays import Array, Slices
 from trainer.errors import UserError
+from trainer.hosts import hosts
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.xla.mesh import AbstractMesh, DeviceMesh, device_order, local_devices
-from trainer.xla.runtime import wait_for_devices
+from trainer.xla.runtime import device_count, run_now, wait_for_devices
 
 REPLICATED = "{replicated}"
 _REMEMBERED = 4096  # layouts whose translation is kept: far more than a run has, and what is dropped is made again
@@ -102,12 +103,31 @@ def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, 
 
 
 def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
-    """The shards of the whole tensor: (where each lies in it, its values on the host). No replica is listed twice, and
-    nothing is compiled.
+    """The shards that this process has to keep: (where each lies in the whole, its values on the host).
 
-    Raises:
-        UserError: other processes hold some of them.
+    No part is listed twice, on this host or on two, and all hosts together list the whole. Nothing is compiled.
     """
+    return [(where, values) for replica, where, values in _local_shards(tensor) if replica == 0]
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A placed tensor, whole, on the host. Of several hosts all must ask for it: it is gathered over the devices."""
+    if not hosts().several:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for where, shard in shards(tensor):
+            whole[where] = shard
+        return whole
+    # A row for each device, all alike, and each device's row is the whole. Not a replicated output: the compiler shards
+    # an output that is said to be replicated as its operand is.
+    count = device_count()
+    rows = tensor.detach().unsqueeze(0).expand(count, *tensor.shape)
+    gathered = _constrain(rows, as_text(((("all", count),), None, ("all", *[None] * tensor.dim()))))
+    run_now([gathered])
+    return _local_shards(gathered)[0][2].squeeze(0)
+
+
+def _local_shards(tensor: torch.Tensor) -> list[tuple[int, Slices, torch.Tensor]]:
+    """Of each of this process's devices: which replica of its part it holds, where that lies, and its values."""
     wait_for_devices()  # a step that is still being launched has no shards yet
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     ((values, places),) = zip(
@@ -116,28 +136,10 @@ def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
         strict=True,
     )
     whole = tuple(slice(0, size) for size in tensor.shape)
-    found = [
-        (whole if where is Ellipsis else tuple(where), shard)
+    return [
+        (replica, whole if where is Ellipsis else tuple(where), shard)
         for (shard, _), (replica, where) in zip(values, places, strict=True)
-        if replica == 0
     ]
-    held = sum(shard.numel() for _, shard in found)
-    if held != tensor.numel():
-        raise UserError(
-            asked=f"the values of a tensor of shape {list(tensor.shape)}",
-            found=f"this process holds {held:,} of its {tensor.numel():,} elements",
-            why="the others lie on other hosts, and are not gathered yet",
-            instead="a run on one host",
-        )
-    return found
-
-
-def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A placed tensor, whole, on the host: its :func:`shards` put together."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for where, shard in shards(tensor):
-        whole[where] = shard
-    return whole
 
 
 def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: Mapping[str, PartitionSpec]) -> None:

@@ -30,7 +30,7 @@ from trainer.checkpoint import listing, manifest, records
 from trainer.checkpoint.host_state import random_state, set_random_state
 from trainer.checkpoint.plain_pickle import read_pickle
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from trainer.checkpoint.tensors import write_tensors
+from trainer.checkpoint.tensors import write_listing, write_part
 from trainer.checkpoint.write import as_json, run_texts
 from trainer.data.batches import TrainingBatches
 from trainer.data.rows import StoredRows
@@ -56,7 +56,8 @@ def write_checkpoint(folder: Path) -> Path:
     rows_of_head = [(slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 4))]
     boxes = {"model.layers.*.mlp.up_proj.weight": halves, "lm_head.weight": rows_of_head}
     snapshot = {name: [(box, whole[name][box].clone()) for box in boxes[name]] for name in whole}
-    files = write_tensors(Folder(folder), snapshot, {name: tuple(values.shape) for name, values in whole.items()})
+    shapes = {name: tuple(values.shape) for name, values in whole.items()}
+    files = write_listing(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
     batches = TrainingBatches(rows(), 2, seed=1)
     next(batches)
     history = [{"loss": 5.0, "grad_norm": 1.0, "step": 1, "epoch": 0.1}, {"eval_loss": 5.0, "step": 1, "epoch": 0.1}]

@@ -1,0 +1,91 @@
+"""How long a run takes from SIGTERM to a whole checkpoint, against the state's bytes: what fits into a grace of 30 s.
+
+python scripts/measure/grace.py                          four sizes of a Llama, in a temporary folder
+python scripts/measure/grace.py --folder /mnt/shared     on that disk
+
+Each run is told to stop by SIGTERM between two log lines. It ends the step, copies the state to the host and writes it
+out; a file is on the disk when it counts (fsync). Engines that take machines away give 30 s (GKE's default for a pod,
+and a spot TPU's notice); of several hosts each writes its own part at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig
+
+from trainer.cli import Parser
+from trainer.errors import PREEMPTED, exit_code
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+WIDTHS = (256, 512, 1024, 1536)
+GRACE = 30.0  # seconds
+
+
+def config(width: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=2048,
+        max_position_embeddings=64,
+    )
+
+
+def measure(width: int, folder: Path) -> tuple[int, float, float]:
+    """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process."""
+    config(width).save_pretrained(folder)
+    (folder / "text.txt").write_text("\n".join(f"{a} and {b} make {a + b}." for a in range(90) for b in range(90)))
+    command = [
+        *(sys.executable, TRAIN, "--recipe", "llama_fsdp", "--model", folder / "config.json", "--sequence_length", 64),
+        *("--dataset", folder / "text.txt", "--output_dir", folder / "out", "--logging_steps", 1, "--max_steps", 1000),
+        *("--save_steps", 1000, "--eval_on_start", "false", "--max_eval_rows", 8),
+    ]
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=out, stderr=out, env={**os.environ, "PJRT_DEVICE": "CPU"}
+        )
+        while "step      3" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        told = time.time()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait()
+        ended = time.time() - told
+    assert code == PREEMPTED, log.read_text()
+    (manifest,) = (folder / "out").glob("checkpoint-*/manifest.json")
+    size = sum(int(entry["bytes"]) for entry in json.loads(manifest.read_text())["files"].values())
+    return size, manifest.stat().st_mtime - told, ended
+
+
+def main() -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--folder", help="Where the runs write. Default: the system's folder for temporary files.")
+    args = parser.parse_args()
+    table = Table("state", "SIGTERM to a whole checkpoint", "to the end", "bytes/s", f"fits in {GRACE:.0f} s")
+    for width in WIDTHS:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            size, whole, ended = measure(width, Path(folder))
+        rate = size / whole
+        table.add_row(
+            *(f"{size / 1e6:,.0f} MB", f"{whole:.1f} s", f"{ended:.1f} s", f"{rate / 1e6:,.0f} MB/s"),
+            f"{rate * GRACE / 1e9:,.1f} GB a host",
+        )
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,157 @@
+"""The whole program on several hosts: processes that each have a part of the devices, as on a pod.
+
+What runs: torch_xla's own multi-host code, our own, and XLA's CPU compiler and collectives across processes. What it
+can't show: a TPU's runtime, its links, and the network of a pod.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from tests.support.hosts import HostLives, assert_same_losses, close, log_of, same_weights, wait_until
+from tests.support.lives import tiny_run, write_text
+from trainer.checkpoint import manifest
+from trainer.checkpoint.lineage import whole_steps
+from trainer.checkpoint.read import RunCheckpoint
+from trainer.errors import INTERRUPTED, PREEMPTED
+from trainer.storage import Folder
+
+pytestmark = pytest.mark.slow
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    write_text(folder)
+    (folder / "programs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lives(home) -> Iterator[HostLives]:
+    with HostLives(HOST_PROGRAMS=str(home / "programs"), SHARDWRIGHT_CACHE=str(home / "cache")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def job(home) -> SimpleNamespace:
+    arguments = [
+        *(*tiny_run(home), "--max_steps", STEPS, "--logging_steps", 1, "--save_steps", 4),
+        *("--eval_strategy", "steps", "--eval_steps", 6),
+    ]
+    return SimpleNamespace(home=home, arguments=arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(job, lives) -> Path:
+    """The output of the job on one host that is never stopped."""
+    output = job.home / "one"
+    assert lives.run(job.home / "one-logs", *job.arguments, "--output_dir", output, hosts=1) == [0]
+    return output
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_job_has_the_losses_and_the_weights_of_one_host_and_each_host_writes_its_part(job, lives, whole, hosts):
+    for each in (job.home / "programs").iterdir():
+        each.unlink()
+    output, logs = job.home / f"of-{hosts}", job.home / f"of-{hosts}-logs"
+    assert lives.run(logs, *job.arguments, "--output_dir", output, hosts=hosts) == [0] * hosts
+    assert_same_losses(output, whole)
+    assert same_weights(output, whole)
+    # one program on every host: what each compiled is equal byte for byte, and in one order
+    programs = {each.name: each.read_text() for each in (job.home / "programs").iterdir()}
+    assert sorted(programs) == list(map(str, range(hosts)))
+    assert len(set(programs.values())) == 1
+    # only the first host speaks
+    assert "loss" in log_of(logs, 0)
+    assert not any("loss" in log_of(logs, host) or "error" in log_of(logs, host) for host in range(1, hosts))
+    parts = sorted(path.name for path in (output / "checkpoint-12").glob("*.distcp"))
+    assert parts == [f"__{host}_0.distcp" for host in range(hosts)]
+    assert whole_steps(Folder(output)) == whole_steps(Folder(whole)) == [4, 8, 12]
+    assert sorted(os.listdir(output)) == sorted(os.listdir(whole)), "nothing is left behind"
+    # the same state as one host's, put together from all parts
+    ours, theirs = (RunCheckpoint(Folder(each / "checkpoint-12")) for each in (output, whole))
+    ours.check_tensors(Console(quiet=True))
+    assert ours._tensors.entries.keys() == theirs._tensors.entries.keys()
+    for name, entry in theirs._tensors.entries.items():
+        where = tuple(slice(0, size) for size in entry.size)
+        assert close(ours._tensors(name)[where], theirs._tensors(name)[where]), name
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 1), (1, 2)])
+def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, lives, whole, wrote, reads):
+    output, logs = job.home / f"{wrote}-to-{reads}", job.home / f"{wrote}-to-{reads}-logs"
+    short = [*job.arguments, "--output_dir", output, "--resume_from_checkpoint", "latest"]
+    processes = lives.start(logs, *short, hosts=wrote)
+    wait_until(lambda: (output / "checkpoint-4" / manifest.MANIFEST).exists())
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    lives.wait()
+    assert lives.run(logs, *short, hosts=reads) == [0] * reads
+    assert "resume:" in log_of(logs, 0)
+    assert_same_losses(output, whole)
+    assert same_weights(output, whole)
+
+
+def test_hosts_save_into_one_bucket_and_another_number_goes_on_from_it(job, whole, s3, tmp_path):
+    output = f"{s3}/several-hosts"
+    arguments = [*job.arguments, "--output_dir", output, "--resume_from_checkpoint", "latest"]
+    with HostLives(SHARDWRIGHT_CACHE=str(job.home / "cache")) as lives:  # whose environment names the server
+        processes = lives.start(tmp_path / "two", *arguments, hosts=2)
+        wait_until(lambda: (Folder(output) / "checkpoint-4").exists(manifest.MANIFEST))
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        lives.wait()
+        # a store's lock is a file: that of the dead is watched for a while before it is taken over
+        assert lives.run(tmp_path / "four", *arguments, hosts=4) == [0] * 4
+    assert "resume:" in log_of(tmp_path / "four", 0)
+    names = (Folder(output) / "checkpoint-12").names()
+    assert [name for name in names if name.endswith(".distcp")] == [f"__{host}_0.distcp" for host in range(4)]
+    (tmp_path / "trainer_state.json").write_bytes(Folder(output).read("trainer_state.json"))
+    assert_same_losses(tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (["--seed", 7], r"--seed: \d+ on host 0, 7 on host 1"),
+        (["--dataset", "{home}/other"], r"--dataset: "),
+    ],
+)
+def test_hosts_that_disagree_are_stopped_with_what_differs(job, lives, other, found, tmp_path):
+    theirs = [*job.arguments, *(str(word).replace("{home}", str(job.home)) for word in other)]
+    output = ("--output_dir", tmp_path / "out")
+    codes = lives.run(tmp_path / "logs", *job.arguments, *output, hosts=2, others=[*theirs, *output])
+    assert codes == [2, 2]
+    for host in (0, 1):
+        assert re.search(found, log_of(tmp_path / "logs", host))
+        assert "Traceback" not in log_of(tmp_path / "logs", host)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "code"),
+    [(1, signal.SIGTERM, PREEMPTED), (0, signal.SIGTERM, PREEMPTED), (1, signal.SIGINT, INTERRUPTED)],
+)
+def test_a_signal_to_one_host_stops_all_after_the_same_step(job, lives, host, number, code, tmp_path):
+    arguments = [*job.arguments, "--max_steps", 4000, "--eval_strategy", "no", "--logging_steps", 50]
+    arguments += ["--save_steps", 100_000]
+    output, logs = tmp_path / "out", tmp_path / "logs"
+    processes = lives.start(logs, *arguments, "--output_dir", output, hosts=2)
+    wait_until(lambda: "step     50" in log_of(logs, 0))
+    os.kill(processes[host], number)
+    assert lives.wait() == [code, code]
+    (step,) = whole_steps(Folder(output))
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert state["global_step"] == step < 4000
+    assert "Traceback" not in log_of(logs, 0) + log_of(logs, 1)

@@ -1,0 +1,55 @@
+"""A process as one host of several: ``python -m tests.support.host INDEX COUNT PORT DEVICES SCRIPT …`` runs a script.
+
+Its devices are virtual ones of jax's CPU client (`tests.support.pjrt_devices`); those of the other hosts are real to it
+as well: a computation over all of them runs in all the processes at once, and its collectives cross them.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import runpy
+import sys
+
+ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def become(index: int, count: int, port: int, devices: int) -> None:
+    """Make this process host ``index`` of ``count``, with so many devices; ``port`` and the next two are free."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    if count > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port + 2}", count, index)
+    from tests.support import pjrt_devices
+    from trainer import watchdog
+
+    pjrt_devices.install()
+    limited, _, size = os.environ.get("HOST_FILE_LIMIT", "").partition(":")
+    if limited == str(index):  # its disk takes no larger file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+    watchdog.SILENT = float(os.environ.get("HOST_SILENT", watchdog.SILENT))
+
+
+def end(code: int) -> None:
+    """End this process. jax would wait for all the others first, which a TPU's runtime does not."""
+    from trainer.hosts import leave
+
+    leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    become(*map(int, sys.argv[1:5]))
+    sys.argv = sys.argv[5:]
+    code: object = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code
+    end(int(code or 0) if isinstance(code, int | None) else 1)

@@ -1,0 +1,131 @@
+"""Loss spikes: a step far above what the last good steps were like, found on the device within the step itself.
+
+What is usual is the median of a window, and how far from it is usual the median distance: a few wild values move
+neither, as they would a mean and a standard deviation. The window is a part of the step's metrics, so it crosses to the
+host and into checkpoints with these, and every host has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.arguments import TrainingArguments
+
+MOST_IN_A_ROW = 16  # so many steps above the limit one after another are no spike: that is the level now
+_AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median distance from the median
+_LEAST = 0.01  # of the median: a loss that hardly moves is not a spike whenever it does
+
+
+@dataclass(frozen=True)
+class Spike:
+    """The last step that was a spike, and how many were.
+
+    Args:
+        step: its number; 0: there was none.
+        loss, grad_norm: its own.
+        loss_limit, grad_norm_limit: what they were to stay below.
+        skipped: steps of the whole run whose update was left out.
+        in_a_row: spikes without a good step between them, up to the last step.
+    """
+
+    step: int
+    loss: float
+    loss_limit: float
+    grad_norm: float
+    grad_norm_limit: float
+    skipped: int
+    in_a_row: int
+
+
+_FIELDS = 8  # those of Spike, and first how many good steps there were
+
+
+@dataclass(frozen=True)
+class SpikeWatch:
+    """Which steps are spikes, as a pure function of a state of :attr:`size` numbers, zeros at first.
+
+    Args:
+        window: good steps that a step is compared with; none is a spike before there were as many.
+        threshold: how many times as far from the median as usual a spike is.
+        skips: a spike's update is left out, and the next step goes on; else the state is held until the host hears.
+    """
+
+    window: int
+    threshold: float
+    skips: bool
+
+    @property
+    def size(self) -> int:
+        """How many numbers the state has."""
+        return _FIELDS + 2 * self.window
+
+    def skipped(self, state: torch.Tensor) -> torch.Tensor:
+        """How many updates were left out."""
+        return state[6]
+
+    def judged(
+        self, state: torch.Tensor, found: Sequence[torch.Tensor], counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Whether a step is a spike, whether it ends the run, and the state after it; all on the device.
+
+        Args:
+            state: the state before, [size].
+            found: the step's number, loss and gradient norm.
+            counts: whether it is a step that can be good: finite, with a scored token, and none before it ended the
+                run.
+        """
+        step, loss, norm = found
+        seen, skipped, in_a_row = state[0], state[6], state[7]
+        windows = state[_FIELDS:].view(2, self.window)
+        limits = self._limits(windows)
+        values = torch.stack([loss, norm])
+        spike = counts & (seen >= self.window) & (values > limits).any()
+        good, zero = counts & ~spike, torch.zeros_like(seen)
+        row = torch.where(spike, in_a_row + 1, torch.where(counts, zero, in_a_row))
+        ends = spike & (row >= MOST_IN_A_ROW) if self.skips else spike
+        last = torch.stack([step, loss, limits[0], norm, limits[1]])
+        counted = torch.stack([skipped + (spike & ~ends).to(skipped.dtype), row])
+        after = torch.cat(
+            [
+                (seen + good.to(seen.dtype)).view(1),
+                torch.where(spike, last, state[1:6]),
+                counted,
+                torch.where(good, torch.cat([windows[:, 1:], values.view(2, 1)], 1), windows).flatten(),
+            ]
+        )
+        return spike, ends, after
+
+    def read(self, state: Sequence[float]) -> Spike:
+        """What the numbers of a state say."""
+        step, loss, loss_limit, norm, norm_limit, skipped, in_a_row = state[1:_FIELDS]
+        return Spike(int(step), loss, loss_limit, norm, norm_limit, int(skipped), int(in_a_row))
+
+    def _limits(self, windows: torch.Tensor) -> torch.Tensor:
+        """What the next step is to stay below: [..., window] -> [...]."""
+        middle = _median(windows)
+        usual = torch.maximum(_AS_SIGMA * _median((windows - middle.unsqueeze(-1)).abs()), _LEAST * middle.abs())
+        return middle + self.threshold * usual
+
+
+def _median(values: torch.Tensor) -> torch.Tensor:
+    """The median along the last dimension: of an even number of values the mean of the middle two."""
+    ordered, half = torch.sort(values, -1).values, values.shape[-1] // 2
+    return (ordered[..., half] + ordered[..., (values.shape[-1] - 1) // 2]) / 2
+
+
+def spike_watch(args: TrainingArguments) -> SpikeWatch | None:
+    """Who looks for spikes as ``args`` say; None: nobody."""
+    skips = args.on_spike == "skip"
+    return None if args.on_spike == "no" else SpikeWatch(args.spike_window, args.spike_threshold, skips)
+
+
+def log_entries(spike: Spike, since: int) -> dict[str, float]:
+    """What the log says of spikes: how many updates were left out, and of one after step ``since`` what it was."""
+    logs: dict[str, float] = {"skipped_steps": spike.skipped} if spike.skipped else {}
+    if spike.step > since:
+        names = ("step", "loss", "loss_limit", "grad_norm", "grad_norm_limit")
+        logs |= {f"spike_{name}": getattr(spike, name) for name in names}
+    return logs
