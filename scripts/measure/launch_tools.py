@@ -6,12 +6,14 @@ python scripts/measure/launch_tools.py --home DIR         where the environments
 
 xpk plans a dry run, and its own shell is run with a stand-in for training. SkyPilot parses the task and says for every
 exit code whether it would start again. kubernetes-validate takes the Job in the JobSet (tests/launch has its CRD).
-gcloud parses the commands. Ray runs two workers a slice on a cluster here. hadolint reads the Dockerfile.
+gcloud parses the commands. Ray runs two workers a slice on a cluster here, and scripts/train.py on two. hadolint reads
+the Dockerfile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shlex
@@ -19,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ray_cluster import SAVER, WORKER
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -290,44 +294,18 @@ def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
     yield "it refuses an option that it has not"
 
 
-# a host of training's stand-in: the first start ends as a preempted run does, the second says where it is
-_WORKER = """
-import os, pathlib, sys
-names = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES",
-         "MEGASCALE_COORDINATOR_ADDRESS", "PJRT_DEVICE", "XLA_PERSISTENT_CACHE_PATH")
-index = os.environ.get("MEGASCALE_SLICE_ID", "0") + "-" + os.environ["TPU_WORKER_ID"]
-mark = pathlib.Path(sys.argv[1], index)
-if not mark.exists():
-    mark.write_text("")
-    sys.exit(75)
-print("worker", {name: os.environ[name] for name in names if name in os.environ}, flush=True)
-"""
-# one that saves when it is told to end
-_SAVER = """
-import os, pathlib, signal, sys, time
-mark = pathlib.Path(sys.argv[1], "ready-" + os.environ["TPU_WORKER_ID"])
-def save(*_):
-    time.sleep(2)
-    mark.with_name("saved-" + os.environ["TPU_WORKER_ID"]).write_text("")
-    sys.exit(75)
-signal.signal(signal.SIGTERM, save)
-mark.write_text("")
-time.sleep(300)
-"""
-
-
 def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     """A cluster of two hosts a slice runs the job as it is submitted: two workers, and again after a 75."""
     for slices in (1, 2):
         with _ray_cluster(venv, slices) as address:
-            printed = venv.run(_ray_job(_WORKER, slices, scratch), scratch, RAY_API_SERVER_ADDRESS=address)
+            printed = venv.run(_ray_job(WORKER, slices, scratch), scratch, RAY_API_SERVER_ADDRESS=address)
             workers = [line[line.index("worker {") :] for line in printed.splitlines() if "worker {" in line]
             assert len(workers) == 2 * slices, printed[-800:]
             assert "restart 1 of 50" in printed, printed[-800:]
             yield f"{slices} slice{'s' if slices > 1 else ''}: again after exit code 75, then done:"
             yield from sorted(workers)
     with _ray_cluster(venv, 1) as address:
-        job = _ray_job(_SAVER, 1, scratch)
+        job = _ray_job(SAVER, 1, scratch)
         venv.run([*job[:3], "--no-wait", *job[3:]], scratch, RAY_API_SERVER_ADDRESS=address)
         marks = Path(job[-1])
         _until(lambda: len(list(marks.glob("ready-*"))) == 2, 120)
@@ -336,15 +314,45 @@ def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
         saved = sorted(path.name for path in marks.glob("saved-*"))
         assert saved == ["saved-0", "saved-1"], saved
         yield f"{shlex.join(stopped)}: both workers were told, and saved"
+    yield from _train_on_ray(venv, scratch)
 
 
 def _ray_job(program: str, slices: int, scratch: Path) -> list[str]:
     """The command that submits the target's job, with ``program`` as what each host runs; its last word is a folder."""
-    # Ray leaves out lines that several workers print alike
-    plan = _written("ray", _request("v5p:2x2x2", slices, environment={"RAY_DEDUP_LOGS": "0"}), scratch)
+    return _submitted(["python", "-c", program, tempfile.mkdtemp(dir=scratch)], slices, scratch)
+
+
+def _submitted(each: list[str], slices: int, scratch: Path) -> list[str]:
+    """The command that submits the target's job, with ``each`` as what each host runs, and waits for its end."""
+    # Ray leaves out lines that several workers print alike; the tests are not sent to the hosts
+    variables = {"RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+    plan = _written("ray", _request("v5p:2x2x2", slices, environment=variables), scratch)
     command = [word for word in plan.commands[0] if word != "--no-wait"]
     at = len(command) - command[::-1].index("--")  # behind it stands the run's own command
-    return [*command[:at], "python", "-c", program, tempfile.mkdtemp(dir=scratch)]
+    return [*command[:at], *each]
+
+
+def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
+    """scripts/train.py on two workers, each with four virtual devices of one mesh (tests/support/host.py)."""
+    if importlib.util.find_spec("torch_xla") is None:
+        raise RuntimeError(f"{sys.executable} can't train: pip install -e '.[test]'")
+    # Ray's Python sees the packages of this one behind its own
+    (site,) = (venv.folder / "lib").glob("python*/site-packages")
+    (site / "train.pth").write_text(sysconfig.get_path("purelib"))
+    from tests.support.hosts import free_ports
+
+    output = scratch / "run"
+    train = ["scripts/train.py", "--recipe", "llama_fsdp", "--output_dir", str(output), "--max_steps", "2"]
+    train += ["--sequence_length", "64", "--logging_steps", "1", "--resume_from_checkpoint", "latest"]
+    # these devices can't write what they compiled
+    line = f"exec env -u XLA_PERSISTENT_CACHE_PATH python -m tests.support.host $TPU_WORKER_ID 2 {free_ports()} 4 "
+    with _ray_cluster(venv, 1) as address:
+        job = _submitted(["bash", "-c", line + shlex.join(train)], 1, scratch)
+        printed = venv.run(job, scratch, RAY_API_SERVER_ADDRESS=address)
+    logged = json.loads((output / "trainer_state.json").read_text())
+    parts = sorted(path.name for path in (output / "checkpoint-2").glob("*.distcp"))
+    assert (logged["global_step"], parts) == (2, ["__0_0.distcp", "__1_0.distcp"]), printed[-800:]
+    yield f"scripts/train.py on two workers, one mesh of 8 devices: 2 steps, its checkpoint in {', '.join(parts)}"
 
 
 @contextlib.contextmanager

@@ -7,10 +7,35 @@ from __future__ import annotations
 
 import sys
 
-from ray.cluster_utils import Cluster
+# a host of training's stand-in: the first start ends as a preempted run does, the second says where it is
+WORKER = """
+import os, pathlib, sys
+names = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES",
+         "MEGASCALE_COORDINATOR_ADDRESS", "PJRT_DEVICE", "XLA_PERSISTENT_CACHE_PATH")
+index = os.environ.get("MEGASCALE_SLICE_ID", "0") + "-" + os.environ["TPU_WORKER_ID"]
+mark = pathlib.Path(sys.argv[1], index)
+if not mark.exists():
+    mark.write_text("")
+    sys.exit(75)
+print("worker", {name: os.environ[name] for name in names if name in os.environ}, flush=True)
+"""
+# one that saves when it is told to end
+SAVER = """
+import os, pathlib, signal, sys, time
+mark = pathlib.Path(sys.argv[1], "ready-" + os.environ["TPU_WORKER_ID"])
+def save(*_):
+    time.sleep(2)
+    mark.with_name("saved-" + os.environ["TPU_WORKER_ID"]).write_text("")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+mark.write_text("")
+time.sleep(300)
+"""
 
 
 def main() -> None:
+    from ray.cluster_utils import Cluster
+
     slices = int(sys.argv[1])
     cluster = Cluster(
         initialize_head=True,
