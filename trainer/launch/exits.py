@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trainer.errors import INTERRUPTED, PREEMPTED
+from trainer.errors import INTERRUPTED, LOST, PREEMPTED
 
 USER_ERROR = 2
 
@@ -28,13 +28,14 @@ class Exit:
     wanted: Wanted
 
 
-# 128 + N is a process that signal N ended. The loss of a host reaches the others as 1 (XLA's coordination service ends
-# a process so) or as 134: the code of a host that lives says little of the cause.
+# 128 + N is a process that signal N ended. The loss of a host reaches the others as 76 (our watchdog), or as 1 or 134
+# (XLA's coordination service ends a process so): the code of a host that lives says little of the cause.
 CODES: dict[int, Exit] = {
     0: Exit("done", Wanted.DONE),
     1: Exit("an error that nobody foresaw, or another host is lost", Wanted.EITHER),
     USER_ERROR: Exit("something asked for can't be", Wanted.NEVER),
     PREEMPTED: Exit("SIGTERM, and what was learned is in a checkpoint", Wanted.AGAIN),
+    LOST: Exit("another host is lost, or nothing moved", Wanted.AGAIN),
     INTERRUPTED: Exit("Ctrl-C, which nobody presses on a cluster", Wanted.EITHER),
     134: Exit("aborted: a runtime's check failed, or another host is lost", Wanted.EITHER),
     135: Exit("bus error: a mapped file's disk is gone", Wanted.EITHER),
@@ -45,10 +46,10 @@ CODES: dict[int, Exit] = {
 
 FINAL = (USER_ERROR, INTERRUPTED)  # where a rule names the codes that are not started again
 XPK_ALWAYS = frozenset({42, *range(127, 256)})  # xpk 1.16 restarts on these, whatever it is told
-XPK_TOO = (1, PREEMPTED)  # what it is told beside them
+XPK_TOO = (1, PREEMPTED, LOST)  # what it is told beside them
 # SkyPilot counts no restart that it makes because of a code, so only codes that say "stopped from outside" are named.
 # The loss of a host it sees by itself, and starts again with no look at the code.
-SKYPILOT = (PREEMPTED, 143)
+SKYPILOT = (PREEMPTED, LOST, 143)
 
 
 @dataclass(frozen=True)
