@@ -17,7 +17,19 @@ from tests.support.paths import ROOT
 HEAVY = ["torch", "torch_xla", "transformers", "jax", "datasets", "numpy"]
 PACKAGES = ["trainer", *(f"trainer.{path.parent.relative_to(ROOT / 'trainer').as_posix().replace('/', '.')}"
                          for path in sorted((ROOT / "trainer").glob("*/**/__init__.py")))]  # fmt: skip
-ROOMS = {"arguments", "layout", "xla", "step", "weights", "checkpoint", "data", "compile", "evaluation", "report"}
+ROOMS = {
+    "arguments",
+    "layout",
+    "xla",
+    "step",
+    "weights",
+    "checkpoint",
+    "data",
+    "compile",
+    "evaluation",
+    "report",
+    "launch",
+}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from trainer.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trainer.launch.command import main
     from trainer.launch.request import Request
     from trainer.launch.targets import TARGETS
 
-__all__ = ["TARGETS", "Request", "main"]
-__getattr__, __dir__ = lazy_names(__name__, TARGETS="targets", Request="request", main="command")
+__all__ = ["TARGETS", "Request"]
+__getattr__, __dir__ = lazy_names(__name__, TARGETS="targets", Request="request")

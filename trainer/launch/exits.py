@@ -28,8 +28,8 @@ class Exit:
     wanted: Wanted
 
 
-# 128 + N is a process that signal N ended. The loss of a host reaches the others as 76 (our watchdog), or as 1 or 134
-# (XLA's coordination service ends a process so): the code of a host that lives says little of the cause.
+# 128 + N is a process that signal N ended. The loss of a host reaches the others as LOST or as 134, which torch_xla's
+# coordinator ends them with, and as 1 where a computation raises first.
 CODES: dict[int, Exit] = {
     0: Exit("done", Wanted.DONE),
     1: Exit("an error that nobody foresaw, or another host is lost", Wanted.EITHER),
@@ -48,7 +48,7 @@ FINAL = (USER_ERROR, INTERRUPTED)  # where a rule names the codes that are not s
 XPK_ALWAYS = frozenset({42, *range(127, 256)})  # xpk 1.16 restarts on these, whatever it is told
 XPK_TOO = (1, PREEMPTED, LOST)  # what it is told beside them
 # SkyPilot counts no restart that it makes because of a code, so only codes that say "stopped from outside" are named.
-# The loss of a host it sees by itself, and starts again with no look at the code.
+# The loss of a host's machine it sees by itself, and starts again with no look at the code.
 SKYPILOT = (PREEMPTED, LOST, 143)
 
 
