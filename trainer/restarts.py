@@ -150,7 +150,7 @@ def check_hosts(limit: int, count: int) -> None:
 def no_progress(words: str) -> TransientError:
     """What ends a run that makes no progress; ``words`` say since when."""
     return TransientError(
-        asked="a run that goes on",
+        asked="the next step",
         found=words,
         why="what it waits for may never come",
         instead="the same command again, which goes on from the last checkpoint; or a longer --hang_timeout",

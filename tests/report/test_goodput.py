@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.report.goodput import Clock, Life, goodput, lives_as_json, read_lives, where_time_went
+from trainer.report.goodput import Clock, Life, goodput, lives_as_json, log_entries, read_lives, where_time_went
 
 
 def test_each_second_is_charged_to_one_activity_and_compiling_is_taken_out_of_where_it_happens():
@@ -50,3 +50,18 @@ def test_lives_come_back_from_their_file_and_anything_else_is_refused():
     for data in bad:
         with pytest.raises(ValueError):  # noqa: PT011  # of many texts
             read_lives(data)
+
+
+def test_the_time_between_lives_counts_where_the_run_itself_went_on_and_is_nobodys_elsewhere():
+    killed, resumed = life(0, 10, steps=10), Life(100, 110, 10, 20, {"steps": 10})
+    assert where_time_went([killed, resumed])["between"] == 0
+    restarted = Life(130, 140, 15, 20, {"start": 1, "steps": 5}, after="write /mnt/x: OSError")
+    spent = where_time_went([killed, resumed, restarted])
+    assert (spent["between"], spent["again"], spent["restart"]) == (20, 5, 1)
+    logs = log_entries([killed, resumed, restarted])
+    assert logs["restarts"] == 1
+    assert logs["seconds/between"] == 20
+    assert logs["goodput"] == goodput(spent)
+    assert "seconds/save" not in logs
+    assert read_lives(lives_as_json([restarted])) == [restarted]
+    assert "restarts" not in log_entries([killed, resumed])
