@@ -177,7 +177,7 @@ class CheckpointWriter:
             parts = job.gather(part)
             files = job.once(lambda: self._write_rest(folder, step, parts, shapes, texts))
         except BaseException:
-            if job.first:
+            if job.first and not manifest.is_whole(folder):  # it is, where another host died just after
                 _remove_quietly(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now
