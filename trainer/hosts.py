@@ -124,7 +124,7 @@ class Hosts:
         try:
             yield
         except BaseException as error:
-            if self.several:
+            if self.several and not getattr(error, "known_to_all", False):
                 if isinstance(error, RuntimeError):  # also what a computation ends with when another host has gone
                     self.watchdog.wait_for_verdict()
                 self.watchdog.tell_end(str(error) or type(error).__name__, exit_code_of(error))
