@@ -18,6 +18,7 @@ from trainer.errors import LOST
 from trainer.storage import Folder
 
 pytestmark = pytest.mark.slow
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,22 @@ def job(home: Path, *more: object) -> list[object]:
     return [*tiny_run(home), "--logging_steps", 5, "--save_steps", 5, "--resume_from_checkpoint", "latest", *more]
 
 
+@pytest.fixture(scope="module")
+def whole(home, lives) -> Path:
+    """The output of a job on one host that is never stopped."""
+    assert lives.run(home / "logs", *job(home, "--max_steps", STEPS, "--output_dir", home / "one"), hosts=1) == [0]
+    return home / "one"
+
+
 def whole_until(output: Path, step: int) -> None:
     wait_until(lambda: (output / f"checkpoint-{step}" / manifest.MANIFEST).exists())
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_host_that_dies_in_a_save_leaves_no_broken_checkpoint_that_passes_for_whole(home, lives, host, tmp_path):
-    arguments = job(home, "--max_steps", 60, "--output_dir", tmp_path / "out")
+def test_a_host_that_dies_in_a_save_leaves_no_broken_checkpoint_that_passes_for_whole(
+    home, lives, whole, host, tmp_path
+):
+    arguments = job(home, "--max_steps", STEPS, "--output_dir", tmp_path / "out")
     output = tmp_path / "out"
 
     def half() -> list[str]:
@@ -60,9 +70,7 @@ def test_a_host_that_dies_in_a_save_leaves_no_broken_checkpoint_that_passes_for_
     for step in whole_steps(Folder(output)):  # one whose parts were all written by then
         manifest.check(Folder(output) / f"checkpoint-{step}")
     assert lives.run(tmp_path / "logs", *arguments, hosts=2) == [0, 0]
-    one = tmp_path / "one"
-    assert lives.run(tmp_path / "one-logs", *job(home, "--max_steps", 60, "--output_dir", one), hosts=1) == [0]
-    assert_same_losses(output, one)
+    assert_same_losses(output, whole)
 
 
 @pytest.mark.parametrize("host", [0, 1])
