@@ -154,7 +154,9 @@ def _open(kind: str) -> int:
             why="the runtime cannot open these devices",
             instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
         ) from error
-    if kind == "TPU" and "XLA_PERSISTENT_CACHE_PATH" not in os.environ:
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    begun = torch_xla._XLAC._xla_computation_cache_is_initialized()
+    if kind == "TPU" and _chip_on_the_bus() and not begun and "XLA_PERSISTENT_CACHE_PATH" not in os.environ:
         # each process its own: they write at the same time. It has never run: the CPU client can't read what it wrote
         xr.initialize_cache(str(cache_root() / "xla" / str(xr.process_index())))
     if (processes := xr.process_count()) > 1:
