@@ -339,7 +339,7 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     # Ray's Python sees the packages of this one behind its own
     (site,) = (venv.folder / "lib").glob("python*/site-packages")
     (site / "train.pth").write_text(sysconfig.get_path("purelib"))
-    from tests.support.hosts import free_ports
+    from tests.support.host import free_ports
 
     output = scratch / "run"
     train = ["scripts/train.py", "--recipe", "llama_fsdp", "--output_dir", str(output), "--max_steps", "2"]

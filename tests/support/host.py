@@ -9,9 +9,25 @@ from __future__ import annotations
 import os
 import resource
 import runpy
+import socket
 import sys
 
 ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def free_ports() -> int:
+    """The first of three ports in a row that nobody listens at."""
+    while True:
+        with socket.socket() as found:
+            found.bind(("localhost", 0))
+            port = found.getsockname()[1]
+        try:
+            for number in range(port, port + 3):
+                with socket.socket() as tried:
+                    tried.bind(("localhost", number))
+        except (OSError, OverflowError):
+            continue
+        return port
 
 
 def become(index: int, count: int, port: int, devices: int) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.host import ENVIRONMENT, become, end
+from tests.support.host import ENVIRONMENT, become, end, free_ports
 from tests.support.lives import QUICK_COMPILE
 from tests.support.paths import ROOT
 
@@ -100,21 +99,6 @@ class HostLives:
         assert self.server is not None
         assert self.server.stdout is not None
         return json.loads(self.server.stdout.readline())
-
-
-def free_ports() -> int:
-    """The first of three ports in a row that nobody listens at."""
-    while True:
-        with socket.socket() as found:
-            found.bind(("localhost", 0))
-            port = found.getsockname()[1]
-        try:
-            for number in range(port, port + 3):
-                with socket.socket() as tried:
-                    tried.bind(("localhost", number))
-        except (OSError, OverflowError):
-            continue
-        return port
 
 
 def losses(output: Path) -> list[dict[str, float]]:

@@ -430,7 +430,7 @@ def _(args: Any) -> None:
         extent = values.nbytes
         if strides is not None:
             extent = dtype.itemsize + sum((size - 1) * step for size, step in zip(dims, strides, strict=True))
-        raw = (ctypes.c_char * extent).from_address(args.data)
+        raw: Any = (ctypes.c_char * extent).from_address(args.data)
         values = np.ndarray(dims, dtype, buffer=raw, strides=strides).copy(order="C")
     device = objects[args.memory or args.device]
     args.buffer = handle(Buffer(device.jax.client.buffer_from_pyval(values, device.jax), device))
