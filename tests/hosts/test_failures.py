@@ -12,12 +12,13 @@ import pytest
 
 from tests.support.hosts import SECONDS, HostLives, assert_same_losses, log_of, wait_until
 from tests.support.lives import tiny_run, write_text
+from tests.support.tpu_compiler import needs_libtpu
 from trainer.checkpoint import manifest
 from trainer.checkpoint.lineage import NAME, whole_steps
 from trainer.errors import LOST
 from trainer.storage import Folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
 STEPS = 40
 
 

@@ -14,8 +14,9 @@ from tests.support.chats import byte_tokenizer, write_records
 from tests.support.hosts import HostLives, assert_same_losses, log_of, same_weights
 from tests.support.lives import write_text
 from tests.support.tasks import MOE, TINY
+from tests.support.tpu_compiler import needs_libtpu
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
 COMMON = ["--max_steps", 4, "--logging_steps", 1, "--save_steps", 2, "--max_eval_rows", 16, "--sequence_length", 32]
 EXPERTS = ["--recipe", "mixtral_ep", "--model", "{home}/experts", "--dataset", "{home}/text"]
 PAIRS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/pairs.jsonl", "--objective", "dpo"]

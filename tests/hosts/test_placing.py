@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import HostLives, log_of
+from tests.support.tpu_compiler import needs_libtpu
 from trainer.errors import UserError
 from trainer.hosts import Hosts
 
 
 @pytest.mark.slow
+@needs_libtpu
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_each_host_reads_and_keeps_its_part(hosts, tmp_path):
     with HostLives() as lives:
