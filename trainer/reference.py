@@ -20,6 +20,7 @@ from trainer.data.mixture import MixedRows
 from trainer.data.packing import Columns
 from trainer.data.rows import Rows, StoredRows
 from trainer.errors import UserError
+from trainer.hosts import hosts
 from trainer.report.bars import tracked
 from trainer.step.preference import REFERENCE
 from trainer.step.reference import ReferenceStep
@@ -99,6 +100,7 @@ class Reference:
             for number, logps in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
                 first = number * batch_size
                 found[name][first : first + batch_size] = logps[: len(rows) - first]
+                hosts().watchdog.progressed()
                 if stopped():
                     return
 

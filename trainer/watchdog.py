@@ -65,9 +65,14 @@ class Watchdog:
 
     def moved(self, step: int) -> None:
         """The run made progress; ``step`` is the last that it began or ended."""
-        self._step, self._moved = step, time.monotonic()
+        self._step = step
+        self.progressed()
         if self.hang_timeout and not self._threads and not self._ended.is_set():
             self.start()
+
+    def progressed(self) -> None:
+        """Something that takes long made progress: a row was computed, a tensor was read or written."""
+        self._moved = time.monotonic()
 
     @contextlib.contextmanager
     def over(self, hang_timeout: float, clock: Busy) -> Iterator[None]:

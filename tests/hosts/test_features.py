@@ -29,7 +29,14 @@ CASES = {
     "pairs, against the starting weights": PAIRS,
     "one sample a row": CHATS,
     "a stream": [*TEXT, "--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20],
-    "accumulation, and the best weights": [*TEXT, "--gradient_accumulation_steps", 2, *BEST],
+    "accumulation, spikes and the best weights": [
+        *TEXT,
+        "--gradient_accumulation_steps",
+        2,
+        *BEST,
+        "--on_spike",
+        "skip",
+    ],
     "answers to prompts": [*TEXT, "--sample_prompts", "{home}/prompts.txt", "--sample_tokens", 5],
 }
 

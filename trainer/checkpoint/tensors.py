@@ -33,6 +33,7 @@ from trainer.arrays import Array, Layer, Slices, Stack
 from trainer.checkpoint.listing import Chunk, Entry, read_listing
 from trainer.checkpoint.manifest import METADATA, Checksum, damaged
 from trainer.checkpoint.records import read_record
+from trainer.hosts import hosts
 from trainer.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
 from trainer.storage import Folder, StorageError
 
@@ -68,6 +69,7 @@ def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> Part:
     with _hashed(folder, name, part.files) as stream:
         for tensor, shards in snapshot.items():
             for offsets, values in layer_shards(tensor, shards):
+                hosts().watchdog.progressed()
                 begun = stream.tell()
                 # torch.save writes the whole storage of a view, so a view is copied first
                 torch.save(values if values.nbytes == values.untyped_storage().nbytes() else values.clone(), stream)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.arrays import Array, Layer, Slices
+from trainer.hosts import hosts
 from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.layout.stacking import is_stacked, layer_names
 from trainer.weights.place import layer_batches, read_layer
@@ -88,4 +89,5 @@ class _Fetched:
     tensor: Callable[[], torch.Tensor]
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
+        hosts().watchdog.progressed()
         return sharding.fetch(self.tensor().detach())[where]
