@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from models import jax_call, mixers, scopes
 from models.attention import interface as attention
-from models.attention.splash import KernelLayout
+from models.attention.kernel_layout import KernelLayout
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
