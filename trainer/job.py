@@ -258,6 +258,7 @@ def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -
     name = _attention(recipe, args, model)
     if args.isolate_documents:
         model_checks.check_isolation(recipe, model.config, name)
+    model_checks.check_split_rows(recipe, model.config, name)
     model_checks.check_positions(args, model)
     model_checks.check_causal(name, model)
     model = copy.deepcopy(model)
