@@ -64,7 +64,8 @@ def check_split_rows(recipe: Recipe, config: PretrainedConfig, name: str) -> Non
             found=found,
             why="devices that share a row pass keys and values to each other and nothing else: what mixes tokens in "
             "another way would see the wrong ones",
-            instead=f"{SEQUENCE}=1, with " + (", ".join(f"{axis}=-1" for axis in list(without)[:1]) or "fsdp=-1")
+            instead=f"{SEQUENCE}=1, with "
+            + (", ".join(f"{axis}=-1" for axis in list(without)[:1]) or "fsdp=-1")
             + "; or a model such as llama, qwen3, mixtral or gpt_oss",
         )
 

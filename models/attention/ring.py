@@ -276,7 +276,9 @@ def _backward(
     turns = settings.layout.sequence_shards - 1
     (_, (grad_query, *others)), _ = jax.lax.scan(turn, (keys.sent_on(settings), grads), None, length=turns)
     grad_key, grad_value = (_next(x, settings) for x in others)  # home
-    grads = tuple(g.astype(x.dtype) for g, x in zip((grad_query, grad_key, grad_value), (query, key, value), strict=True))
+    grads = tuple(
+        g.astype(x.dtype) for g, x in zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
+    )
     return grads[0], grads[1], grads[2], grad_sinks[..., None]
 
 

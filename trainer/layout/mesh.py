@@ -11,6 +11,7 @@ from trainer.errors import UserError, did_you_mean
 # the axis that splits the tokens of each row, in any recipe whose mesh has it
 SEQUENCE = "sequence"
 
+
 @dataclass(frozen=True, init=False)
 class Mesh:
     """The grid's axes in order, from the one that communicates least to the one that communicates most.

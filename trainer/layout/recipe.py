@@ -181,9 +181,7 @@ class Recipe:
         It splits the activations that the batch axes split, and with them the weights that the first of these splits.
         """
         mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
-        activations = {
-            pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()
-        }
+        activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
         tables = {
             table: {
                 pattern: {**layout, SEQUENCE: place} if (place := layout.get(self.batch[0])) is not None else layout

@@ -43,8 +43,8 @@ from trainer.step.optimizer import AdamW, decay_names
 from trainer.step.placed import Placed
 from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
-from trainer.step.row_pieces import RowPieces
 from trainer.step.routing import make_routing, router_losses, watch_routing
+from trainer.step.row_pieces import RowPieces
 from trainer.step.spikes import spike_watch
 from trainer.step.train_step import StepOptions, TrainStep
 from trainer.weights.live import LiveWeights

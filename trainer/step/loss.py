@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from models import partial_gradients, randomness, side_outputs
 from models.attention.interface import masks_without_reads
@@ -23,6 +24,10 @@ from trainer.step.row_pieces import RowPieces
 IGNORE = -100  # the label of what is not scored
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _HeadInUse(Exception):
+    """The model makes more of its head's output than the loss."""
 
 
 class Objective(Protocol):
@@ -67,6 +72,7 @@ class Loss:
         self.router_loss, self.router_losses = router_loss, router_losses
         self.compute, self.objective, self.pieces = compute, objective, pieces
         self.draws = False
+        self._plain_head = True  # until it is seen that more is made of the logits than the loss
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
     def __call__(
@@ -112,8 +118,12 @@ class Loss:
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
         measured: Tensors = {}
-        with self._with_objective(whole, tokens, measured):
-            output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
+
+        def forward() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+            with self._with_objective(whole, tokens, measured):
+                return self._forward(parameters, inputs, real, random_key, training=training)
+
+        output, recorded = self._without_logits(forward) if measure is None else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
         if self.pieces is not None and (measure is not None or self.compute is not None):
@@ -227,6 +237,43 @@ class Loss:
                 why="its loss can't be replaced",
                 instead="a model such as llama or mixtral, or " + ("--objective sft" if objective else "whole rows"),
             )
+
+    def _without_logits(self, forward: Callable[[], Any]) -> Any:
+        """What ``forward`` returns. Where rows are in pieces, the loss of tokens is computed without whole logits, if
+        nothing but the loss is made of them: this is known once the model was traced.
+        """
+        head = self.model.get_output_embeddings()
+        plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
+        if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective:
+            return forward()
+        assert isinstance(head, torch.nn.Linear)  # checked just above; this tells mypy
+        given: list[torch.Tensor] = []
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            given.append(hidden)
+            return hidden
+
+        # semi-private: `loss_function`, transformers/modeling_utils.py; its arguments, transformers/loss/loss_utils.py,
+        # transformers 5.23
+        own, pieces = self.model.loss_function, self.pieces
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            tokens = kwargs.get("num_items_in_batch")
+            if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
+                raise _HeadInUse
+            return pieces.head_loss(logits, head.weight, labels, IGNORE) / tokens
+
+        before = self.model.__dict__.get("_loss_function")
+        vars(head)["forward"], self.model.loss_function = keep, loss
+        try:
+            return forward()
+        except _HeadInUse:
+            self._plain_head = False
+        finally:
+            del vars(head)["forward"], self.model._loss_function
+            if before is not None:
+                self.model.loss_function = before
+        return forward()
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""

@@ -14,8 +14,9 @@ import torch
 from torch.nn.functional import pad
 
 from models.attention.pieces import from_pieces, to_pieces
+from models.head_loss import TokenLayout, head_loss
 from trainer.xla import sharding
-from trainer.xla.mesh import DeviceMesh
+from trainer.xla.mesh import DeviceMesh, device_order
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class RowPieces:
         """The model's logits of rows of ``length`` tokens, in a row's own order: [rows, S, V]."""
         whole = from_pieces(logits, self.count, 1)
         return sharding.constrain(whole, self.mesh, (self.batch_axes, self.axis, None))[:, :length]
+
+    def head_loss(self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+        """The sum of the loss of ``targets`` [rows, S], in pieces, given what the head ``head`` is given."""
+        axes = tuple(self.mesh.shape().items())
+        layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
+        return head_loss(hidden, head, targets, layout)
 
     def _cut(self, rows: torch.Tensor, rest: int, value: int = 0) -> torch.Tensor:
         cut = to_pieces(pad(rows, (0, rest), value=value), self.count, 1)
