@@ -257,7 +257,7 @@ class Loss:
         # transformers 5.23
         own, pieces = self.model.loss_function, self.pieces
 
-        def loss(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             tokens = kwargs.get("num_items_in_batch")
             if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
                 raise _HeadInUse

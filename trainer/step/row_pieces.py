@@ -53,7 +53,7 @@ class RowPieces:
     def restored(self, logits: torch.Tensor, length: int) -> torch.Tensor:
         """The model's logits of rows of ``length`` tokens, in a row's own order: [rows, S, V]."""
         whole = from_pieces(logits, self.count, 1)
-        return sharding.constrain(whole, self.mesh, (self.batch_axes, self.axis, None))[:, :length]
+        return sharding.constrain(whole, self.mesh, (self.batch_axes or None, self.axis, None))[:, :length]
 
     def head_loss(self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
         """The sum of the loss of ``targets`` [rows, S], in pieces, given what the head ``head`` is given."""
@@ -63,7 +63,7 @@ class RowPieces:
 
     def _cut(self, rows: torch.Tensor, rest: int, value: int = 0) -> torch.Tensor:
         cut = to_pieces(pad(rows, (0, rest), value=value), self.count, 1)
-        return sharding.constrain(cut, self.mesh, (self.batch_axes, self.axis))
+        return sharding.constrain(cut, self.mesh, (self.batch_axes or None, self.axis))
 
 
 def _is_row(value: Any, length: int) -> bool:
