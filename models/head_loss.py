@@ -56,25 +56,29 @@ class TokenLayout:
 
 def head_loss(
     hidden_RSH: torch.Tensor, head_VH: torch.Tensor, targets_RS: torch.Tensor, layout: TokenLayout
-) -> torch.Tensor:
-    """The sum over scored targets of their negative log-probabilities, 0-d float32; differentiable in the first two."""
-    return _loss(hidden_RSH, head_VH, targets_RS, as_text(layout))[0]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over scored targets of their negative log-probabilities, and how many have the highest logit.
+
+    Both are 0-d float32; the first is differentiable in hidden and head.
+    """
+    loss, hits, _ = _loss(hidden_RSH, head_VH, targets_RS, as_text(layout))
+    return loss, hits
 
 
 @torch.library.custom_op("shardwright::head_loss", mutates_args=())
 def _loss(
     hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, layout_text: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and each token's logarithm of the sum of exponents [R, S]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, the hits, and each token's logarithm of the sum of exponents [R, S]."""
     layout: TokenLayout = from_text(layout_text)
-    manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), layout.tokens), layout.order)
-    loss, logsumexp = jax_call(_forward, hidden, head, targets, manual=manual, layout=layout)
-    return loss, logsumexp
+    manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), (), layout.tokens), layout.order)
+    loss, hits, logsumexp = jax_call(_forward, hidden, head, targets, manual=manual, layout=layout)
+    return loss, hits, logsumexp
 
 
 @_loss.register_fake
 def _(hidden, head, targets, layout_text):
-    return hidden.new_empty((), dtype=torch.float32), hidden.new_empty(targets.shape, dtype=torch.float32)
+    return tuple(hidden.new_empty(shape, dtype=torch.float32) for shape in ((), (), targets.shape))
 
 
 @torch.library.custom_op("shardwright::head_loss_backward", mutates_args=())
@@ -98,13 +102,13 @@ def _(grad, logsumexp, hidden, head, targets, layout_text):
     return hidden.new_empty(hidden.shape), head.new_empty(head.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.layout_text = inputs
-    ctx.save_for_backward(output[1], *tensors)
+    ctx.save_for_backward(output[2], *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
     return *_loss_backward(grad, *ctx.saved_tensors, ctx.layout_text), None, None
 
 
@@ -113,16 +117,19 @@ _loss.register_autograd(_differentiate, setup_context=_save)
 
 def _forward(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, *, layout: TokenLayout
-) -> tuple[jax.Array, jax.Array]:
-    def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits_CV, own_CV, scored_C = _scored(x[0], head, x[1], layout)
         logsumexp_C = jax.nn.logsumexp(logits_CV, -1)
         own_C = jax.numpy.where(own_CV, logits_CV, 0).sum(-1)
-        return jax.numpy.where(scored_C, logsumexp_C - own_C, 0).sum(), logsumexp_C
+        hits_C = scored_C & (own_C >= logits_CV.max(-1))
+        losses_C = jax.numpy.where(scored_C, logsumexp_C - own_C, 0)
+        return losses_C.sum(), hits_C.astype(jax.numpy.float32).sum(), logsumexp_C
 
-    losses_N, logsumexp_NC = jax.lax.map(chunk, _chunks(layout, hidden, targets))
+    losses_N, hits_N, logsumexp_NC = jax.lax.map(chunk, _chunks(layout, hidden, targets))
     logsumexp = logsumexp_NC.reshape(-1)[: targets.size].reshape(targets.shape)
-    return jax.lax.psum(losses_N.sum(), layout.split), logsumexp
+    loss, hits = (jax.lax.psum(x.sum(), layout.split) for x in (losses_N, hits_N))
+    return loss, hits, logsumexp
 
 
 def _backward(

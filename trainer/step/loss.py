@@ -22,6 +22,7 @@ from trainer.step.reduction import PartialGradient
 from trainer.step.row_pieces import RowPieces
 
 IGNORE = -100  # the label of what is not scored
+CORRECT = "correct_tokens"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -84,6 +85,7 @@ class Loss:
         training: bool,
         random_key: torch.Tensor | None = None,
         measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
+        by_counts: bool = False,
     ) -> tuple[torch.Tensor, Tensors]:
         """The loss, and by name what else is logged: the router losses, and of the experts what `count` records; and
         what the objective adds.
@@ -95,6 +97,7 @@ class Loss:
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
             measure: (logits, labels) → what else is wanted by name.
+            by_counts: of that, only :data:`CORRECT` is wanted, which needs no logits.
 
         Raises:
             UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
@@ -123,13 +126,14 @@ class Loss:
             with self._with_objective(whole, tokens, measured):
                 return self._forward(parameters, inputs, real, random_key, training=training)
 
-        output, recorded = self._without_logits(forward) if measure is None else forward()
+        counted: Tensors = {}
+        output, recorded = self._without_logits(forward, counted) if by_counts or measure is None else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
-        if self.pieces is not None and (measure is not None or self.compute is not None):
+        if self.pieces is not None and not counted and (measure is not None or self.compute is not None):
             output.logits = self.pieces.restored(output.logits, length)
         if measure is not None:
-            logged |= measure(output.logits, whole["labels"])
+            logged |= counted or measure(output.logits, whole["labels"])
         loss = output.loss if self.compute is None else self._own(output, whole["labels"], tokens)
         if not (self.router_losses.any and training and real is not None):
             return loss, logged
@@ -238,9 +242,10 @@ class Loss:
                 instead="a model such as llama or mixtral, or " + ("--objective sft" if objective else "whole rows"),
             )
 
-    def _without_logits(self, forward: Callable[[], Any]) -> Any:
+    def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
         """What ``forward`` returns. Where rows are in pieces, the loss of tokens is computed without whole logits, if
-        nothing but the loss is made of them: this is known once the model was traced.
+        nothing but the loss is made of them: this is known once the model was traced. Then ``counted`` gets the number
+        of scored targets with the highest logit.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
@@ -261,7 +266,8 @@ class Loss:
             tokens = kwargs.get("num_items_in_batch")
             if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
                 raise _HeadInUse
-            return pieces.head_loss(logits, head.weight, labels, IGNORE) / tokens
+            total, counted[CORRECT] = pieces.head_loss(logits, head.weight, labels, IGNORE)
+            return total / tokens
 
         before = self.model.__dict__.get("_loss_function")
         vars(head)["forward"], self.model.loss_function = keep, loss

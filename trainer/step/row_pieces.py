@@ -55,8 +55,10 @@ class RowPieces:
         whole = from_pieces(logits, self.count, 1)
         return sharding.constrain(whole, self.mesh, (self.batch_axes or None, self.axis, None))[:, :length]
 
-    def head_loss(self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
-        """The sum of the loss of ``targets`` [rows, S], in pieces, given what the head ``head`` is given."""
+    def head_loss(
+        self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the loss of ``targets`` [rows, S], in pieces, of what the head ``head`` is given; and the hits."""
         axes = tuple(self.mesh.shape().items())
         layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
         return head_loss(hidden, head, targets, layout)
