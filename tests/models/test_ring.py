@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,16 @@ def layout_of(shards: int, order: tuple[int, ...] | None = None) -> KernelLayout
     return KernelLayout(axes, ("data",), ("tensor",), order, "sequence")
 
 
-def results(layout: KernelLayout | None, interpret: int = 0, segments=None, sinks=False, chunk=0, **options: Any):
+def results(layout: KernelLayout | None, interpret: int = 0, **case: Any) -> list[torch.Tensor]:
+    """What :func:`lazy` gives, computed, on the CPU."""
+    found = lazy(layout, interpret, **case)
+    torch_xla.sync()
+    return [t.detach().cpu() for t in found]
+
+
+def lazy(
+    layout: KernelLayout | None, interpret: int = 0, segments=None, sinks=False, chunk=0, **options: Any
+) -> list[torch.Tensor]:
     """The output and the gradients of query, key, value and, if they are used, sinks, in a row's own order."""
     *tensors, grad = [t.to("cpu" if layout is None else "xla").requires_grad_() for t in make_inputs()]
     given = list(tensors)
@@ -64,9 +74,7 @@ def results(layout: KernelLayout | None, interpret: int = 0, segments=None, sink
         **options,
     )
     out = out if layout is None else from_pieces(out, layout.sequence_shards, 1)
-    found = [out, *torch.autograd.grad(out, tensors[: 4 if sinks else 3], grad)]
-    torch_xla.sync()
-    return [t.detach().cpu() for t in found]
+    return [out, *torch.autograd.grad(out, tensors[: 4 if sinks else 3], grad)]
 
 
 def worst(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
@@ -116,3 +124,11 @@ def test_output_and_gradients_equal_those_of_whole_rows(case, layout):
 @pytest.mark.parametrize("case", ["causal", "packed and padded, window and sinks"])
 def test_the_kernel_of_a_tpu_interpreted_equals_whole_rows(case):
     assert worst(results(layout_of(2), 128, **CASES[case]), results(None, **CASES[case])) < 2e-6
+
+
+def test_keys_go_from_device_to_device_and_no_scores_of_a_whole_row_exist():
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo(lazy(layout_of(4), segments=make_segments(), sinks=True))
+    found = set(re.findall(r"(collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter)\(", hlo))
+    assert found == {"collective-permute"}
+    assert not re.findall(rf"\w+\[[\d,]*,(?:{S}|{S // 4}|{S // 8}),{S}\]", hlo)

@@ -80,9 +80,14 @@ def test_an_evaluation_measures_tokens_in_a_rows_own_order():
     case = make_case("llama_cp")
     batch = make_batch(case.config)
     found, ids, _ = case.evaluation.predict([batch])
+    in_chunks = case.evaluation([batch])  # without logits
     with torch.no_grad():
         output = case.reference(**batch, use_cache=False)
     assert found.loss == pytest.approx(output.loss.item(), rel=1e-5)
+    assert in_chunks.loss == pytest.approx(output.loss.item(), rel=1e-5)
+    scored = batch["labels"][:, 1:] != -100
+    hits = (output.logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:])[scored]
+    assert in_chunks.accuracy == found.accuracy == pytest.approx(hits.float().mean().item())
     assert (torch.from_numpy(ids) == output.logits.argmax(-1)).float().mean() > 0.999
 
 
