@@ -22,6 +22,7 @@ from trainer.checkpoint.tensors import StoredTensors, write_listing, write_part
 from trainer.compile.lowering import lower
 from trainer.errors import UserError
 from trainer.job import Job
+from trainer.layout.load import load_recipe
 from trainer.step.build import build
 from trainer.step.muon import Matrices, Muon
 from trainer.step.train_step import TrainStep
@@ -31,7 +32,6 @@ from trainer.xla.mesh import build_mesh
 from trainer.xla.runtime import run_now
 
 DECAY, RATE, STEPS = 0.1, 3e-4, 10
-OTHERS = ("adafactor", "lion", "muon")
 
 
 class Lion:
@@ -190,7 +190,7 @@ def test_muon_in_bfloat16_is_torch_s(shape):
         matrix.grad = of_layer
         torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0).step()
     moved, theirs = sharding.fetch(new) - weight, expected - weight
-    assert (moved - theirs).norm() < 2e-2 * theirs.norm()
+    assert (moved - theirs).norm() < 1e-2 * theirs.norm()  # a turn rounds otherwise where a sum has another order
 
 
 def saved(step: TrainStep, folder: Path) -> StoredTensors:
@@ -210,7 +210,8 @@ def goes_on(case: Case, job: Job, source: StoredTensors, steps: range) -> dict[s
     return dict(unstacked(job.stored, built.step.parameters))
 
 
-@pytest.mark.parametrize("optim", OTHERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", LLAMA)
 def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unscanned(optim, tmp_path):
     case = trained(*LLAMA[optim])
     _, _, optim_args, accumulation = LLAMA[optim]
@@ -224,7 +225,8 @@ def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unsca
     assert all(torch.equal(again[name], whole[name]) for name in whole)
     if optim == "lion":
         return  # its state has the weights' shapes and layouts, as AdamW's has
-    other = replace(case.recipe.with_mesh("fsdp=4,data=2"), compute=replace(case.recipe.compute, scan=False))
+    recipe = load_recipe("llama_tp")
+    other = replace(recipe, compute=replace(recipe.compute, scan=False))
     elsewhere = goes_on(case, job_of(other, case.config, weight_decay=DECAY, **options), source, steps)
     worst, name = relative(elsewhere, whole)
     assert worst < 1e-5, f"{name} is off by {worst}"

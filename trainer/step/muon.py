@@ -112,7 +112,15 @@ def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.
     norm = torch.sqrt(wide.float().pow(2).sum((-2, -1), keepdim=True)).to(wide.dtype)
     wide = wide / norm.clamp(min=_EPSILON)
     for _ in range(steps):
-        rows = layout.split(wide @ wide.mT, -2)
-        whole = layout.whole(b * rows + c * (rows @ layout.whole(rows)))
-        wide = layout.split(a * wide + whole @ wide, -1)
+        rows = layout.split(_product(wide, wide.mT).to(wide.dtype), -2)
+        whole = layout.whole((b * rows.float() + c * _product(rows, layout.whole(rows))).to(wide.dtype))
+        wide = layout.split((a * wide.float() + _product(whole, wide)).to(wide.dtype), -1)
     return layout.stored(wide.mT if tall else wide)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The matrix product, in float32: torch's ``addmm`` rounds a product and what is added to it once, together.
+
+    Of values in bfloat16 it costs a TPU no more, whose products add up in float32 whatever they return.
+    """
+    return left.float() @ right.float()
