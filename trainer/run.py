@@ -279,6 +279,7 @@ def _for_samples(job: Job, given: Given) -> Job:
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
     found.check_model(job.adapted, job.config)
+    found.check_optimizer(job.args.optim)
     if job.lora is not None:
         check_same(found.folder, job.lora, job.model)
     check_steps_left(job.args, found)

@@ -18,6 +18,7 @@ from models.layers import DecoderLayers
 from models.partial_gradients import Tensors
 from trainer.compile.lowered import TRAIN_STEP, Argument, Lowered
 from trainer.job import Job
+from trainer.layout.optimizers import STATE_NAMES
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.layout.plan import ParameterPlan
 from trainer.layout.stacking import is_stacked
@@ -27,7 +28,7 @@ from trainer.step.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
 from trainer.step.generate import Decoder, can_cache
 from trainer.step.preference import REFERENCE
 from trainer.step.reference import REFERENCE_PASS, ReferenceStep
-from trainer.step.train_step import MOMENTS, step_name
+from trainer.step.train_step import step_name
 from trainer.weights.place import layer_batches, read_layer, write_layer
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.batch import batch_spec
@@ -249,6 +250,6 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
 def _kind(name: str, parameters: Collection[str]) -> str:
     if name in parameters:
         return "weights"
-    if name.endswith(MOMENTS):
+    if name.endswith(STATE_NAMES):
         return "optimizer"
     return "batch" if name in BATCH else "other"

@@ -92,9 +92,9 @@ def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: Partit
     return tuple(slices)
 
 
-def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
-    """Zeros of the shape of ``like``, placed."""
-    return place(name, torch.zeros((), dtype=dtype).expand(like.shape), mesh, spec)
+def zeros(name: str, shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
+    """Zeros of ``shape``, placed."""
+    return place(name, torch.zeros((), dtype=dtype).expand(tuple(shape)), mesh, spec)
 
 
 def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
