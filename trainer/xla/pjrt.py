@@ -65,12 +65,7 @@ class Program(ctypes.Structure):
     )
 
 
-_SERIALIZED = (
-    "data",
-    "data_size",
-    "holder",
-    "deleter",
-)  # the bytes are there until the deleter is called on the holder
+_SERIALIZED = ("data", "data_size", "holder", "deleter")
 # of each function: its place in the table, and the structure of its arguments
 FUNCTIONS: dict[str, tuple[int, Any]] = {
     name: (place, _structure(name, *fields))
