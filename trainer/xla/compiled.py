@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.cache import cache_root
@@ -38,11 +39,12 @@ class KeptPrograms:
 
     def __init__(self) -> None:
         self.programs = self.loaded = 0
-        self._place: _Place | None = None
+        self._place: _Place | None = None  # known once the plugin's devices are
         self._notices: dict[str, bool] = {}  # whether each was said
         self._said = (0, 0)
-        self._table: Table | None = None
-        self._original = self._replacement = None  # C functions, which must stay as long as they can be called
+        self._table: Any = None
+        self._original: Any = None
+        self._replacement: Any = None  # which must stay as long as it can be called
 
     def install(self, library: str) -> None:
         """Keep what the plugin in ``library`` compiles from now on. A second call does nothing."""
@@ -73,9 +75,9 @@ class KeptPrograms:
         arguments = FUNCTIONS["Client_Compile"][1].from_address(address)
         key = ""
         try:
-            self._place = self._place or _find_place(self._table, arguments.client)
-            key = _key(self._place.compiler, arguments)
-            loaded = self._load(key, arguments)
+            place = self._place = self._place or _find_place(self._table, arguments.client)
+            key = _key(place.compiler, arguments)
+            loaded = self._load(place.folder, key, arguments)
         except BaseException as error:  # raised into C, it would be lost, and a program that is none would be run
             self._notice(error)
             loaded = None
@@ -83,52 +85,45 @@ class KeptPrograms:
             arguments.loaded = loaded
             self.loaded += 1
             return None
-        failed = self._original(address)  # type: ignore[misc]
-        if not failed and key:
+        failed = self._original(address)
+        if not failed and key and place.writes:
             try:
-                self._keep(key, arguments.loaded)
+                self._keep(place.folder, key, arguments.loaded)
             except BaseException as error:
                 self._notice(error)
         return failed
 
-    def _load(self, key: str, arguments: Any) -> int | None:
+    def _load(self, folder: Folder, key: str, arguments: Any) -> int | None:
         """The handle of the program kept as ``key``; None if there is none that the plugin can load."""
-        place, table = self._place, self._table
-        assert place is not None
-        assert table is not None
-        if not place.folder.exists(key):
+        if not folder.exists(key):
             return None
-        content = place.folder.read(key)
+        content = folder.read(key)
         head = len(_MAGIC) + _DIGEST
         if content[:head] != _MAGIC + _digest(key, content[head:]):
-            self._notices.setdefault(f"{place.folder}/{key} is damaged, and compiled again", False)
+            self._notices.setdefault(f"{folder}/{key} is damaged, and compiled again", False)
             return None
         given = {name: getattr(arguments, name) for name in ("client", "options", "options_size")}
         data = ctypes.c_char_p(content[head:])
         try:
-            found = table.call(
+            found = self._table.call(
                 "Executable_DeserializeAndLoad",
                 **given,
                 data=ctypes.cast(data, ctypes.c_void_p),
                 data_size=len(content) - head,
             )
         except PjrtError as error:
-            self._notices.setdefault(f"{place.folder}/{key} can't be loaded, and is compiled again: {error}", False)
+            self._notices.setdefault(f"{folder}/{key} can't be loaded, and is compiled again: {error}", False)
             return None
         return found.loaded
 
-    def _keep(self, key: str, loaded: int) -> None:
-        place, table = self._place, self._table
-        assert place is not None
-        assert table is not None
-        if not place.writes:
-            return
+    def _keep(self, folder: Folder, key: str, loaded: int) -> None:
+        table = self._table
         executable = table.call("LoadedExecutable_GetExecutable", loaded=loaded).executable
         try:
             content = table.serialized("Executable_Serialize", executable=executable)
         finally:
             table.call("Executable_Destroy", executable=executable)
-        place.folder.write(key, _MAGIC + _digest(key, content) + content)
+        folder.write(key, _MAGIC + _digest(key, content) + content)
 
     def _notice(self, error: BaseException) -> None:
         found = f"{error.asked}: {error.found}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -136,6 +131,7 @@ class KeptPrograms:
         self._notices.setdefault(f"compiled programs {what}, and the run goes on: {found}", False)
 
 
+@dataclass(frozen=True)
 class _Place:
     """Where programs are kept.
 
@@ -144,13 +140,13 @@ class _Place:
         compiler: all that they depend on beside themselves and their options.
     """
 
-    def __init__(self, folder: Folder, writes: bool, compiler: list[bytes]) -> None:
-        self.folder, self.writes, self.compiler = folder, writes, compiler
+    folder: Folder
+    writes: bool
+    compiler: list[bytes]
 
 
-def _find_place(table: Table | None, client: int) -> _Place:
+def _find_place(table: Table, client: int) -> _Place:
     """The folder that COMPILED names, which the first host fills; else one of this host's own, in its cache."""
-    assert table is not None
     topology = table.call("Client_TopologyDescription", client=client).topology
     compiler = [
         repr(table.version).encode(),
