@@ -52,6 +52,7 @@ def test_the_places_are_those_of_the_interface():
 REAL = """
 print(table.version, all(table.entry(name) for name in FUNCTIONS))
 made, given = ("name", "name_size", "options", "options_size"), ("program", "options", "options_size", "client")
+FUNCTIONS["Plugin_Initialize"] = 3, pjrt._structure("Initialize")
 FUNCTIONS["TopologyDescription_Create"] = 82, pjrt._structure("Create", *made, "topology")
 FUNCTIONS["Compile"] = 89, pjrt._structure("Compile", "topology", *given, "executable")
 def text(value):
@@ -59,6 +60,7 @@ def text(value):
     texts.append(kept)
     return ctypes.addressof(kept)
 texts = []
+table.call("Plugin_Initialize")
 try:
     table.call("TopologyDescription_Create", name=text(b"v5p:no"), name_size=6)
 except PjrtError as error:
@@ -67,7 +69,7 @@ def topology(name):
     made = table.call("TopologyDescription_Create", name=text(name), name_size=len(name)).topology
     return made, table.serialized("TopologyDescription_Serialize", topology=made)
 (one, two), (again, twice), (other, third) = map(topology, (b"v5p:2x2x1", b"v5p:2x2x1", b"v5p:2x2x2"))
-print(len(two) > 100, two == twice, two == third)
+print(len(two) > 0, two == twice, two == third)
 
 import jax
 from jax._src import compiler
@@ -87,7 +89,7 @@ def test_libtpu_has_the_functions_at_their_places_and_serialises_what_it_compile
     version, refused, topologies, program = said(REAL, JAX_PLATFORMS="cpu")
     assert version.endswith("True")
     assert version.startswith("(0, ")
-    assert "v5p:no" in refused or "opology" in refused  # libtpu's own words
+    assert "v5p:no" in refused  # in libtpu's own words
     assert topologies == "True True False"
     assert program == "True"
 

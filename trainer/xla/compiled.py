@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.cache import cache_root
 from trainer.errors import UserError
-from trainer.storage import Folder, StorageError
+from trainer.storage import Folder
 from trainer.xla.pjrt import FUNCTIONS, Function, PjrtError, Program, Table, text_of
 
 COMPILED = "SHARDWRIGHT_COMPILED"  # the folder that all hosts see; empty: nothing is kept
@@ -40,7 +40,8 @@ class KeptPrograms:
     def __init__(self) -> None:
         self.programs = self.loaded = 0
         self._place: _Place | None = None  # known once the plugin's devices are
-        self._notices: dict[str, bool] = {}  # whether each was said
+        self._notices: dict[str, str] = {}  # the first one of each matter
+        self._told: set[str] = set()
         self._said = (0, 0)
         self._table: Any = None
         self._original: Any = None
@@ -58,16 +59,16 @@ class KeptPrograms:
         except OSError:
             return  # whoever opens the devices says so
         except PjrtError as error:
-            self._notices.setdefault(f"programs are not kept: {error}", False)
+            self._notices["plugin"] = f"programs are not kept: {error}"
 
     def news(self) -> Iterator[str]:
         """What was not said before, a line each: how many programs there are, and what went wrong with them."""
         if self._place is not None and self._said != (self.programs, self.loaded):
             self._said = (self.programs, self.loaded)
             yield f"compile: {self.programs} programs, {self.loaded} loaded from {self._place.folder}"
-        for notice in [notice for notice, said in self._notices.items() if not said]:
-            self._notices[notice] = True
-            yield f"         {notice}"
+        for matter in self._notices.keys() - self._told:
+            self._told.add(matter)
+            yield f"         {self._notices[matter]}"
 
     def _compile(self, address: int) -> int | None:
         """In the place of the plugin's own function; takes the address of its arguments, and returns its error."""
@@ -100,7 +101,7 @@ class KeptPrograms:
         content = folder.read(key)
         head = len(_MAGIC) + _DIGEST
         if content[:head] != _MAGIC + _digest(key, content[head:]):
-            self._notices.setdefault(f"{folder}/{key} is damaged, and compiled again", False)
+            self._notices[key] = f"{folder}/{key} is damaged, and compiled again"
             return None
         given = {name: getattr(arguments, name) for name in ("client", "options", "options_size")}
         data = ctypes.c_char_p(content[head:])
@@ -112,7 +113,7 @@ class KeptPrograms:
                 data_size=len(content) - head,
             )
         except PjrtError as error:
-            self._notices.setdefault(f"{folder}/{key} can't be loaded, and is compiled again: {error}", False)
+            self._notices[key] = f"{folder}/{key} can't be loaded, and is compiled again: {error}"
             return None
         return found.loaded
 
@@ -127,8 +128,7 @@ class KeptPrograms:
 
     def _notice(self, error: BaseException) -> None:
         found = f"{error.asked}: {error.found}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        what = "can't be read or written" if isinstance(error, StorageError) else "can't be kept"
-        self._notices.setdefault(f"compiled programs {what}, and the run goes on: {found}", False)
+        self._notices.setdefault("folder", f"compiled programs can't be kept, and the run goes on: {found}")
 
 
 @dataclass(frozen=True)

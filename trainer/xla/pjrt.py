@@ -19,7 +19,7 @@ _MAJOR, _LEAST_MINOR = 0, 71  # Executable_DeserializeAndLoad takes the options 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 Function: Any = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # releases Python's lock while it runs
-_Deleter: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Void: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # what an error is asked returns none
 
 
 class PjrtError(RuntimeError):
@@ -129,28 +129,31 @@ class Table:
             raise PjrtError(f"the plugin's table can't be written: {os.strerror(ctypes.get_errno())}")
         ctypes.c_size_t.from_address(place).value = ctypes.cast(function, ctypes.c_void_p).value or 0
 
-    def call(self, name: str, **given: Any) -> Any:
+    def call(self, name: str, /, **given: Any) -> Any:
         """Call a function; returns the structure of its arguments, in which it has put what it found.
 
         Raises:
             PjrtError: with the plugin's own words.
         """
-        structure = FUNCTIONS[name][1]
-        arguments = structure(struct_size=ctypes.sizeof(structure), **given)
-        error = Function(self.entry(name))(ctypes.addressof(arguments))
+        arguments, error = self._called(Function, name, given)
         if error:
-            message = text_of(self.call("Error_Message", error=error))
-            self.call("Error_Destroy", error=error)
+            message = text_of(self._called(_Void, "Error_Message", {"error": error})[0])
+            self._called(_Void, "Error_Destroy", {"error": error})
             raise PjrtError(message)
         return arguments
 
-    def serialized(self, name: str, **given: Any) -> bytes:
+    def _called(self, kind: Any, name: str, given: dict[str, Any]) -> tuple[Any, int | None]:
+        structure = FUNCTIONS[name][1]
+        arguments = structure(struct_size=ctypes.sizeof(structure), **given)
+        return arguments, kind(self.entry(name))(ctypes.addressof(arguments))
+
+    def serialized(self, name: str, /, **given: Any) -> bytes:
         """What a function that serialises gives."""
         found = self.call(name, **given)
         try:
             return ctypes.string_at(found.data, found.data_size)
         finally:
-            _Deleter(found.deleter)(found.holder)
+            _Void(found.deleter)(found.holder)
 
     def _place(self, name: str) -> int:
         return self._address + ctypes.sizeof(_Head) + _WORD * FUNCTIONS[name][0]
