@@ -50,6 +50,7 @@ from trainer.weights.out import write_model
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source, seeded_init
 from trainer.xla.batch import batch_share
+from trainer.xla.compiled import KEPT
 from trainer.xla.mesh import build_mesh
 from trainer.xla.profile import ProfileCallback
 from trainer.xla.runtime import chip
@@ -188,6 +189,7 @@ class TrainingLoop:
             found = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
+        self._say_programs()
         self.console.print(
             states.closing(self.state, self.evaluator.first_loss, found, self.watch.unigram, self.folder)
         )
@@ -356,6 +358,11 @@ class TrainingLoop:
             metrics, logs = read
             endings.check_good(metrics, self.state, self.args)
             self._log(logs)
+        self._say_programs()
+
+    def _say_programs(self) -> None:
+        for line in KEPT.news():
+            say(self.console, line)
 
     def _log(self, logs: dict[str, Any]) -> None:
         self._note(logs)

@@ -40,6 +40,7 @@ class HostLives:
             **ENVIRONMENT,
             "NPROC": "10",
             "HOST_SILENT": "15",
+            "SHARDWRIGHT_COMPILED": "",  # each job compiles what it runs, unless told otherwise
             **environment,
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip(),
         }

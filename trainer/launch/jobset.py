@@ -14,7 +14,6 @@ _SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
 
 def plan(request: Request) -> Plan:
     """The JobSet, and ``kubectl`` to make it."""
-    request = request.with_bucket_mounted()
     name = request.name
     return Plan(
         files={_FILE: as_yaml(manifest(request))},
@@ -107,19 +106,15 @@ def _volume(mount: Mount) -> dict[str, Any]:
 
 def _environment(request: Request) -> list[dict[str, Any]]:
     """Variables of each pod. GKE itself adds TPU_WORKER_ID and TPU_WORKER_HOSTNAMES to a JobSet's pods."""
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in request.variables.items()]
     # torch_xla 2.9 reads TPU_WORKER_* only with this; without it it asks a server that pods don't have
     env.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
-    env += [_field("SLICE_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"), _field("HOST_INDEX", index)]
-    cache = f"{_literal(request.cache)}/$(SLICE_INDEX)-$(HOST_INDEX)"
-    env.append({"name": "XLA_PERSISTENT_CACHE_PATH", "value": cache})
     if request.topology.slices > 1:
         first = f"{request.name}-{_SLICE}-0-0.{request.name}"  # the first slice's first pod, in the JobSet's subdomain
         env += [
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
             {"name": "MEGASCALE_NUM_SLICES", "value": str(request.topology.slices)},
-            {"name": "MEGASCALE_SLICE_ID", "value": "$(SLICE_INDEX)"},
+            _field("MEGASCALE_SLICE_ID", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
         ]
     return env
 
