@@ -297,7 +297,7 @@ class CheckpointWriter:
         """Copies what is staged up to step ``newest``; what the disk or the store does not take waits there."""
         job = self._copy_hosts
         # the first host says which: another's other thread may be further by one save
-        for step in job.once(lambda: [step for step in list(self._waiting) if step <= newest]):
+        for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
             source, started = folder_of(staging.place, step), time.perf_counter()
             try:
                 self._put(job, step, functools.partial(self._copy, source))
