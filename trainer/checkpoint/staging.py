@@ -112,7 +112,7 @@ class Staging:
     def place(self) -> Folder:
         """Where those of the output folder lie."""
         name = self.output.rstrip("/").rpartition("/")[2]
-        return self.root / f"{name}-{xxhash.xxh3_64_hexdigest(self.output)}"
+        return self.root / f"{name}-{xxhash.xxh3_64_hexdigest(self.output.encode())}"
 
     def seal(self, step: int, files: Files, run: str) -> None:
         """Says that a checkpoint is whole here, now that every host has written its ``files``."""
@@ -273,21 +273,20 @@ def recover(
     if others := job.together(staging.others):
         say(console, f"staging: {staging.root} has checkpoints of {', '.join(others)} too, which are left alone")
     run, newest = job.once(lambda: (run_of(output), max(live_steps(output), default=-1)))
-    mine = job.together(staging.found)
-    todo = recoverable(job.gather(mine), run, newest)
+    todo = recoverable(job.gather(job.together(staging.found)), run, newest)
     if not todo:
         return
     with claimed():
         for step, files in todo.items():
-            _recover_one(staging, output, step, files, step in mine and mine[step].files == files, console)
+            _recover_one(staging, output, step, files, console)
 
 
-def _recover_one(staging: Staging, output: Folder, step: int, files: Files, here: bool, console: Console) -> None:
+def _recover_one(staging: Staging, output: Folder, step: int, files: Files, console: Console) -> None:
     job, started = hosts(), time.perf_counter()
     source, target = folder_of(staging.place, step), folder_of(output, step)
     total = sum(int(files[name]["bytes"]) for name in files)
     with byte_bar(console, f"checking {source}", total) as advance:
-        whole, problems = _whole_files(source, files, advance) if here else ([], [])
+        whole, problems = _whole_files(source, files, advance)
     said = job.gather((whole, problems))
     who = holders(files, [names for names, _ in said])
     if missing := [name for name in files if name not in who]:
@@ -310,7 +309,7 @@ def _whole_files(source: Folder, files: Files, progress: Callable[[int], None]) 
     for name in files:
         try:
             if source.exists(name):
-                manifest.check(source, [name], progress)
+                manifest.check_file(source, name, files[name], progress)
                 whole.append(name)
         except UserError as error:
             problems.append(error.found)

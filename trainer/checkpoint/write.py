@@ -101,11 +101,10 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for future in (self._writing, self._copying):
-            if future is not None:
-                wait([future])
+        if self._writing is not None:
+            wait([self._writing])
         if self._copying is not None:
-            wait([self._copying])  # of the write that was waited for
+            wait([self._copying])
         if self.staging is not None:
             self.staging.leave()
 
