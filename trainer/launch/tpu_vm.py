@@ -49,6 +49,8 @@ def host_script(request: Request) -> str:
     mounts = {HOST_CACHE: HOST_CACHE}
     if request.mount is not None:
         mounts = {request.mount.source: request.mount.path}
+    if request.staging:
+        mounts[request.staging] = request.staging
     volumes = [f"--volume {shlex.quote(f'{source}:{path}')}" for source, path in mounts.items()]
     return _HOST_TEMPLATE.substitute(
         name=request.name,
