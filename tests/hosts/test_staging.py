@@ -15,12 +15,12 @@ from tests.support.hosts import HostLives, assert_same_losses, log_of, wait_unti
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
 from trainer.checkpoint import manifest
-from trainer.checkpoint.lineage import whole_steps
+from trainer.checkpoint.lineage import LINEAGE, whole_steps
 from trainer.errors import PREEMPTED
 from trainer.storage import Folder
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
-STEPS, SAVE = 200, 50
+STEPS, SAVE = 400, 100
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ class Preempted:
 
     def stop(self, lives: HostLives) -> None:
         processes = lives.start(self.home / "logs", *self.words[0], hosts=2, others=self.words[1])
-        first = self.output / f"checkpoint-{SAVE}" / manifest.MANIFEST
-        wait_until(first.exists)
+        wait_until((self.output / LINEAGE).exists)
         for step in range(SAVE + 1, STEPS + 1):  # where later ones would go lies a file
             (self.output / f"checkpoint-{step}").touch()
+        wait_until((self.output / f"checkpoint-{SAVE}" / manifest.MANIFEST).exists)
         os.kill(processes[1], signal.SIGTERM)
         assert lives.wait() == [PREEMPTED, PREEMPTED]
         for step in range(SAVE + 1, STEPS + 1):
