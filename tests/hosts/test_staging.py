@@ -20,7 +20,7 @@ from trainer.errors import PREEMPTED
 from trainer.storage import Folder
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
-STEPS, SAVE = 400, 100
+STEPS, SAVE = 60, 15
 
 
 @pytest.fixture(scope="module")
