@@ -16,6 +16,7 @@ from trainer.arguments import TrainingArguments
 from trainer.asked import asked_tokenizer, data_options
 from trainer.checkpoint.lineage import live_steps
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
+from trainer.checkpoint.staging import open_staging, recover
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
@@ -31,11 +32,12 @@ from trainer.lock import FolderLock
 from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
 from trainer.model import experts_modules
-from trainer.output import check_shared, claim, find_output, output_folder
+from trainer.output import claimed_by_all, find_output, output_folder, resumes_in
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
 from trainer.restarts import Restarts, check_hosts, check_limit, no_progress, words_again
 from trainer.rollback import Rollbacks, let_go
+from trainer.storage import Folder
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.weights.adapters import check_adapter
@@ -68,9 +70,7 @@ class Start:
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Holds the output folder inside the ``with``: of several hosts the first does, for all."""
-        with hosts().answerable(), contextlib.ExitStack() as held:
-            hosts().once(lambda: held.enter_context(claim(self.lock)))
-            hosts().together(lambda: check_shared(self.lock.folder))
+        with hosts().answerable(), claimed_by_all(self.lock):
             yield
 
     @property
@@ -197,7 +197,8 @@ def prepare(
     writes: bool = True,
     restarts: Restarts | None = None,
 ) -> Start:
-    """Refuse what can be, cheapest first; until the end nothing is written and no device is opened.
+    """Refuse what can be, cheapest first; until the end no device is opened, and nothing is written but what a run
+    had staged and not brought to the output folder yet.
 
     Args:
         given: what ``args`` can't name.
@@ -240,6 +241,7 @@ def _prepared(
     lock = FolderLock(output_folder(args), console)
     if writes:
         hosts().once(lock.check_free)
+        _recover(args, lock, console)
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
@@ -250,6 +252,17 @@ def _prepared(
     if needed and args.model and has_weights(args.model):
         source = open_hub_weights(args.model, job.whole)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console)
+
+
+def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> None:
+    """Bring what the run staged on its hosts, and could not copy any more, to the output folder."""
+    if args.staging_dir is None:
+        return
+    output = Folder(str(args.output_dir))
+    staging = open_staging(args.staging_dir, output)
+    staging.check(hosts())
+    if resumes_in(args.resume_from_checkpoint, output):
+        recover(staging, output, functools.partial(claimed_by_all, lock), console)
 
 
 def _for_samples(job: Job, given: Given) -> Job:

@@ -175,7 +175,7 @@ class RunCheckpoint:
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
         """Returns a line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
-        unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
+        unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "staging_dir"}
         return [
             f"--{name} {value} (it was {self.arguments[name]})"
             for name, value in arguments.items()

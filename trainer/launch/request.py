@@ -67,6 +67,14 @@ class Request:
         return ["python", "scripts/train.py", *self.train]
 
     @property
+    def staging(self) -> str:
+        """The run's ``--staging_dir``, which containers share with their host so that a restart there finds it; empty:
+        it has none, or one within the container."""
+        named = [after for word, after in zip(self.train, self.train[1:], strict=False) if word == "--staging_dir"]
+        named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
+        return named[-1] if named and posixpath.isabs(named[-1]) else ""
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment of every host, whatever the target."""
         # without PJRT_DEVICE a host that finds no TPU would train on virtual CPU devices
