@@ -1,4 +1,4 @@
-"""--max_restarts on several hosts: all begin again together after what is passing, to the end that they would have had."""
+"""--max_restarts on several hosts: all begin again together after what is passing, and nothing is lost."""
 
 from __future__ import annotations
 
