@@ -74,8 +74,7 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             why="a TPU VM mounts none by itself",
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
-    count = hosts(topology) * topology.slices
-    words, output_dir = check_train(train, mount, container=bool(target.needs), hosts=count)
+    words, output_dir = check_train(train, mount, container=bool(target.needs))
     given = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
     return Request(
         topology=topology,
