@@ -211,7 +211,7 @@ def test_a_limit_that_is_reached_ends_a_supervisor(capfd):
     code, said = supervised(capfd, "note(begun=True); note_passing('gone'); sys.exit(76)", limit=1)
     assert code == LOST
     assert said.count("restart:") == 1
-    assert "error: the run ends with exit code 76, after: gone" in said
+    assert "error: exit code 76, after: gone" in said
 
 
 def test_a_child_whose_supervisor_is_killed_does_not_live_on(tmp_path):

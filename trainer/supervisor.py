@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,8 +37,10 @@ _TRY = 2.0  # seconds for one try to reach the first host
 
 
 class Run(Protocol):
-    """A training that was started: what is used of subprocess.Popen."""
+    """A training that was started, with a process group of its own: what is used of subprocess.Popen."""
 
+    @property
+    def pid(self) -> int: ...
     def wait(self, timeout: float) -> int: ...
     def send_signal(self, number: int, /) -> None: ...
     def kill(self) -> None: ...
@@ -121,9 +124,7 @@ class Supervisor:
                     ended = self._live(notes, before, more)
                     verdict = self.meeting.agree(before.count, ended, self.limit)
                     if not verdict.again:
-                        code = verdict.code if verdict.code >= 0 else 128 - verdict.code  # as a shell says it
-                        self._say_end(verdict.why, code)
-                        return code
+                        return self._end(verdict)
                     before, more = Restarted(before.count + 1, verdict.why), list(verdict.more) or more
                     self._wait(before)
         finally:
@@ -145,7 +146,7 @@ class Supervisor:
         self._child = None
         self.meeting.look(before.count, _place(notes))
         said = read_notes(notes)
-        return Ended(
+        ended = Ended(
             code,
             told=bool(self.told),
             transient=bool(said.get("transient")),
@@ -153,6 +154,10 @@ class Supervisor:
             why=str(said.get("ended", "")),
             more=tuple(said.get("more", more)),
         )
+        if ended.failed:  # what it started may still hold the devices
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        return ended
 
     def _wait(self, before: Restarted) -> None:
         seconds = wait_before(before.count)
@@ -163,11 +168,14 @@ class Supervisor:
         while time.monotonic() < end and not self.told:
             time.sleep(_SOON)
 
-    def _say_end(self, why: str, code: int) -> None:
+    def _end(self, verdict: Verdict) -> int:
+        """Say what nobody has said yet; the exit code."""
+        code = verdict.code if verdict.code >= 0 else 128 - verdict.code  # as a shell says it
         if self.meeting.lost:
             print(f"error: this job can't begin again by itself: {self.meeting.lost}", file=sys.stderr)
-        if code > 128 or why:
-            print(f"error: the run ends with exit code {code}" + (f", after: {why}" if why else ""), file=sys.stderr)
+        if verdict.why or (verdict.code < 0 and not self.told):
+            print(f"error: exit code {code}, after: {verdict.why or f'signal {-verdict.code}'}", file=sys.stderr)
+        return code
 
     # ---- signals ----
 
@@ -324,11 +332,12 @@ class Meeting:
 
     def _connected(self) -> Any:
         if self._store is None:
+            assert self._place is not None
+            address, port = self._place.address, self._place.port + _PORT
+            if not self.first:  # which may not serve yet; a store that knocks in vain writes a page of its own frames
+                socket.create_connection((address, port), timeout=_TRY).close()
             import torch.distributed as dist
 
-            assert self._place is not None
-            place, port = self._place, self._place.port + _PORT
-            reached = {"is_master": self.first, "wait_for_workers": False, "timeout": timedelta(seconds=_TRY)}
-            self._store = dist.TCPStore(place.address, port, **reached)
-            self._store.set_timeout(timedelta(seconds=SILENT))
+            patience = timedelta(seconds=SILENT)
+            self._store = dist.TCPStore(address, port, is_master=self.first, wait_for_workers=False, timeout=patience)
         return self._store

@@ -150,8 +150,8 @@ class Forked:
     """A child of this process that was forked, and has everything imported; what is used of subprocess.Popen."""
 
     def __init__(self, act: Callable[[], None]) -> None:
-        self.process = os.fork()
-        if self.process == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             os.setpgid(0, 0)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -160,7 +160,7 @@ class Forked:
     def wait(self, timeout: float) -> int:
         until = time.monotonic() + timeout
         while True:
-            process, status = os.waitpid(self.process, os.WNOHANG)
+            process, status = os.waitpid(self.pid, os.WNOHANG)
             if process:
                 return os.waitstatus_to_exitcode(status)
             if time.monotonic() > until:
@@ -168,10 +168,10 @@ class Forked:
             time.sleep(0.02)
 
     def send_signal(self, number: int, /) -> None:
-        os.kill(self.process, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
-        os.kill(self.process, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
 
 def supervise(begin: Callable[[], None], limit: int, words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from trainer.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from trainer.launch.arguments import LaunchArguments
 from trainer.launch.plan import Plan
 from trainer.launch.request import Mount, Request, check_train
-from trainer.launch.slices import as_large, hosts
+from trainer.launch.slices import as_large
 from trainer.xla.chips import Topology, find_topology
 
 
