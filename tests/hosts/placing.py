@@ -53,10 +53,11 @@ for dtype in (torch.float32, torch.bfloat16, torch.int8):
         assert (held == 1).all(), (spec, held)
 
 # in pieces: along the longest part that a device holds, with a last piece that overlaps, and of one row at least
-bits = torch.randint(-(2**31), 2**31, (6, 16, 8), dtype=torch.int32).view(torch.float32)  # also NaN, -0, subnormals
+values = torch.arange(-384.0, 384.0).view(6, 16, 8) / 7
+values[0] = -0.0  # which a sum over devices would make 0
 for sharding.PIECE in (1000, 1):
     for spec in ((None, "fsdp", "tensor"), (None, ("fsdp", "tensor"), None), (None, None, None)):
-        for whole in (bits, bits.to(torch.bfloat16), bits.view(torch.int32).to(torch.int8)):
+        for whole in (values, values.to(torch.bfloat16), values.to(torch.int8)):
             found = sharding.fetch(sharding.place("stack", whole, mesh, spec))
             assert torch.equal(found.view(torch.int8), whole.view(torch.int8)), (sharding.PIECE, spec, whole.dtype)
 sharding.PIECE = 1 << 30
