@@ -95,9 +95,10 @@ def test_two_hosts_go_back_after_a_spike_as_one_does(home, lives, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    # soon known by heart, and once in 40 steps something else
+    # soon known by heart, and once in 40 steps something else; the other of two such documents is held out
     usual, odd = "abcde" * 6, "".join(chr(33 + i * 37 % 90) for i in range(120))
-    write_records(tmp_path / "odd.jsonl", [{"text": odd if i == 100 else usual} for i in range(340)])
+    others = {100: odd, 200: odd[::-1]}
+    write_records(tmp_path / "odd.jsonl", [{"text": others.get(i, usual)} for i in range(340)])
     job = [
         *("--recipe", "llama_fsdp", "--model", tmp_path / "model", "--dataset", tmp_path / "odd.jsonl"),
         *("--sequence_length", 32, "--max_steps", 50, "--learning_rate", 1e-2, "--warmup_steps", 0),
