@@ -95,8 +95,8 @@ def test_two_hosts_go_back_after_a_spike_as_one_does(home, lives, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    # soon known by heart, and once in 40 steps something else; the other of two such documents is held out
-    usual, odd = "abcde" * 6, "".join(chr(33 + i * 37 % 90) for i in range(120))
+    # rows that are soon known by heart, and once in an epoch another; of two such documents one is held out
+    usual, odd = "abcde" * 6 + "a", "".join(chr(33 + i * 37 % 90) for i in range(31))
     others = {100: odd, 200: odd[::-1]}
     write_records(tmp_path / "odd.jsonl", [{"text": others.get(i, usual)} for i in range(340)])
     job = [
