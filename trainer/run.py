@@ -7,9 +7,10 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from trainer import elastic
 from trainer.arguments import TrainingArguments
@@ -35,7 +36,7 @@ from trainer.model import experts_modules
 from trainer.output import claimed_by_all, find_output, output_folder, resumes_in
 from trainer.reference import not_one_dataset
 from trainer.report.lines import say, waiting
-from trainer.restarts import Restarts, check_hosts, check_limit, no_progress, words_again
+from trainer.restarts import Restarts, check_limit, note, note_passing, words_again
 from trainer.rollback import Rollbacks, let_go
 from trainer.storage import Folder
 from trainer.streams import lasting_output
@@ -149,43 +150,48 @@ def train(
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Args:
-        restarts: how this process begins anew; None: it can't.
+        restarts: what this process's supervisor told it; None: it has none, and can't begin anew.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
     loop, console = None, console or Console()
-
-    def again(words: str) -> None:
-        if restarts is not None:
-            _restart(restarts, no_progress(words), loop, console)
-
     try:
-        hosts().watchdog.again = again
-        start = prepare(args, Given(), callbacks, console, restarts=restarts)
+        noted = [_Noted()] if restarts is not None else []
+        start = prepare(args, Given(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
             loop = start.open()
             while not start.trained(loop):
                 loop = start.open()
     except TransientError as error:
-        if restarts is not None:
-            _restart(restarts, error, loop, console)
+        if loop is None or not loop.stop.any:
+            note_passing(f"{error.asked}: {error.found}")
         raise
-    finally:
-        hosts().watchdog.again = lambda words: None
     return loop
 
 
-def _restart(restarts: Restarts, error: TransientError, loop: TrainingLoop | None, console: Console) -> None:
-    """Begin anew after ``error``, which does not return; unless that is not to be, or the run was told to stop."""
-    begun = loop is not None and loop.train_step.begun
-    if not restarts.follows(error, begun) or (loop is not None and loop.stop.any):
-        return
-    words = restarts.words
-    if loop is not None and begun:
-        saved = bool(loop.checkpoints.lineage)
-        words = words_again(words, str(loop.args.output_dir), loop.args.resume_from_checkpoint, saved)
-    restarts.restart(error, words, console)
+class _Noted(TrainerCallback):
+    """Notes for the supervisor how the run's command goes on, as soon as there is something to go on from."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            self._note(args, saved=False)
+            self._look(args)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self._begun and "saved_step" in (logs or {}):
+            self._look(args)
+
+    def _look(self, args: Any) -> None:
+        if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
+            self._note(args, saved=True)
+
+    def _note(self, args: Any, *, saved: bool) -> None:
+        note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved))
 
 
 def prepare(
@@ -217,7 +223,6 @@ def prepare(
     with hosts().answerable():
         if hosts().several:
             hosts().check_same(facts(job))
-        check_hosts(args.max_restarts, hosts().count)
         start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
     return replace(start, restarts=restarts)
 
