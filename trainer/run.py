@@ -35,6 +35,7 @@ from trainer.lora import check_same, described
 from trainer.model import experts_modules
 from trainer.output import claimed_by_all, find_output, output_folder, resumes_in
 from trainer.reference import not_one_dataset
+from trainer.remat import Platform, answer, is_auto, with_remat
 from trainer.report.lines import say, waiting
 from trainer.restarts import Restarts, check_limit, note, note_passing, words_again
 from trainer.rollback import Rollbacks, let_go
@@ -45,7 +46,7 @@ from trainer.weights.adapters import check_adapter
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
 from trainer.weights.sources import Source, has_weights
 from trainer.xla.mesh import check_mesh
-from trainer.xla.runtime import device_count, init_runtime
+from trainer.xla.runtime import chip, device_count, device_kind, init_runtime
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,20 @@ def prepare(
     with hosts().answerable():
         if hosts().several:
             hosts().check_same(facts(job))
+        job = _with_remat(job, console)
         start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
     return replace(start, restarts=restarts)
+
+
+def _with_remat(job: Job, console: Console) -> Job:
+    """``job``, and where its recipe leaves it to us what the backward computes again, what was found for it."""
+    if not is_auto(job):
+        return job
+    known = chip()
+    where = Platform(device_kind(), known.name if known else "")
+    policy, why = hosts().once(lambda: answer(job, where))
+    say(console, f"remat:   {policy} ({why})")
+    return with_remat(job, policy)
 
 
 def _prepared(

@@ -33,7 +33,7 @@ class ModelArguments(Checked):
         "expert, tensor.",
     )
     compute: str | None = option(
-        None, "Another compute policy than the recipe's, e.g. `remat=offload,capacity_factor=1.25`."
+        None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipes.md)."
     )
     bf16: bool | None = option(
         None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
