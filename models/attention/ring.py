@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from models.attention import pieces
 from models.attention.piece_pairs import Pair, Pairs, without_chunk
-from models.attention.splash import Settings, present
+from models.attention.splash import Settings, causal_flops, present
 from models.jax_call import jax_call, target
 from models.op_arguments import as_text, from_text
 
@@ -127,6 +128,11 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tu
 
 
 _ring.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.shardwright.ring)
+def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **_: Any) -> int:
+    return causal_flops(query, value, from_text(others[-1]).scoring)
 
 
 def _static(settings: Settings) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from models.attention.kernel_layout import KernelLayout
 from models.attention.portable import Scoring
@@ -150,6 +151,21 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tu
 
 
 _splash.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.shardwright.splash)
+def _flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], _: Any, __: Any, text: str, **___: Any
+) -> int:
+    return causal_flops(query, value, from_text(text).scoring)
+
+
+def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -> int:
+    """Every query's products with the keys and values that it may see, half a sequence or a window; given the shapes
+    of query and value."""
+    batch, heads, length, width = query
+    seen = min(length / 2, scoring.window or length, scoring.chunk or length)
+    return int(2 * batch * heads * length * seen * (width + value[3]))
 
 
 def present(
