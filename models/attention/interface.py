@@ -206,9 +206,9 @@ class Attention:
             site=site,
         )
         bias = _bias(module, query, key.shape[2], asked)
-        if self.layout.sequence_axis is not None:
-            if dropout or by_mask or bias is not None or sinks is not None:
-                raise Unsupported(f"attention {NAME!r} has no dropout, masks or sinks of a query in split rows")
+        if self.layout.sequence_axis is not None and not self.masked:  # masks are made for a row in one piece
+            if dropout or bias is not None or sinks is not None:
+                raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
             return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
         on_tpu = query.device.type == "xla" and (self.interpret > 0 or target() == "tpu")
         if not on_tpu or dropout or bias is not None or sinks is not None:
