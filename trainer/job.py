@@ -183,8 +183,8 @@ class Job:
     def row_shards(self) -> int:
         """What divides the rows of a graph that takes one token of each.
 
-        It is the ways in which the mesh splits a batch's tokens; or the devices, where experts take equally many tokens on
-        each of them.
+        It is the ways in which the mesh splits a batch's tokens; or the devices, where experts take equally many tokens
+        on each of them.
         """
         return self.devices if self.recipe.compute.experts == "dropless" else self.plan.token_shards
 
