@@ -105,7 +105,9 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     key, value = (x.astype(jnp.float32) for x in (pair.key, pair.value))
 
-    def block(carry: tuple[jax.Array, jax.Array], x: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def block(
+        carry: tuple[jax.Array, jax.Array], x: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         query, positions, segments, logsumexp, dot, grad = x
         scores, seen, slope = _scores(pair, query, positions, segments, scoring)
         weights = jnp.where(seen, jnp.exp(scores - logsumexp), 0)

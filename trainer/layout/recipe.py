@@ -186,16 +186,14 @@ class Recipe:
         It splits the activations that the batch axes split, and with them the weights that the first of these splits.
         """
         mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
+        first = self.batch[0] if self.batch else SEQUENCE
+
+        def cut(lines: Mapping[str, Layout]) -> dict[str, Layout]:
+            return {k: {**line, SEQUENCE: line[first]} if first in line else line for k, line in lines.items()}
+
         activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
-        tables = {
-            table: {
-                pattern: {**layout, SEQUENCE: place} if (place := layout.get(self.batch[0])) is not None else layout
-                for pattern, layout in getattr(self, table).items()
-            }
-            for table in ("parameters", "optional")
-            if self.batch
-        }
-        return replace(self, mesh=mesh, activations=activations, **tables)
+        parameters, optional = cut(self.parameters), cut(self.optional)
+        return replace(self, mesh=mesh, parameters=parameters, optional=optional, activations=activations)
 
     def with_compute(self, text: str) -> Recipe:
         """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.
