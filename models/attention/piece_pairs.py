@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 # the logarithm of a sum of no exponents; infinity less infinity is no number
 NOTHING = -1e30
+_Two = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
