@@ -148,7 +148,9 @@ class _Keys(NamedTuple):
     segments: jax.Array | None
 
     def sent_on(self, settings: Settings) -> _Keys:
-        return _Keys(*(x if x is None else _next(x, settings) for x in self))
+        segments = None if self.segments is None else _next(self.segments, settings)
+        key, value, starts = (_next(x, settings) for x in (self.key, self.value, self.starts))
+        return _Keys(key, value, starts, segments)
 
 
 def _next(x: jax.Array, settings: Settings) -> jax.Array:
@@ -210,8 +212,8 @@ def _forward(
     named = dict(zip(extra.split(), optional, strict=True))
     pairs, segments, sinks = Pairs(settings, kernel), named.get("bs"), named.get("h")
     rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
-    (_, _, first), (_, _, second), later = rows.own(keys)
-    parts = [pairs.forward(first), pairs.forward(second)]
+    *same, later = rows.own(keys)
+    parts = [pairs.forward(pair) for _, _, pair in same]
     out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
 
     def merged(found: tuple[jax.Array, jax.Array], which: jax.Array | int, pair: Pair) -> tuple[jax.Array, jax.Array]:
@@ -225,8 +227,8 @@ def _forward(
 
     def turn(carry: tuple[_Keys, tuple[jax.Array, jax.Array]], _: None) -> tuple[Any, None]:
         keys, found = carry
-        for of_queries, _, pair in rows.others(keys):
-            found = merged(found, of_queries, pair)
+        for which, _of_keys, pair in rows.others(keys):
+            found = merged(found, which, pair)
         return (keys.sent_on(settings), found), None
 
     turns = settings.layout.sequence_shards - 1
@@ -276,16 +278,14 @@ def _backward(
         keys, (grad_query, *behind) = carry
         # those of the keys that are here now: they come while this device's part is computed
         arrived = [_next(x, settings) for x in behind]
-        grad_query, *own = added((grad_query, zeros[1], zeros[2]), rows.others(keys))
-        return (keys.sent_on(settings), (grad_query, arrived[0] + own[0], arrived[1] + own[1])), None
+        grad_query, own_key, own_value = added((grad_query, zeros[1], zeros[2]), rows.others(keys))
+        return (keys.sent_on(settings), (grad_query, arrived[0] + own_key, arrived[1] + own_value)), None
 
     turns = settings.layout.sequence_shards - 1
     (_, (grad_query, *others)), _ = jax.lax.scan(turn, (keys.sent_on(settings), grads), None, length=turns)
     grad_key, grad_value = (_next(x, settings) for x in others)  # home
-    grads = tuple(
-        g.astype(x.dtype) for g, x in zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
-    )
-    return grads[0], grads[1], grads[2], grad_sinks[..., None]
+    grad_key, grad_value = grad_key.astype(key.dtype), grad_value.astype(value.dtype)
+    return grad_query.astype(query.dtype), grad_key, grad_value, grad_sinks[..., None]
 
 
 def _add(x: jax.Array, which: jax.Array | int, piece: jax.Array) -> jax.Array:
