@@ -78,7 +78,8 @@ custom_call_target="tpu_custom_call"
 """
     )
     entry = module.entry
-    found = {name: kernel_work(entry, entry.by_name[name]) for name in ("forward", "dkv", "dq", "gmm", "tgmm", "strange")}
+    names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange")
+    found = {name: kernel_work(entry, entry.by_name[name]) for name in names}
     heads = Heads(24, 4096, 128, 128, 2)
     assert found == {
         **{phase: attention_work(phase, heads, 1024, reach=1) for phase in ("forward", "dkv", "dq")},
