@@ -118,7 +118,7 @@ class _Schedule:
     def _kernel(self, work: Work) -> float:
         reached = self.efficiency[work.kind]
         if work.kind.startswith("attention"):  # a narrow head leaves a part of a matrix unit without work
-            reached *= min(1.0, work.width / self.chip.mxu)
+            reached = min(reached, work.width / self.chip.mxu)
         return max(work.flops / (self.chip.flops * reached), work.hbm_bytes / self.bandwidth)
 
     def _send(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction, own: Cost) -> None:
