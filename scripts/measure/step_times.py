@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from tpu_tables import ROOT, compile_one
 
+from trainer.cli import Parser
 from trainer.compile.hlo.schedule import CAUSES
 from trainer.errors import exit_code
 from trainer.report.lines import say, waiting
@@ -80,7 +81,7 @@ _PRODUCT_SECONDS = 0.006047147869830951  # docs.jax.dev/en/latest/pallas/tpu/mat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--efficiency", default="", help="as compile.py takes it")
     parser.add_argument("--product", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
     arguments = parser.parse_args()
@@ -94,18 +95,9 @@ def main() -> int:
             report = compile_one(f"{published.options} --only_train_step{given}")
         say(console, f"{name}: {report.get('failed') or 'done'}")
         rows.append([name, *_cells(published, report)])
-    header = [
-        "",
-        "published, s",
-        "estimated",
-        "error",
-        "MFU published",
-        "estimated",
-        "time goes to",
-        "differs",
-        "source",
-    ]
+    header = ["", "published, s", "estimated", "error", "MFU published", "estimated", "time goes to", "differs"]
     print(_markdown([header, ["---"] * len(header), *rows]))
+    print("\n" + "\n".join(f"- {name}: {published.source}" for name, published in ROWS.items()))
     cycles = json.loads(subprocess.check_output([sys.executable, __file__, "--product"], cwd=ROOT, env=_environment()))
     seconds = cycles / CHIPS["v5e"].clock
     print(
@@ -118,7 +110,7 @@ def main() -> int:
 def _cells(published: Published, report: dict[str, Any]) -> list[str]:
     seconds = published.tokens / published.tokens_per_second
     if "failed" in report:
-        return [f"{seconds:.2f}", report["failed"], *[""] * 6]
+        return [f"{seconds:.2f}", report["failed"], *[""] * 5]
     found = report["estimate"]
     peak = find_topology(report["topology"]).chip.flops
     shares = sorted(found["shares"].items(), key=lambda share: -share[1])
@@ -130,7 +122,6 @@ def _cells(published: Published, report: dict[str, Any]) -> list[str]:
         f"{found['mfu']:.1%}",
         "; ".join(f"{CAUSES[cause]} {part / found['seconds']:.0%}" for cause, part in shares if part),
         published.differs,
-        published.source,
     ]
 
 
