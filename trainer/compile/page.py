@@ -90,7 +90,7 @@ def _estimate(report: CompileReport) -> list[str]:
         "<h2>The step's time (estimate)</h2>",
         f"<p><b>{escape(said)}.</b> {escape(HOW_ESTIMATED)}</p>",
         html_stacked_bar("the step's time", parts),
-        html_table(EFFICIENCY_HEADER, efficiency_rows(report)),
+        html_table(EFFICIENCY_HEADER, efficiency_rows(report), numbers=2),
     ]
 
 

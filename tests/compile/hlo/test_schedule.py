@@ -9,6 +9,7 @@ import pytest
 
 from models.kernel_work import Heads, attention_work, gmm_work, met_blocks, tgmm_work
 from tests.support.captured import V5P
+from tests.support.paths import ROOT
 from trainer.compile.efficiency import EFFICIENCIES, efficiencies
 from trainer.compile.hlo.cost import Counter
 from trainer.compile.hlo.kernels import kernel_work
@@ -153,6 +154,11 @@ def test_efficiencies_are_the_users_to_change() -> None:
     assert efficiencies() == {kind: each.value for kind, each in EFFICIENCIES.items()}
     assert efficiencies("gmm=0.9, ici=1") == efficiencies() | {"gmm": 0.9, "ici": 1.0}
     assert all(each.source and 0 < each.value <= 1 for each in EFFICIENCIES.values())
+
+
+def test_the_docs_state_every_efficiency_and_its_source() -> None:
+    text = (ROOT / "docs" / "tpu.md").read_text(encoding="utf-8")
+    assert all(f"| {kind} | {x.value:g} | {x.of} | {x.source} |" in text for kind, x in EFFICIENCIES.items())
 
 
 @pytest.mark.parametrize("text", ["gm=0.9", "gmm", "gmm=", "gmm=0", "gmm=1.1", "gmm=nan", "gmm=fast", "=1"])
