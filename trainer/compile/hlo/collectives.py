@@ -93,6 +93,7 @@ def collective(
     operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
     size = sum(leaf.bytes for leaf in operands)
     sizes = tuple(mesh.values())
+    members: tuple[int, ...]
     if kind == "collective-permute":
         pairs = _pairs(instruction.attribute(r"source_target_pairs=(\{\{.*?\}\})") or "")
         moving = [(a, b) for a, b in pairs if a != b]
