@@ -3,7 +3,8 @@
 python scripts/measure/step_times.py             # prints the tables of docs/tpu.md; minutes to an hour of CPU
 
 Each row is the same model, batch, sequence length and dtypes on the same kind of chip, with our recipe and kernels in
-place of MaxText's; the last column says what differs. The second table sets the compiler's cycles for one large product
+place of MaxText's; the last column says what differs. Published are tokens/s a chip; the seconds are those that our
+step's tokens take at that rate. A last line sets the compiler's cycles for one large product
 beside its published time.
 """
 
@@ -35,6 +36,7 @@ class Published:
     """A step that was timed on TPUs, and what to compile to compare with it.
 
     Args:
+        options: of scripts/compile.py.
         tokens_per_second: of one chip.
         tokens: of a chip's part of a step.
         source: where it was published.
@@ -68,8 +70,8 @@ ROWS = {
         "--per_device_train_batch_size 2",
         692,
         2 * 4096,
-        f"{_TIERING}; llama2_70b_v5p_128 in benchmarks/maxtext_v5p_model_configs.py",
-        "full remat; theirs keeps all products but two of the MLP",
+        f"{_TIERING}; llama2_70b_v5p_128 in benchmarks/maxtext_v5p_model_configs.py (92e59fd)",
+        "full remat, 2 sequences a chip on 64; theirs keeps all products but two of the MLP, 4 on 512",
     ),
     "Llama-3.1-8B, 3 × 8,192, v6e:2x4": Published(
         f"{_V6E} --compiler_options xla_tpu_scoped_vmem_limit_kib=98304",
