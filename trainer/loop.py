@@ -18,6 +18,7 @@ from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import host_state, set_random_state
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder
 from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
+from trainer.checkpoint.staging import open_staging
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
 from trainer.data.batches import TrainingBatches
 from trainer.data.corpus import Corpus
@@ -50,6 +51,7 @@ from trainer.weights.out import write_model
 from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source, seeded_init
 from trainer.xla.batch import batch_share
+from trainer.xla.compiled import KEPT
 from trainer.xla.mesh import build_mesh
 from trainer.xla.profile import ProfileCallback
 from trainer.xla.runtime import chip
@@ -146,7 +148,9 @@ class TrainingLoop:
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         output = Folder(str(self.folder))  # where every host writes its part
-        self.checkpoints = CheckpointWriter(output, texts, self.args.save_total_limit, self.lock.check_held)
+        staging = open_staging(self.args.staging_dir, output) if self.args.staging_dir else None
+        tell, limit = functools.partial(say, self.console), self.args.save_total_limit
+        self.checkpoints = CheckpointWriter(output, texts, limit, self.lock.check_held, staging, tell)
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
         self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
@@ -188,6 +192,7 @@ class TrainingLoop:
             found = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
+        self._say_programs()
         self.console.print(
             states.closing(self.state, self.evaluator.first_loss, found, self.watch.unigram, self.folder)
         )
@@ -356,6 +361,11 @@ class TrainingLoop:
             metrics, logs = read
             endings.check_good(metrics, self.state, self.args)
             self._log(logs)
+        self._say_programs()
+
+    def _say_programs(self) -> None:
+        for line in KEPT.news():
+            say(self.console, line)
 
     def _log(self, logs: dict[str, Any]) -> None:
         self._note(logs)
@@ -386,7 +396,7 @@ class TrainingLoop:
         for name in self.job.untrained if self.job.lora is not None else ():
             del everything[name]  # frozen weights under an adapter are where the run took them from
         with self.watch.clock.on("save"):
-            pause, before = self.checkpoints.save(everything, host, state)
+            pause, before = self.checkpoints.save(everything, host, state, urgent=self.stop.preempted)
         self._log_saved(before)
         self._log({"save_pause": pause})
         self._event("on_save")
@@ -435,7 +445,7 @@ class TrainingLoop:
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.save_model(self.folder / "model", source)
-        self._log_saved(self.checkpoints.wait())
+        self._log_saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
         self.watch.finish(self.state, self.meter.expert_load)
 
     def _write_state(self) -> None:

@@ -231,7 +231,7 @@ print(json.dumps({"accelerators": resources.accelerators, "zone": resources.zone
 def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
     """SkyPilot's parser takes the task; its rule restarts on our codes alone; a wrong task it refuses."""
     for topology in ("v5p:2x2x4", "v6e:4x4", "v5e:4x8", "v4:2x2x2"):
-        request = _request(topology, spot=True)
+        request = _request(topology, spot=True, mount=Mount("gs://bucket", "/mnt/bucket"))
         _written("skypilot", request, scratch)
         said = json.loads(venv.run(["python", "-c", _SKYPILOT, "skypilot.yaml"], scratch).splitlines()[-1])
         assert said["again"] == [code for code in range(1, 256) if RULES["skypilot"].restarts(code)], said["again"]
@@ -344,8 +344,7 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     output = scratch / "run"
     train = ["scripts/train.py", "--recipe", "llama_fsdp", "--output_dir", str(output), "--max_steps", "2"]
     train += ["--sequence_length", "64", "--logging_steps", "1", "--resume_from_checkpoint", "latest"]
-    # these devices can't write what they compiled
-    line = f"exec env -u XLA_PERSISTENT_CACHE_PATH python -m tests.support.host $TPU_WORKER_ID 2 {free_ports()} 4 "
+    line = f"exec python -m tests.support.host $TPU_WORKER_ID 2 {free_ports()} 4 "
     with _ray_cluster(venv, 1) as address:
         job = _submitted(["bash", "-c", line + shlex.join(train)], 1, scratch)
         printed = venv.run(job, scratch, RAY_API_SERVER_ADDRESS=address)

@@ -11,7 +11,7 @@ import sys
 WORKER = """
 import os, pathlib, sys
 names = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES",
-         "MEGASCALE_COORDINATOR_ADDRESS", "PJRT_DEVICE", "XLA_PERSISTENT_CACHE_PATH")
+         "MEGASCALE_COORDINATOR_ADDRESS", "PJRT_DEVICE", "SHARDWRIGHT_COMPILED")
 index = os.environ.get("MEGASCALE_SLICE_ID", "0") + "-" + os.environ["TPU_WORKER_ID"]
 mark = pathlib.Path(sys.argv[1], index)
 if not mark.exists():

@@ -46,6 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a queue, on spot": {"queue": "team", "spot": True},
     "a bucket": {"mount": "gs://bucket:/mnt/bucket"},
     "a claim": {"mount": "disk:/mnt/disk", "output_dir": "/mnt/disk/one"},
+    "a staging folder": {
+        "train": ("--recipe", "mixtral_ep", "--output_dir", "gs://b/o", "--staging_dir", "/dev/shm/s")
+    },
     "variables": {"environment": {"HF_HOME": "/mnt/bucket/hub", "WHO": "$(id)"}},
 }
 
@@ -98,7 +101,9 @@ def test_several_slices_are_as_many_jobs_and_know_the_first_ones_first_pod():
     env = variables(manifest)
     # a JobSet's pods: NAME-JOB-SLICE-HOST, in a subdomain called as the JobSet
     assert env["MEGASCALE_COORDINATOR_ADDRESS"] == "one-slice-0-0.one"
-    assert (env["MEGASCALE_NUM_SLICES"], env["MEGASCALE_SLICE_ID"]) == ("3", "$(SLICE_INDEX)")
+    assert env["MEGASCALE_NUM_SLICES"] == "3"
+    (own,) = [each for each in pod(manifest)["containers"][0]["env"] if each["name"] == "MEGASCALE_SLICE_ID"]
+    assert own["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['jobset.sigs.k8s.io/job-index']"
 
 
 def test_one_slice_is_told_of_no_others():
@@ -110,25 +115,16 @@ def test_a_pod_asks_no_metadata_server_and_trains_on_no_cpu():
     assert (env["TPU_SKIP_MDS_QUERY"], env["PJRT_DEVICE"]) == ("true", "TPU")
 
 
-def test_a_variable_stands_after_those_that_it_is_made_of():
-    names = [each["name"] for each in pod(jobset(slices=2))["containers"][0]["env"]]
-    for later in ("XLA_PERSISTENT_CACHE_PATH", "MEGASCALE_SLICE_ID"):
-        assert names.index("SLICE_INDEX") < names.index(later)
+def test_a_bucket_is_mounted_if_that_is_asked_for():
+    specification = pod(jobset(mount="gs://bucket:/mnt/bucket", output_dir="/mnt/bucket/one"))
+    assert specification["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "bucket"
+    assert specification["containers"][0]["volumeMounts"] == [{"name": "mounted", "mountPath": "/mnt/bucket"}]
+    assert "volumes" not in pod(jobset())
 
 
-def test_the_outputs_bucket_is_mounted_and_each_host_keeps_what_it_compiled_beside_the_output():
-    manifest = jobset()
-    assert (
-        variables(manifest)["XLA_PERSISTENT_CACHE_PATH"]
-        == "/mnt/bucket/runs/one-xla-cache/$(SLICE_INDEX)-$(HOST_INDEX)"
-    )
-    assert pod(manifest)["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "bucket"
-    assert pod(manifest)["containers"][0]["volumeMounts"] == [{"name": "mounted", "mountPath": "/mnt/bucket"}]
-
-
-def test_with_a_claim_the_cache_lies_beside_the_output_on_it():
+def test_with_a_claim_what_was_compiled_lies_in_the_output_on_it():
     manifest = jobset(mount="disk:/mnt/disk", output_dir="/mnt/disk/one")
-    assert variables(manifest)["XLA_PERSISTENT_CACHE_PATH"].startswith("/mnt/disk/one-xla-cache/")
+    assert variables(manifest)["SHARDWRIGHT_COMPILED"] == "/mnt/disk/one/compiled"
     assert pod(manifest)["volumes"] == [{"name": "mounted", "persistentVolumeClaim": {"claimName": "disk"}}]
 
 
@@ -152,3 +148,12 @@ def test_a_queue_is_kueues_label_and_without_one_there_is_none():
 
 def test_spot_asks_for_spot_nodes():
     assert pod(jobset(spot=True))["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+
+
+def test_a_staging_folder_is_the_nodes_own_so_that_the_next_pod_there_finds_it():
+    for words in (("--staging_dir", "/mnt/ssd/s"), ("--staging_dir=/mnt/ssd/s",)):
+        made = pod(jobset(train=("--recipe", "mixtral_ep", *words)))
+        (mount,) = [each for each in made["containers"][0]["volumeMounts"] if each["mountPath"] == "/mnt/ssd/s"]
+        (volume,) = [each for each in made["volumes"] if each["name"] == mount["name"]]
+        assert volume["hostPath"]["path"] == "/mnt/ssd/s"
+    assert all("hostPath" not in volume for volume in pod(jobset())["volumes"])

@@ -19,15 +19,14 @@ PLACES = [Place(0, 1, "10.0.0.1"), Place(0, 0, "10.0.0.0"), Place(1, 0, "10.0.1.
 
 
 def test_each_worker_is_told_its_number_and_its_slices_hosts_in_their_order():
-    made = environments(PLACES[:2], "/cache")
+    made = environments(PLACES[:2])
     assert [each["TPU_WORKER_ID"] for each in made] == ["1", "0"]
     assert {each["TPU_WORKER_HOSTNAMES"] for each in made} == {"10.0.0.0,10.0.0.1"}
-    assert [each["XLA_PERSISTENT_CACHE_PATH"] for each in made] == ["/cache/0-1", "/cache/0-0"]
     assert not [name for name in made[0] if name.startswith("MEGASCALE")]
 
 
 def test_several_slices_are_told_the_first_host_of_the_first():
-    made = environments(PLACES, "/cache")
+    made = environments(PLACES)
     assert {each["MEGASCALE_COORDINATOR_ADDRESS"] for each in made} == {"10.0.0.0"}
     assert [each["MEGASCALE_SLICE_ID"] for each in made] == ["0", "0", "1", "1"]
     assert {each["MEGASCALE_NUM_SLICES"] for each in made} == {"2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -58,24 +59,19 @@ def test_every_target_starts_train_with_the_users_options(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_target_keeps_what_was_compiled_apart_for_each_host(target):
-    plan = planned(target)
-    everything = " ".join([*plan.files.values(), script(plan.commands)])
-    assert "-xla-cache" in everything
-    assert "XLA_PERSISTENT_CACHE_PATH" in everything or target == "ray"  # whose worker sets it
+def test_every_target_keeps_what_was_compiled_in_the_output_unless_told_otherwise(target):
+    for environment, folder in (
+        ({}, "gs://bucket/runs/one/compiled"),
+        ({"SHARDWRIGHT_COMPILED": "gs://b/c"}, "gs://b/c"),
+    ):
+        plan = planned(target, environment=environment)
+        everything = " ".join([*plan.files.values(), script(plan.commands)])
+        assert re.search(rf"SHARDWRIGHT_COMPILED(=|: |\n *value: ){folder}(\s|$)", everything)
 
 
-@pytest.mark.parametrize(("target", "told"), [("xpk", True), ("tpu-vm", True), ("ray", True), ("jobset", False)])
-def test_a_cache_that_goes_with_the_host_is_told(target, told):
-    notes = " ".join(planned(target).notes)
-    assert ("compile" in notes) == told
-
-
-def test_a_mounted_cache_is_beside_the_output_and_nothing_is_told():
+def test_xpk_mounts_a_storage_of_its_own():
     plan = planned("xpk", mount="store:/mnt/store", output_dir="/mnt/store/one")
-    assert "/mnt/store/one-xla-cache/" in option(plan.commands[0], "--command")
     assert option(plan.commands[0], "--storage") == "store"
-    assert plan.notes == []
 
 
 def test_xpk_is_given_the_shape_and_the_slices():
@@ -112,6 +108,11 @@ def test_a_run_in_a_tpu_vms_loop_gets_sigterm_through_docker_and_is_not_started_
     assert (tmp_path / "words").read_text().endswith(f"image:1 {shlex.join(request().command)}\n")
 
 
+def test_a_tpu_vms_containers_share_the_staging_folder_with_the_host():
+    script = planned("tpu-vm", train=("--recipe", "mixtral_ep", "--staging_dir", "/dev/shm/s")).files["host.sh"]
+    assert "--volume /dev/shm/s:/dev/shm/s" in script
+
+
 @pytest.mark.parametrize(
     ("record", "code"),
     [
@@ -128,7 +129,7 @@ def test_a_host_of_several_slices_takes_from_its_record_how_they_find_each_other
     assert done.returncode == code
     if code == 0:
         assert "MEGASCALE_SLICE_ID=1" in (tmp_path / "megascale.env").read_text().splitlines()
-        assert "-xla-cache/1-3 " in (tmp_path / "words").read_text()
+        assert "--env-file megascale.env" in (tmp_path / "words").read_text()
 
 
 @pytest.mark.parametrize(("states", "code"), [("WAITING_FOR_RESOURCES ACTIVE", 0), ("ACCEPTED FAILED", 1)])
@@ -157,14 +158,14 @@ def test_tpu_vms_are_queued_by_their_size_and_every_host_is_started(topology, sl
         assert {"--node=all", "--worker=all"} <= set(command)
 
 
-def test_skypilot_runs_the_images_python_on_tpus_of_that_size_with_the_bucket_mounted():
-    task = yaml.safe_load(planned("skypilot", "v6e:4x4", spot=True).files["skypilot.yaml"])
+def test_skypilot_runs_the_images_python_on_tpus_of_that_size_with_a_bucket_mounted():
+    plan = planned("skypilot", "v6e:4x4", spot=True, mount="gs://bucket:/mnt/bucket", output_dir="/mnt/bucket/one")
+    task = yaml.safe_load(plan.files["skypilot.yaml"])
     assert task["resources"]["accelerators"] == "tpu-v6e-16"
     assert task["resources"]["image_id"] == "docker:image:1"
     assert task["file_mounts"] == {"/mnt/bucket": {"source": "gs://bucket", "mode": "MOUNT"}}
-    first, cache, last = task["run"].splitlines()
+    first, last = task["run"].splitlines()
     assert first == f"cd {IMAGE_FOLDER}"
-    assert cache.startswith("export XLA_PERSISTENT_CACHE_PATH=/mnt/bucket/runs/one-xla-cache/")
     assert last.startswith("exec /usr/local/bin/python scripts/train.py")
 
 

@@ -9,9 +9,11 @@ execute the same program.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +28,7 @@ from jax._src.lib import xla_client
 from torch_xla.experimental import plugins
 
 from tests.support import pjrt_table
-from tests.support.pjrt_table import function, give_array, give_text, handle, objects, read_array
+from tests.support.pjrt_table import function, give_array, give_bytes, give_text, handle, objects, read_array
 
 KIND = "HOSTS"
 # numbers of PJRT_Buffer_Type
@@ -97,14 +99,40 @@ def _(args: Any) -> None:
     pass
 
 
+@function("TopologyDescription_PlatformName", "topology:pointer", "text:pointer", "text_size:size")
 @function("Client_PlatformName", "client:pointer", "text:pointer", "text_size:size")
 def _(args: Any) -> None:
     give_text(args, "text", KIND.lower())
 
 
+@function("TopologyDescription_PlatformVersion", "topology:pointer", "text:pointer", "text_size:size")
 @function("Client_PlatformVersion", "client:pointer", "text:pointer", "text_size:size")
 def _(args: Any) -> None:
     give_text(args, "text", f"jax {jax.__version__}")
+
+
+@function("Client_TopologyDescription", "client:pointer", "topology:pointer")
+def _(args: Any) -> None:
+    args.topology = args.client
+
+
+@function("TopologyDescription_Attributes", "topology:pointer", "attributes:pointer", "count:size")
+def _(args: Any) -> None:
+    args.count, args.attributes = 0, None
+
+
+@function("TopologyDescription_GetDeviceDescriptions", "topology:pointer", "found:pointer", "count:size")
+def _(args: Any) -> None:
+    args.count = len(devices)
+    args.found = give_array("devices", ctypes.c_void_p, [device.handle for device in devices])
+
+
+@function(
+    "TopologyDescription_Serialize",
+    *("topology:pointer", "data:pointer", "size:size", "holder:pointer", "deleter:pointer"),
+)
+def _(args: Any) -> None:
+    give_bytes(args, repr([(device.number, device.jax.process_index) for device in devices]).encode())
 
 
 @function("Client_ProcessIndex", "client:pointer", "index:int")
@@ -229,16 +257,18 @@ class _Program(ctypes.Structure):
 
 
 class Executable:
-    """A program of torch_xla's, compiled by jax's client for all devices of all processes."""
+    """A program of torch_xla's on jax's client, for all devices of all processes.
 
-    def __init__(self, hlo: bytes, options: Any) -> None:
-        _note(hlo)
-        self.shape = (options.num_replicas, options.num_partitions)
+    Args:
+        make: the client's program, of its devices and the options.
+    """
+
+    def __init__(self, options: bytes, make: Callable[[Any, Any], Any]) -> None:
+        parsed = xla_client.CompileOptions.ParseFromString(options)
+        self.shape = (parsed.num_replicas, parsed.num_partitions)
         ids = np.array([device.jax.id for device in devices]).reshape(self.shape)
-        options.device_assignment = xla_client.DeviceAssignment.create(ids)
-        module = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
-        found = xla_client.DeviceList(tuple(device.jax for device in devices))
-        self.loaded = devices[0].jax.client.compile_and_load(module, found, options)
+        parsed.device_assignment = xla_client.DeviceAssignment.create(ids)
+        self.loaded = make(xla_client.DeviceList(tuple(device.jax for device in devices)), parsed)
         self.module = self.loaded.hlo_modules()[0]
         self.proto = self.module.as_serialized_hlo_module_proto()
         result = xla_client.XlaComputation(self.proto).program_shape().result_shape()
@@ -304,8 +334,29 @@ def _(args: Any) -> None:
     program = _Program.from_address(args.program)
     assert ctypes.string_at(program.form, program.form_size) == b"hlo"
     hlo = ctypes.string_at(program.code, program.code_size)
-    options = xla_client.CompileOptions.ParseFromString(ctypes.string_at(args.options, args.options_size))
-    args.executable = handle(Executable(hlo, options))
+    _note(hlo)
+    module = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
+    options = ctypes.string_at(args.options, args.options_size)
+    compile_and_load = functools.partial(devices[0].jax.client.compile_and_load, module)
+    args.executable = handle(Executable(options, compile_and_load))
+
+
+@function(
+    "Executable_Serialize",
+    *("executable:pointer", "data:pointer", "size:size", "holder:pointer", "deleter:pointer"),
+)
+def _(args: Any) -> None:
+    client = devices[0].jax.client
+    give_bytes(args, client.serialize_executable(objects[args.executable].loaded))
+
+
+@function(
+    "Executable_DeserializeAndLoad",
+    *("client:pointer", "data:pointer", "size:size", "executable:pointer", "options:pointer", "options_size:size"),
+)
+def _(args: Any) -> None:
+    load = functools.partial(devices[0].jax.client.deserialize_executable, ctypes.string_at(args.data, args.size))
+    args.executable = handle(Executable(ctypes.string_at(args.options, args.options_size), load))
 
 
 @function("Executable_OptimizedProgram", "executable:pointer", "program:pointer")

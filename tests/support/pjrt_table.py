@@ -104,6 +104,18 @@ def give_text(args: Any, field: str, text: str) -> None:
     setattr(args, f"{field}_size", len(text.encode()))
 
 
+def give_bytes(args: Any, content: bytes) -> None:
+    """Sets ``data`` and ``size`` to ``content``, which stays until the caller has ``deleter`` called on ``holder``."""
+    args.holder, args.size = handle(content), len(content)
+    args.data = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value
+    args.deleter = ctypes.cast(_let_go, ctypes.c_void_p).value
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _let_go(holder: int) -> None:
+    del objects[holder]
+
+
 def give_array(key: Any, kind: Any, values: Sequence[Any]) -> int:
     """The address of an array that stays, under a key of its own."""
     if key not in _kept:

@@ -134,6 +134,7 @@ class CompileReport(Sizes):
         graphs: the train step first, then those that were asked beside it (:meth:`beside`).
         estimate: the train step's time; without a compiled step it is 0.
         uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
+        kept: as in :class:`trainer.compile.lowered.Lowered`.
     """
 
     fits: bool
@@ -160,6 +161,7 @@ class CompileReport(Sizes):
     graphs: tuple[GraphMemory, ...]
     estimate: Estimate
     uncompiled: tuple[str, ...] = ()
+    kept: tuple[tuple[str, str, int], ...] = ()
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
@@ -248,6 +250,7 @@ def make_report(
         error=error,
         graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
         estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
+        kept=lowered.kept,
     )
 
 

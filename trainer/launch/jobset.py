@@ -14,7 +14,6 @@ _SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
 
 def plan(request: Request) -> Plan:
     """The JobSet, and ``kubectl`` to make it."""
-    request = request.with_bucket_mounted()
     name = request.name
     return Plan(
         files={_FILE: as_yaml(manifest(request))},
@@ -89,12 +88,17 @@ def _pod(request: Request) -> dict[str, Any]:
     }
     if request.topology.slices > 1:  # slices talk over the network: the host's own is the faster one
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if request.mount is None:
-        return {"spec": pod}
-    container["volumeMounts"] = [{"name": "mounted", "mountPath": request.mount.path}]
-    pod["volumes"] = [{"name": "mounted", **_volume(request.mount)}]
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {}
+    if request.mount is not None:
+        volumes["mounted"] = request.mount.path, _volume(request.mount)
+    if request.staging:  # the node's own: an emptyDir would go with the pod, and a restart makes new ones
+        volumes["staging"] = request.staging, {"hostPath": {"path": request.staging, "type": "DirectoryOrCreate"}}
+    if volumes:
+        container["volumeMounts"] = [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()]
+        pod["volumes"] = [{"name": name, **volume} for name, (_, volume) in volumes.items()]
     # by this GKE knows that a bucket is to be mounted
-    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if request.mount.bucket else {}
+    bucket = request.mount is not None and request.mount.bucket
+    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if bucket else {}
     return metadata | {"spec": pod}
 
 
@@ -107,19 +111,15 @@ def _volume(mount: Mount) -> dict[str, Any]:
 
 def _environment(request: Request) -> list[dict[str, Any]]:
     """Variables of each pod. GKE itself adds TPU_WORKER_ID and TPU_WORKER_HOSTNAMES to a JobSet's pods."""
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in request.variables.items()]
     # torch_xla 2.9 reads TPU_WORKER_* only with this; without it it asks a server that pods don't have
     env.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
-    env += [_field("SLICE_INDEX", "metadata.labels['jobset.sigs.k8s.io/job-index']"), _field("HOST_INDEX", index)]
-    cache = f"{_literal(request.cache)}/$(SLICE_INDEX)-$(HOST_INDEX)"
-    env.append({"name": "XLA_PERSISTENT_CACHE_PATH", "value": cache})
     if request.topology.slices > 1:
         first = f"{request.name}-{_SLICE}-0-0.{request.name}"  # the first slice's first pod, in the JobSet's subdomain
         env += [
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
             {"name": "MEGASCALE_NUM_SLICES", "value": str(request.topology.slices)},
-            {"name": "MEGASCALE_SLICE_ID", "value": "$(SLICE_INDEX)"},
+            _field("MEGASCALE_SLICE_ID", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
         ]
     return env
 

@@ -1,6 +1,6 @@
 """Run a command on every host of TPU slices that a Ray cluster has, and again where its exit code allows.
 
-python -m trainer.launch.ray_hosts --topology v5p:2x2x4 --cache /mnt/cache -- python scripts/train.py …
+python -m trainer.launch.ray_hosts --topology v5p:2x2x4 -- python scripts/train.py …
 
 It is the driver of the job that `scripts/launch.py ray` submits. Its exit code is that of the run.
 """
@@ -67,7 +67,7 @@ class Host:
             self._process.kill()
 
 
-def environments(places: Sequence[Place], cache: str) -> list[dict[str, str]]:
+def environments(places: Sequence[Place]) -> list[dict[str, str]]:
     """The variables of the worker in each of ``places``, beside those of the job."""
     slices = 1 + max(place.slice_index for place in places)
     first = next(place for place in places if (place.slice_index, place.host_index) == (0, 0))
@@ -77,7 +77,6 @@ def environments(places: Sequence[Place], cache: str) -> list[dict[str, str]]:
         variables = {
             "TPU_WORKER_ID": str(place.host_index),
             "TPU_WORKER_HOSTNAMES": ",".join(p.address for p in own),
-            "XLA_PERSISTENT_CACHE_PATH": f"{cache}/{place.slice_index}-{place.host_index}",
         }
         if slices > 1:
             variables |= {
@@ -107,7 +106,7 @@ class Stop:
         self.asked = True
 
 
-def run_once(topology: Topology, cache: str, command: list[str], grace_seconds: int, stop: Stop) -> int:
+def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: Stop) -> int:
     """Reserve the slices, run ``command`` on each of their hosts, and return the run's exit code."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -134,7 +133,7 @@ def run_once(topology: Topology, cache: str, command: list[str], grace_seconds: 
         ]
         of_slice = slices.num_bundles // topology.slices
         places = ray.get([host.where.remote(i // of_slice) for i, host in enumerate(hosts)])
-        variables = environments(places, cache)
+        variables = environments(places)
         runs = [host.run.remote(command, each) for host, each in zip(hosts, variables, strict=True)]
         return verdict(_codes(hosts, runs, grace_seconds, stop))
     finally:
@@ -166,7 +165,6 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--topology", required=True, help="slice, as scripts/launch.py names it")
     parser.add_argument("--slices", type=int, default=1, help="slices (default: 1)")
-    parser.add_argument("--cache", required=True, help="folder of compiled steps; each host has its own in it")
     parser.add_argument("--max_restarts", type=int, default=50, help="restarts (default: 50)")
     parser.add_argument("--grace_seconds", type=int, default=30, help="seconds to save in (default: 30)")
     parser.add_argument("command", nargs="+", help="what each host runs, after a --")
@@ -177,7 +175,7 @@ def main() -> int:
     ray.init()
     stop = Stop()  # in the place of Ray's own handler, which would end this process at once
     for restart in range(options.max_restarts + 1):
-        code = run_once(topology, options.cache, options.command, options.grace_seconds, stop)
+        code = run_once(topology, options.command, options.grace_seconds, stop)
         if stop.asked or not ours(code) or restart == options.max_restarts:
             break
         print(f"exit code {code}: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)

@@ -19,15 +19,12 @@ def plan(request: Request) -> Plan:
         "env_vars": request.variables,
     }
     hosts = ["python", "-m", "trainer.launch.ray_hosts", "--topology", request.topology.name]
-    hosts += ["--slices", str(request.topology.slices), "--cache", request.cache]
+    hosts += ["--slices", str(request.topology.slices)]
     hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]
     submit = ["ray", "job", "submit", "--no-wait", "--submission-id", request.name, "--runtime-env", _FILE]
-    notes = ["the hosts need the packages of pip install -e '.[tpu]'; the code itself is sent to them"]
-    if not request.cache_is_shared:
-        notes.append(f"what was compiled is kept on each host's own disk, in {request.cache}")
     return Plan(
         files={_FILE: as_yaml(environment)},
         commands=[[*submit, "--", *hosts, "--", *request.command]],
         afterwards=[["ray", "job", "logs", "--follow", request.name], ["ray", "job", "stop", request.name]],
-        notes=notes,
+        notes=["the hosts need the packages of pip install -e '.[tpu]'; the code itself is sent to them"],
     )

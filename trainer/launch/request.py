@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from trainer.errors import UserError
 from trainer.launch.slices import hosts
 from trainer.xla.chips import Topology
+from trainer.xla.compiled import COMPILED
 
 STORES = ("gs", "s3")  # that every host reaches by the same name
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders that each host has for itself
 IMAGE_FOLDER = "/shardwright"  # of the repository in the image: Dockerfile
-HOST_CACHE = "/var/tmp/shardwright"  # on a host's own disk, where nothing shared is mounted
 
 
 @dataclass(frozen=True)
@@ -67,47 +67,22 @@ class Request:
         return ["python", "scripts/train.py", *self.train]
 
     @property
-    def stored(self) -> bool:
-        """Whether the output goes to an object store."""
-        return "://" in self.output_dir
+    def staging(self) -> str:
+        """The run's ``--staging_dir``, which containers share with their host so that a restart there finds it; empty:
+        it has none, or one within the container."""
+        named = [after for word, after in zip(self.train, self.train[1:], strict=False) if word == "--staging_dir"]
+        named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
+        return named[-1] if named and posixpath.isabs(named[-1]) else ""
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment of every host, whatever the target."""
         # without PJRT_DEVICE a host that finds no TPU would train on virtual CPU devices
-        return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", **self.environment}
-
-    def with_bucket_mounted(self) -> Request:
-        """This request, with the output's bucket mounted if nothing else is: the compile cache must lie in a folder."""
-        if self.mount is not None or not self.output_dir.startswith("gs://"):
-            return self
-        bucket = self.output_dir.removeprefix("gs://").partition("/")[0]
-        values = {**self.__dict__, "mount": Mount(f"gs://{bucket}", f"/mnt/{bucket}")}
-        return Request(**values)
-
-    @property
-    def cache(self) -> str:
-        """Folder of compiled steps, beside the output where that is mounted; each host has its own in it.
-
-        torch_xla keeps them in files: a name such as ``gs://`` would be made a folder of the host.
-        """
-        if not self.stored:
-            return f"{self.output_dir.rstrip('/')}-xla-cache"
-        if self.mount is None:
-            return f"{HOST_CACHE}/{self.name}-xla-cache"
-        inside = self.output_dir.removeprefix(self.mount.source).strip("/")
-        beside = inside if inside != self.output_dir.strip("/") and inside else self.name
-        return f"{self.mount.path}/{beside}-xla-cache"
-
-    @property
-    def cache_is_shared(self) -> bool:
-        """Whether a host that takes another's place finds what that one compiled."""
-        return not self.stored or self.mount is not None
+        compiled = f"{self.output_dir.rstrip('/')}/compiled"
+        return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", COMPILED: compiled, **self.environment}
 
 
-def check_train(
-    words: Sequence[str], mount: Mount | None, *, container: bool, hosts: int
-) -> tuple[tuple[str, ...], str]:
+def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
     """The options of a run as every start of it gets them, and its output folder.
 
     They are read by `scripts/train.py`'s own parser, which ends the command at a misspelt one. A run that is started
@@ -115,7 +90,6 @@ def check_train(
 
     Args:
         container: the run sees no disk but its container's and what is mounted.
-        hosts: of all slices.
 
     Raises:
         UserError: they can't be, or a start on another host would not find what an earlier one wrote.
@@ -128,13 +102,6 @@ def check_train(
     (args,) = parse([TrainingArguments], words, "The options of scripts/train.py, after the `--`.")
     if args.recipe != AUTO:
         load_recipe(args.recipe)
-    if args.max_restarts and hosts > 1:
-        raise UserError(
-            asked=f"--max_restarts {args.max_restarts}, as an option of scripts/train.py",
-            found=f"{hosts} hosts",
-            why="they begin again together or not at all, which the target sees to",
-            instead=f"--max_restarts {args.max_restarts} before the --",
-        )
     _check_shared(args.output_dir, mount, container)
     if args.resume_from_checkpoint is None:
         return (*words, "--resume_from_checkpoint", "latest"), args.output_dir

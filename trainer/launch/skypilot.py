@@ -16,7 +16,6 @@ _PYTHON = "/usr/local/bin/python"  # the image's: SkyPilot puts one of its own f
 
 def plan(request: Request) -> Plan:
     """The task, and ``sky jobs launch``."""
-    request = request.with_bucket_mounted()
     return Plan(
         files={_FILE: as_yaml(task(request))},
         commands=[["sky", "jobs", "launch", "--yes", "--detach-run", "--name", request.name, _FILE]],
@@ -40,7 +39,6 @@ def task(request: Request) -> dict[str, Any]:
     }
     lines = [
         f"cd {IMAGE_FOLDER}",
-        f'export XLA_PERSISTENT_CACHE_PATH={shlex.quote(request.cache)}/0-"${{SKYPILOT_NODE_RANK:-0}}"',
         # no shell stays between SkyPilot's signals and the run
         f"exec {shlex.join([_PYTHON, *request.command[1:]])}",
     ]

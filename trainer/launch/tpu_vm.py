@@ -7,7 +7,7 @@ from string import Template
 
 from trainer.launch.exits import FINAL
 from trainer.launch.plan import Plan
-from trainer.launch.request import HOST_CACHE, Request
+from trainer.launch.request import Request
 from trainer.launch.slices import accelerator_type, generation
 
 _GCLOUD = ["gcloud", "compute", "tpus", "queued-resources"]
@@ -24,9 +24,6 @@ def plan(request: Request) -> Plan:
     nodes = [f"--node-id={request.name}"] if slices == 1 else [f"--node-count={slices}"]
     size = [f"--accelerator-type={accelerator_type(request.topology)}"]
     size += [f"--runtime-version={generation(request.topology).runtime}", *(["--spot"] if request.spot else [])]
-    notes = ["the TPUs stay, and cost, until they are deleted"]
-    if not request.cache_is_shared:
-        notes.append(f"what was compiled is kept on each host's own disk, in {HOST_CACHE}; --mount shares it")
     return Plan(
         files={_HOST: host_script(request), _WAIT: _wait_script(request, where)},
         commands=[
@@ -39,22 +36,21 @@ def plan(request: Request) -> Plan:
             [*_GCLOUD, "ssh", request.name, *every, "--command=tail --follow host.log"],
             [*_GCLOUD, "delete", request.name, "--force", *where],
         ],
-        notes=notes,
+        notes=["the TPUs stay, and cost, until they are deleted"],
     )
 
 
 def host_script(request: Request) -> str:
     """The loop of one host."""
-    variables = [f"--env {shlex.quote(f'{name}={value}')}" for name, value in request.variables.items()]
-    mounts = {HOST_CACHE: HOST_CACHE}
+    options = [f"--env {shlex.quote(f'{name}={value}')}" for name, value in request.variables.items()]
     if request.mount is not None:
-        mounts = {request.mount.source: request.mount.path}
-    volumes = [f"--volume {shlex.quote(f'{source}:{path}')}" for source, path in mounts.items()]
+        options.append(f"--volume {shlex.quote(f'{request.mount.source}:{request.mount.path}')}")
+    if request.staging:
+        options.append(f"--volume {shlex.quote(f'{request.staging}:{request.staging}')}")
     return _HOST_TEMPLATE.substitute(
         name=request.name,
         image=shlex.quote(request.image),
-        options=" ".join([*variables, *volumes]),
-        cache=shlex.quote(request.cache),
+        options=" ".join(options),
         command=shlex.join(request.command),
         grace=request.grace_seconds,
         restarts=request.max_restarts,
@@ -73,18 +69,14 @@ _HOST_TEMPLATE = Template("""\
 # Runs training on this host, and starts it again where its exit code says that it may go on.
 set -uo pipefail
 
-metadata() {
-  curl --silent --fail --header 'Metadata-Flavor: Google' \\
-    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$$1"
-}
 # how several slices find each other: the TPU's own record has it, one NAME: 'value' a line
-metadata tpu-env | sed -n "s/^\\(MEGASCALE_[A-Z_]*\\): *'\\(.*\\)'.*/\\1=\\2/p" > megascale.env
+curl --silent --fail --header 'Metadata-Flavor: Google' \\
+  http://metadata.google.internal/computeMetadata/v1/instance/attributes/tpu-env |
+  sed -n "s/^\\(MEGASCALE_[A-Z_]*\\): *'\\(.*\\)'.*/\\1=\\2/p" > megascale.env
 if [ $slices -gt 1 ] && ! grep -q '^MEGASCALE_COORDINATOR_ADDRESS=' megascale.env; then
   echo "this host's record does not say how its slice finds the others" >&2
   exit 2
 fi
-slice=$$(sed -n 's/^MEGASCALE_SLICE_ID=//p' megascale.env)
-cache=$cache/"$${slice:-0}-$$(metadata agent-worker-number || echo 0)"
 
 stopped=
 trap 'stopped=yes; sudo docker stop --time $grace $name > /dev/null' TERM INT
@@ -92,8 +84,7 @@ restarts=0
 while true; do
   # --init: as a container's first process a run would not end at a SIGTERM that it has no handler for
   sudo docker run --rm --init --name $name --privileged --net=host --stop-timeout $grace \\
-    --env-file megascale.env \\
-    --env XLA_PERSISTENT_CACHE_PATH="$$cache" $options \\
+    --env-file megascale.env $options \\
     $image $command &
   run=$$!
   wait $$run

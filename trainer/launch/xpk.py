@@ -28,10 +28,6 @@ def plan(request: Request) -> Plan:
     command += ["--env-file", _ENV, "--command", shell(request)]
     command += ["--storage", request.mount.source] if request.mount else []
     command += ["--spot"] if request.spot else []
-    notes = [] if request.cache_is_shared else [
-        "a restart compiles anew: a pod's disk goes with it. --mount STORAGE:PATH, of `xpk storage attach`, keeps "
-        "what was compiled"
-    ]  # fmt: skip
     return Plan(
         files={_ENV: "".join(f"{name}={value}\n" for name, value in variables.items())},
         commands=[command],
@@ -39,7 +35,6 @@ def plan(request: Request) -> Plan:
             ["xpk", "workload", "list", *where],
             ["xpk", "workload", "delete", "--workload", request.name, *where],
         ],
-        notes=notes,
     )
 
 
@@ -48,6 +43,4 @@ def shell(request: Request) -> str:
 
     ``exec``: xpk hands SIGTERM to the shell that it starts for this line, and that shell must be the run by then.
     """
-    index = '"${MEGASCALE_SLICE_ID:-0}-${TPU_WORKER_ID:-0}"'
-    cache = f"export XLA_PERSISTENT_CACHE_PATH={shlex.quote(request.cache)}/{index}"
-    return f"{cache}; exec {shlex.join(request.command)}"
+    return f"exec {shlex.join(request.command)}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from trainer.errors import UserError
-from trainer.xla.runtime import compile_count
+from trainer.xla.runtime import program_count
 
 
 class CompileGuard:
@@ -38,11 +38,11 @@ class CompileGuard:
                     why="a changed input compiles the whole step again, minutes on a pod, at every change",
                     instead="the same shapes and dtypes in every batch: drop or pad the last, pack to sequence_length",
                 )
-        self._before = compile_count()
+        self._before = program_count()
 
     def after(self) -> None:
         """Count what the step has compiled. More than expected is an error, since no input changed."""
-        self.compiles += compile_count() - self._before
+        self.compiles += program_count() - self._before
         self.first = False
         if self.compiles > self.expected:
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -12,11 +13,12 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
+from torch_xla.experimental import plugins
 
-from trainer.cache import cache_root
 from trainer.errors import UserError
 from trainer.hosts import connect, hosts
 from trainer.xla.chips import CHIPS, Chip
+from trainer.xla.compiled import KEPT
 
 VIRTUAL_DEVICES = 8
 MEETING_PORT = 8546  # torch_xla's own coordinator has 8547 by default, and gets the next one here
@@ -84,13 +86,18 @@ def run_now(tensors: list[torch.Tensor]) -> None:
     torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
 
 
-def compile_count() -> int:
-    """XLA compiles of this process so far."""
+def program_count() -> int:
+    """XLA programs of this process so far: compiled, or loaded."""
     return (met.metric_data("CompileTime") or (0,))[0]
 
 
+def compile_count() -> int:
+    """XLA compiles of this process so far."""
+    return program_count() - KEPT.loaded
+
+
 def compile_seconds() -> float:
-    """Seconds that this process has spent in XLA compiles so far."""
+    """Seconds that this process has spent on compiling or loading XLA programs so far."""
     return (met.metric_data("CompileTime") or (0, 0.0))[1] / 1e9
 
 
@@ -144,7 +151,9 @@ def _prepare() -> str:
 
 
 def _open(kind: str) -> int:
-    """Open the devices; how many there are."""
+    """Open the devices; how many there are. What a plugin compiles for them is kept."""
+    if (library := _plugin(kind)) is not None:
+        KEPT.install(library)
     try:
         count = xr.global_runtime_device_count()
     except (OSError, RuntimeError) as error:
@@ -154,14 +163,20 @@ def _open(kind: str) -> int:
             why="the runtime cannot open these devices",
             instead="PJRT_DEVICE=CPU for virtual devices; on a TPU host, pip install -e '.[tpu]'",
         ) from error
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    begun = torch_xla._XLAC._xla_computation_cache_is_initialized()
-    if kind == "TPU" and _chip_on_the_bus() and not begun and "XLA_PERSISTENT_CACHE_PATH" not in os.environ:
-        # each process its own: they write at the same time. It has never run: the CPU client can't read what it wrote
-        xr.initialize_cache(str(cache_root() / "xla" / str(xr.process_index())))
     if (processes := xr.process_count()) > 1:
         connect(xr.process_index(), processes, *meeting_place(os.environ))
     return count
+
+
+def _plugin(kind: str) -> str | None:
+    """The library of the devices' plugin, as torch_xla finds it; None: torch_xla has these devices built in."""
+    if plugins.using_dynamic_plugins():
+        with contextlib.suppress(KeyError):  # torch_xla knows it without being told
+            return plugins.default().library_path()
+    if kind != "TPU":
+        return None
+    # torch_xla/csrc/runtime/pjrt_registry.cc, torch_xla 2.9
+    return os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH", "libtpu.so")
 
 
 def _set_compiler_flags() -> None:
