@@ -19,7 +19,7 @@ from torch import nn
 from models import randomness
 from models.grouping import Grouping, Run, group
 from models.layer_run import LayerRun, Part, Prepare
-from models.remat import REMAT
+from models.remat import Keep, Value, partitioner
 
 
 def find_layers(model: nn.Module) -> str:
@@ -101,10 +101,16 @@ class DecoderLayers(nn.ModuleList):
                 _Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(layers[run.start : run.stop])
             ]
 
-    def configure(self, prepare: Prepare, remat: str) -> None:
+    def configure(self, prepare: Prepare, remat: str | float) -> None:
         """Set what is done to a parameter just before it is used (a cast, a layout), and the remat policy."""
         for run in self.runs:
-            run.prepare, run.partition = prepare, REMAT[remat]
+            run.prepare, run.partition = prepare, partitioner(remat)
+
+    @property
+    def kept(self) -> list[Value]:
+        """The values that the layers' backwards do not compute again, under a policy that says a share."""
+        found = [value for run in self.runs if isinstance(run.partition, Keep) for value in run.partition.kept]
+        return list(dict.fromkeys(found))
 
     @property
     def stacks(self) -> list[str]:

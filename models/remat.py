@@ -6,6 +6,7 @@ The partitioner decides what the forward saves and what the backward computes ag
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from functorch.compile import default_partition, min_cut_rematerialization_parti
 
 # semi-private: torch/_functorch/config.py, torch 2.9
 from torch._functorch import config as functorch_config
+from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.experimental import stablehlo_custom_call
 
@@ -31,6 +33,84 @@ def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Call
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
     return partition
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a layer's forward that the backward uses: what a product or a kernel makes.
+
+    Args:
+        module: the module that makes it, as ``model.layers.*.self_attn.q_proj``.
+        kind: the operation, as ``mm`` or ``attention``.
+        bytes: that it takes, on all devices together.
+        flops: that it takes to compute it again.
+    """
+
+    module: str
+    kind: str
+    bytes: int
+    flops: int
+
+
+def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
+    """The values of a joint graph that can be kept, in its order."""
+    backward: set[torch.fx.Node] = set()  # what comes from the outputs' gradients
+    for node in joint.graph.nodes:
+        if "tangents" in node.name or any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+    used = set(backward)  # and what of the forward that takes
+    for node in reversed(joint.graph.nodes):
+        if any(user in used and user.op != "output" for user in node.users):
+            used.add(node)
+    found = {}
+    for node in joint.graph.nodes:
+        # semi-private: `flop_registry` of torch/utils/flop_counter.py, torch 2.9; our kernels are entered there too
+        count = flop_counter.flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is not None and node in used and node not in backward:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            tensors = node.meta["val"] if _is_many(node) else [node.meta["val"]]
+            found[node] = Value(
+                module=next(reversed(node.meta.get("nn_module_stack") or {}), ""),
+                kind=node.target.overloadpacket.__name__,
+                bytes=sum(t.numel() * t.element_size() for t in tensors),
+                flops=count(*args, **kwargs, out_val=node.meta["val"]),
+            )
+    return found
+
+
+class Keep:
+    """A partitioner that keeps ``share`` of the bytes of all values, those first that take most FLOPs a byte.
+
+    Attributes:
+        kept: the values that it has chosen to keep, of the layers that it has split.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.kept: list[Value] = []
+
+    def __call__(self, joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        values = _values(joint)
+        room = self.share * sum(value.bytes for value in values.values())
+        chosen: set[torch.fx.Node] = set()
+        for node, value in sorted(values.items(), key=lambda item: item[1].flops / item[1].bytes, reverse=True):
+            if value.bytes <= room:
+                room -= value.bytes
+                chosen.add(node)
+        self.kept += [value for node, value in values.items() if node in chosen and value not in self.kept]
+        if not chosen:
+            return _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        # of an operation with several results, what can be kept are the results
+        saved = {n for node in chosen for n in (node.users if _is_many(node) else [node])}
+
+        def policy(node: torch.fx.Node) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return _partition_with(policy)(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+
+def _is_many(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta["val"], tuple | list)
 
 
 def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
@@ -73,6 +153,12 @@ def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, 
 REMAT: dict[str, Callable[..., Any]] = {
     "none": default_partition,
     "full": _recompute_everything,
+    "auto": _recompute_everything,  # until somebody has found a share
     "offload": _offload,
     "save_matmuls": _partition_with(_save_matmuls),
 }
+
+
+def partitioner(remat: str | float) -> Callable[..., Any]:
+    """The partitioner of a policy: one of :data:`REMAT`, or the share of all values that is kept (:class:`Keep`)."""
+    return REMAT[remat] if isinstance(remat, str) else Keep(remat)

@@ -25,6 +25,7 @@ from trainer.cli import Parser
 from trainer.errors import UserError, exit_code
 from trainer.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
 from trainer.layout.load import load_recipe
+from trainer.layout.optimizers import TITLES
 from trainer.layout.plan import ShardingPlan
 from trainer.layout.source import recipe_source
 from trainer.layout.table import PLAN_HEADER, held_by_a_device, plan_rows
@@ -41,6 +42,7 @@ _RUN = {
     "base_dtype": str,
     "weight_dtype": str,
     "optimizer_dtype": str,
+    "optim": str,
 }
 
 
@@ -118,8 +120,8 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     docstring = (
         f"{model_class}: made from its own parallel plan and shapes by scripts/plan.py --recipe {AUTO}, and yours to "
         f"edit.\n\ncommand:   {command}\nhardware:  {plan.devices} devices as {sizes}\n"
-        f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and AdamW state, by "
-        "scripts/plan.py\n"
+        f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and "
+        f"{TITLES[plan.optim]} state, by scripts/plan.py\n"
     )
     with open(arguments.write, "x", encoding="utf-8") as file:
         file.write(recipe_source(made, docstring))
@@ -136,8 +138,9 @@ def print_plan(plan: ShardingPlan) -> None:
     console.print(_table(plan_rows(plan), console.width))
     held = held_by_a_device(plan)
     say(console, "\na device holds")
+    width = max(12, *(len(what) for what, _ in held))
     for what, count in [*held, ("together", sum(count for _, count in held))]:
-        say(console, f"  {what:<12} {size(count, decimals=2):>11}")
+        say(console, f"  {what:<{width}} {size(count, decimals=2):>11}")
     axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch) or "no axis splits it"
     say(console, f"the global batch must be divisible by {plan.batch_shards} ({axes})")
 

@@ -27,6 +27,13 @@ def main() -> int:
         from trainer.compile.command import main as compile_only
 
         return compile_only(words, "Compile the step for a TPU, and train nothing.")
+    from trainer.restarts import Restarts, asked_limit, follow_supervisor
+
+    told = follow_supervisor(os.environ)
+    if told is None and (limit := asked_limit(words)):
+        from trainer.supervisor import supervise
+
+        return supervise(limit, words)
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -35,14 +42,12 @@ def main() -> int:
     from trainer.arguments import TrainingArguments
 
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
-    from trainer.restarts import Restarts
     from trainer.run import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    restarts = Restarts(args.max_restarts, [sys.executable, os.path.abspath(__file__)], words)
-    stop = train(args, restarts=restarts).stop
+    stop = train(args, restarts=None if told is None else Restarts(args.max_restarts, told)).stop
     return PREEMPTED if stop.preempted else INTERRUPTED if stop.interrupted else 0
 
 

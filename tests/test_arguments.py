@@ -66,7 +66,16 @@ def test_any_value_in_any_field_is_taken_or_refused_by_the_fields_name(kind: typ
             taken.add(field.name)
     assert taken >= {field.name for field in fields(kind)} - {
         *("lr_scheduler_type", "eval_strategy", "save_strategy", "metric_for_best_model"),
-        *("weight_dtype", "optimizer_dtype", "router_balance", "overflow", "on_bad_row", "base_dtype", "on_spike"),
+        *(
+            "weight_dtype",
+            "optimizer_dtype",
+            "optim",
+            "router_balance",
+            "overflow",
+            "on_bad_row",
+            "base_dtype",
+            "on_spike",
+        ),
         *("adapter_format", "lora_target"),  # a target is nothing without a rank
         *("objective", "simpo_gamma"),  # a margin is nothing without its objective
     }

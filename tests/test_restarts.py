@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from tests.support.host import free_ports
+from tests.support.hosts import child_of, wait_until
 from tests.support.jobs import job_of
 from tests.support.lives import QUICK_COMPILE, tiny_run, write_text
 from tests.support.paths import ROOT
-from trainer.errors import LOST, TransientError, UserError
+from trainer import supervisor
+from trainer.checkpoint import manifest
+from trainer.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
 from trainer.report.goodput import read_lives
 from trainer.restarts import (
-    TOLD,
+    NOTES,
+    Ended,
     Restarted,
     Restarts,
-    check_hosts,
+    Verdict,
+    asked_limit,
     check_limit,
-    no_progress,
-    told,
+    decide,
     wait_before,
     words_again,
 )
 from trainer.storage import StorageError
-from trainer.watchdog import Watchdog
+from trainer.supervisor import Meeting, Place, Supervisor
 
 WORDS = {"asked": "write /mnt/x", "found": "OSError: gone", "why": "w", "instead": "i"}
 STORE = StorageError(**WORDS)
@@ -53,28 +58,73 @@ def test_only_what_is_passing_is_followed_by_a_restart_and_only_so_often_and_onc
     assert not Restarts().follows(STORE, begun=True)
 
 
+MORE = ("--output_dir", "out")
+KILLED, ABORTED = Ended(-signal.SIGKILL, begun=True, more=MORE), Ended(-signal.SIGABRT, begun=True)
+STORED = Ended(2, begun=True, transient=True, why="gone", more=MORE)
+REFUSED, MISSED = Ended(2, begun=True), Ended(LOST, begun=True, transient=True, why="no sign of host 1")
+AGAIN = [
+    ([STORED], "gone"),
+    ([KILLED], "it was killed (SIGKILL)"),
+    ([KILLED, ABORTED], "host 0 was killed (SIGKILL)"),  # torch_xla's coordinator aborts the others
+    ([MISSED, KILLED], "host 1 was killed (SIGKILL)"),
+    ([MISSED, Ended(1)], "no sign of host 1"),
+    ([Ended(0, begun=True), STORED], "gone"),  # the last write failed
+]
+ENDS = [
+    ([Ended(0)], 0),
+    ([REFUSED], 2),
+    ([REFUSED, MISSED], 2),
+    ([Ended(1, begun=True)], 1),
+    ([ABORTED, ABORTED], -signal.SIGABRT),
+    ([Ended(-signal.SIGKILL)], -signal.SIGKILL),  # before a step
+    ([Ended(-signal.SIGKILL), Ended(-signal.SIGABRT)], LOST),
+    ([Ended(PREEMPTED, begun=True), Ended(PREEMPTED, begun=True)], PREEMPTED),
+    ([MISSED, Ended(-signal.SIGTERM)], -signal.SIGTERM),
+    ([Ended(INTERRUPTED, told=True)], INTERRUPTED),
+    ([Ended(2, told=True, transient=True, begun=True)], 2),  # told to stop, and could not save
+]
+
+
+@pytest.mark.parametrize(("ended", "why"), AGAIN)
+def test_all_hosts_begin_again_after_what_is_passing_on_any_of_them(ended, why):
+    verdict = decide(ended, restarts=0, limit=1)
+    assert (verdict.again, verdict.why) == (True, why)
+    assert tuple(verdict.more) == (MORE if any(each.more for each in ended) else ())
+    assert not decide(ended, restarts=1, limit=1).again
+    if len(ended) == 1:
+        assert decide(ended, restarts=1, limit=1).code == ended[0].code
+
+
+@pytest.mark.parametrize(("ended", "code"), ENDS)
+def test_all_hosts_end_with_one_code_after_anything_else(ended, code):
+    verdict = decide(ended, restarts=0, limit=3)
+    assert (verdict.again, verdict.code) == (False, code)
+
+
+def test_what_begins_again_need_not_take_a_step_the_second_time():
+    assert decide([Ended(2, transient=True)], restarts=1, limit=2).again
+    assert not decide([Ended(2, transient=True)], restarts=0, limit=2).again
+
+
 def test_each_wait_is_twice_the_one_before_up_to_a_limit():
     assert [wait_before(restart) for restart in (1, 2, 3, 4)] == [1, 2, 4, 8]
     assert wait_before(2000 // 10) == wait_before(30) == 300
 
 
-def test_a_restart_waits_says_why_and_becomes_the_command_with_these_words():
-    waited: list[float] = []
-    became: list[Any] = []
-    console = Console(file=io.StringIO(), width=200)
-    error = StorageError(**{**WORDS, "asked": "write s3://me:secret@host/x"})
-    restarts = Restarts(3, ["python", "train.py"], [], Restarted(1, "x"), waited.append, lambda *a: became.append(a))
-    restarts.restart(error, ["--recipe", "r"], console)
-    ((program, words, environment),) = became
-    assert waited == [2.0]
-    assert (program, words) == ("python", ["python", "train.py", "--recipe", "r"])
-    assert told(environment) == Restarted(2, "write s3://host/x: OSError: gone")
-    assert "restart: 2 of 3 in 2 s, after: write s3://host/x: OSError: gone" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("value", ["", "x", "[]", "3", '{"count": "x"}', '{"count": null}'])
-def test_what_nobody_told_is_no_restart(value):
-    assert told({TOLD: value}) == Restarted()
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--recipe", "r"], 0),
+        (["--max_restarts", "3", "--recipe", "r"], 3),
+        (["--max-restarts=3", "--learning_rate", "-1", "--max_restarts", "4"], 4),
+        (["--max_restarts", "x"], 0),  # the run refuses it
+        (["--max_restarts", "-1"], 0),
+        (["--max_restarts"], 0),
+        (["--max_restart", "3"], 0),
+    ],
+)
+def test_a_supervisor_is_asked_for_by_the_option_alone(words, limit):
+    assert asked_limit(words) == limit
 
 
 @pytest.mark.parametrize(
@@ -88,7 +138,7 @@ def test_what_nobody_told_is_no_restart(value):
     ],
 )
 def test_a_run_goes_on_in_its_folder_from_its_own_checkpoint_or_where_it_began(resume, saved, more):
-    assert words_again(["--seed", "3"], "out", resume, saved) == ["--seed", "3", "--output_dir", "out", *more]
+    assert words_again("out", resume, saved) == ["--output_dir", "out", *more]
 
 
 def test_python_code_is_told_that_it_can_not_be_begun_anew():
@@ -100,34 +150,154 @@ def test_python_code_is_told_that_it_can_not_be_begun_anew():
         job_of("llama_fsdp", max_restarts=-1)
 
 
-def test_a_process_that_is_to_be_started_again_since_it_hangs_is_told_so_before_it_ends():
-    watchdog, heard = Watchdog(), list[str]()
+# ---- a supervisor and its child ----
 
-    def again(words: str) -> None:
-        heard.append(words)
-        raise InterruptedError
-
-    watchdog.again = again
-    with pytest.raises(InterruptedError):
-        watchdog._end("no progress for 60 s", LOST)
-    assert heard == ["no progress for 60 s"]
-    assert Restarts(1, before=Restarted()).follows(no_progress(heard[0]), begun=True)
+CHILD = """
+import os, signal, sys, time
+from trainer.restarts import follow_supervisor, note, note_passing
+told = follow_supervisor(os.environ)
+print("child", told.count, told.why, sys.argv[1:], flush=True)
+{act}
+"""
 
 
-def test_several_hosts_are_their_launchers_to_begin_again():
-    with pytest.raises(UserError, match="exit code 76"):
-        check_hosts(2, 4)
-    check_hosts(0, 4)
-    check_hosts(2, 1)
+def supervised(capfd: pytest.CaptureFixture[str], act: str, limit: int = 3) -> tuple[int, str]:
+    """The exit code of a supervisor whose child does ``act``, and what both printed."""
+
+    def start(more: Any, notes: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", CHILD.format(act=act), *more]
+        return subprocess.Popen(command, env={**os.environ, NOTES: notes}, cwd=ROOT, process_group=0)
+
+    code = Supervisor(limit, start).run()
+    return code, "".join(capfd.readouterr())
 
 
-# scripts/train.py, whose first process can't write one checkpoint
+def test_a_child_is_told_how_often_and_why_it_began_again_and_gets_the_words_that_it_left(capfd):
+    act = "note(begun=True, more=['--output_dir', 'x'])\nif told.count == 2: sys.exit(0)\n"
+    act += "if not told.count: os.kill(os.getpid(), 9)\n"
+    act += "note_passing('write s3://me:secret@host/x: gone\\nhere')\nsys.exit(2)"
+    code, said = supervised(capfd, act)
+    assert code == 0, said
+    assert "child 0  []" in said
+    assert "restart: 1 of 3 in 1 s, after: it was killed (SIGKILL)" in said
+    assert "child 1 it was killed (SIGKILL) ['--output_dir', 'x']" in said
+    assert "restart: 2 of 3 in 2 s, after: write s3://host/x: gone\n" in said
+    assert "child 2 write s3://host/x: gone ['--output_dir', 'x']" in said
+
+
+@pytest.mark.parametrize(
+    ("act", "code"),
+    [
+        ("note(begun=True); sys.exit(2)", 2),
+        ("note_passing('no such disk'); sys.exit(2)", 2),  # before a step
+        ("note(begun=True); os.abort()", 128 + signal.SIGABRT),
+        ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
+        # SIGTERM to the supervisor alone, which passes it on
+        ("note(begun=True); os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)", 128 + signal.SIGTERM),
+        (
+            "signal.signal(signal.SIGINT, lambda *a: os._exit(130)); os.kill(os.getppid(), signal.SIGINT); "
+            "time.sleep(600)",
+            INTERRUPTED,
+        ),
+    ],
+)
+def test_a_users_error_and_a_stop_end_a_supervisor_with_the_code_of_its_child(capfd, act, code):
+    ended, said = supervised(capfd, act)
+    assert ended == code, said
+    assert "restart:" not in said
+
+
+def test_a_limit_that_is_reached_ends_a_supervisor(capfd):
+    code, said = supervised(capfd, "note(begun=True); note_passing('gone'); sys.exit(76)", limit=1)
+    assert code == LOST
+    assert said.count("restart:") == 1
+    assert "error: exit code 76, after: gone" in said
+
+
+def test_a_child_whose_supervisor_is_killed_does_not_live_on(tmp_path):
+    notes = tmp_path / "notes"
+    child = CHILD.format(act="time.sleep(600)")
+    program = f"""
+import os, subprocess, sys
+from trainer.restarts import NOTES, write_notes
+write_notes({str(notes)!r}, {{"supervisor": os.getpid()}})
+child = subprocess.Popen([sys.executable, "-c", {child!r}], env={{**os.environ, NOTES: {str(notes)!r}}})
+child.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith("child 0")
+        parent.kill()
+        assert parent.stdout.read() == ""  # which ends once nobody holds it any more
+
+
+# ---- supervisors of several hosts ----
+
+
+def agreed(life: int, ends: list[Ended], limit: int, meetings: list[Meeting]) -> list[Verdict]:
+    """What each of the supervisors hears, all of them at once."""
+    heard: dict[int, Verdict] = {}
+
+    def meet(host: int) -> None:
+        heard[host] = meetings[host].agree(life, ends[host], limit)
+
+    threads = [threading.Thread(target=meet, args=(host,)) for host in range(len(ends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [heard[host] for host in range(len(ends))]
+
+
+def meetings_of(count: int) -> list[Meeting]:
+    port, meetings = free_ports(), [Meeting() for _ in range(count)]
+    for host, meeting in enumerate(meetings):
+        meeting.look(0, Place(host, count, "localhost", port))
+    return meetings
+
+
+def test_supervisors_come_to_one_verdict_life_after_life_and_leave_together():
+    meetings = meetings_of(3)
+    again = agreed(0, [MISSED, ABORTED, KILLED], 2, meetings)
+    assert again == [Verdict(True, 0, "host 2 was killed (SIGKILL)", list(MORE))] * 3
+    assert [meeting.first for meeting in meetings] == [True, False, False]
+    assert agreed(1, [MISSED, REFUSED, Ended(1)], 2, meetings) == [Verdict(False, 2, "", [])] * 3
+    threads = [threading.Thread(target=meeting.leave) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [meeting.lost for meeting in meetings] == [""] * 3
+
+
+def test_a_supervisor_that_is_gone_ends_the_others_with_the_code_that_a_launcher_begins_them_again_after(monkeypatch):
+    monkeypatch.setattr(supervisor, "SILENT", 2.0)
+    meetings = meetings_of(3)
+    verdicts = agreed(0, [MISSED, KILLED], 2, meetings)  # of three
+    assert [(verdict.again, verdict.code) for verdict in verdicts] == [(False, LOST)] * 2
+    assert "no sign of life of the supervisor of host 2" in verdicts[0].why
+
+
+def test_supervisors_that_never_meet_end_so_too(monkeypatch):
+    monkeypatch.setattr(supervisor, "CONNECT", 1.0)
+    alone = Meeting()
+    alone.look(0, Place(1, 2, "localhost", free_ports()))
+    verdict = alone.agree(0, KILLED, 2)
+    assert (verdict.again, verdict.code) == (False, LOST)
+    assert "could not be met" in alone.lost
+
+
+# ---- the whole program ----
+
+# scripts/train.py, whose first run can't write one checkpoint
 FAILS_ONCE = f"""
-import errno, os, sys
+import errno, json, os, sys
 from trainer.storage import Folder
+notes = os.environ.get({NOTES!r})
+first = notes is None or json.load(open(notes))["count"] == 0
 real = Folder._open
 def fails(self, name, mode):
-    if "w" in mode and self.name == os.environ["FAILS"] and {TOLD!r} not in os.environ:
+    if "w" in mode and self.name == os.environ["FAILS"] and first:
         raise OSError(errno.EIO, "Input/output error")
     return real(self, name, mode)
 Folder._open = fails
@@ -137,13 +307,20 @@ sys.exit(exit_code(train.main))
 """
 
 
-def run(folder: Path, name: str, fails: str, *more: object) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, name: str, fails: str, *more: object) -> subprocess.Popen[str]:
     words = [*tiny_run(folder), "--max_steps", 12, "--logging_steps", 2, "--save_steps", 4, *more]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "FAILS": fails, "PYTHONPATH": str(ROOT)}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip()
     environment.pop("NPROC", None)
     command = [sys.executable, "-c", FAILS_ONCE, *map(str, words), "--output_dir", str(folder / name)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+
+
+def run(folder: Path, name: str, fails: str, *more: object) -> subprocess.CompletedProcess[str]:
+    with start(folder, name, fails, *more) as process:
+        said = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def log(output: Path) -> list[dict[str, Any]]:
@@ -200,3 +377,23 @@ def test_without_restarts_left_the_run_ends_with_what_was_learned_as_it_always_d
     assert "restart: 1 of" not in done.stdout
     assert "Input/output error" in done.stderr
     assert (place / "none" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_one_signal_to_its_supervisor_stops_it_with_a_checkpoint(place):
+    output = place / "killed"
+
+    def whole(step: int) -> bool:
+        return (output / f"checkpoint-{step}" / manifest.MANIFEST).exists()
+
+    options = ("--max_restarts", 2, "--max_steps", 100_000, "--save_total_limit", 50, "--eval_on_start", "false")
+    with start(place, "killed", "", *options) as process:
+        wait_until(lambda: whole(4))
+        os.kill(child_of(process.pid), signal.SIGKILL)
+        wait_until(lambda: len(read_lives((output / "lives.json").read_bytes())) == 2)
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate()
+    assert process.returncode == PREEMPTED, errors
+    assert "restart: 1 of 2 in 1 s, after: it was killed (SIGKILL)" in said
+    assert "preempted (SIGTERM) after step" in said
+    assert "restart: 2 of" not in said

@@ -33,7 +33,7 @@ class LearningRate:
 class Callbacks(CallbackHandler):
     """Tells callbacks of events, and keeps what they must remember for a run that goes on.
 
-    They get no ``optimizer`` and no dataloader: AdamW is a part of the step's one computation, and a batch that a
+    They get no ``optimizer`` and no dataloader: the update is a part of the step's one computation, and a batch that a
     callback took would be missing from training. The ``model``'s parameters are those that train, on the devices.
 
     Args:

@@ -12,7 +12,7 @@ import trainer
 from trainer.checkpoint.host_state import versions
 from trainer.job import Job
 
-_OWN = ("output_dir",)  # a host's own until the first has chosen it
+_OWN = ("output_dir", "staging_dir")  # which the first host chooses for all, and each for itself
 
 
 def facts(job: Job) -> dict[str, str]:
@@ -21,6 +21,7 @@ def facts(job: Job) -> dict[str, str]:
     texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in job.as_texts().items()}
     return {
         **arguments,
+        "whether --staging_dir is given": str(job.args.staging_dir is not None),
         "the model's config": json.dumps(job.config.to_dict(), default=str),
         "Python": sys.version.split()[0],
         **versions(),

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from trainer.errors import LOST, TransientError, UserError, exit_code_of
-from trainer.watchdog import Watchdog
+from trainer.restarts import note
+from trainer.watchdog import CONNECT, Watchdog
 
 T = TypeVar("T")
-CONNECT = timedelta(minutes=10)  # for the hosts to come together
 PATIENCE = timedelta(days=1)  # the watchdog finds a lost host long before, and one may well read data for hours
 _SHOWN = 300  # characters of what differs
 
@@ -127,7 +127,8 @@ class Hosts:
             if self.several and not getattr(error, "known_to_all", False):
                 if isinstance(error, RuntimeError):  # also what a computation ends with when another host has gone
                     self.watchdog.wait_for_verdict()
-                self.watchdog.tell_end(str(error) or type(error).__name__, exit_code_of(error))
+                words, passing = str(error) or type(error).__name__, isinstance(error, TransientError)
+                self.watchdog.tell_end(words, exit_code_of(error), passing=passing)
             raise
 
 
@@ -188,10 +189,10 @@ def connect(index: int, count: int, address: str, port: int) -> None:
     if count == 1 or _job.several:
         return
     try:
-        server = dist.TCPStore(address, port, count, is_master=index == 0, timeout=CONNECT)
+        server = dist.TCPStore(address, port, count, is_master=index == 0, timeout=timedelta(seconds=CONNECT))
         dist.init_process_group("gloo", store=server, rank=index, world_size=count, timeout=PATIENCE)
         # a store's connection is held by whoever waits in it, so the watchdog has one of its own
-        store = dist.TCPStore(address, port, is_master=False, timeout=CONNECT)
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except (RuntimeError, ValueError) as error:
         raise LostHost(
             asked=f"to bring {count} hosts together at {address}:{port}",
@@ -201,6 +202,7 @@ def connect(index: int, count: int, address: str, port: int) -> None:
             "MASTER_ADDR and MASTER_PORT name another address of it, and a free port",
         ) from None
     _job = Hosts(index, count, Watchdog(index, count, store))
+    note(job=[index, count, address, port])
     _job.watchdog.start()
     atexit.register(leave)
 

@@ -37,6 +37,10 @@ CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK  # a link's target is not written, a p
 NOT_OFFERED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}  # what flock says on mounts that don't know it
 
 
+class TakenOver(StorageError):
+    """Another run has the folder by now."""
+
+
 class FolderLock:
     """One run's hold on a folder; used in a ``with``. Entered again inside, it is held until the outermost ends.
 
@@ -67,7 +71,7 @@ class FolderLock:
         self._do(lambda kept: kept.check_free())
 
     def check_held(self) -> None:
-        """Raises StorageError if the folder was taken over: this process had stood still, or its lock was removed."""
+        """Raises TakenOver if the folder was taken over: this process had stood still, or its lock was removed."""
         if self._depth:
             self._do(lambda kept: kept.check_held())
 
@@ -269,8 +273,8 @@ def _held(folder: Folder) -> UserError:
     )
 
 
-def _lost(folder: Folder) -> StorageError:
-    return StorageError(
+def _lost(folder: Folder) -> TakenOver:
+    return TakenOver(
         asked=f"to write into {folder}",
         found=f"another run has taken it over: {_holder(folder)}",
         why=f"this run's lock had gone, or had not been renewed for {PATIENCE:.0f} s, as if it were dead",

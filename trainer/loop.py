@@ -18,6 +18,7 @@ from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import host_state, set_random_state
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder
 from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
+from trainer.checkpoint.staging import open_staging
 from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
 from trainer.data.batches import TrainingBatches
 from trainer.data.corpus import Corpus
@@ -147,7 +148,9 @@ class TrainingLoop:
         self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         output = Folder(str(self.folder))  # where every host writes its part
-        self.checkpoints = CheckpointWriter(output, texts, self.args.save_total_limit, self.lock.check_held)
+        staging = open_staging(self.args.staging_dir, output) if self.args.staging_dir else None
+        tell, limit = functools.partial(say, self.console), self.args.save_total_limit
+        self.checkpoints = CheckpointWriter(output, texts, limit, self.lock.check_held, staging, tell)
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
         self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
@@ -393,7 +396,7 @@ class TrainingLoop:
         for name in self.job.untrained if self.job.lora is not None else ():
             del everything[name]  # frozen weights under an adapter are where the run took them from
         with self.watch.clock.on("save"):
-            pause, before = self.checkpoints.save(everything, host, state)
+            pause, before = self.checkpoints.save(everything, host, state, urgent=self.stop.preempted)
         self._log_saved(before)
         self._log({"save_pause": pause})
         self._event("on_save")
@@ -442,7 +445,7 @@ class TrainingLoop:
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
             self.save_model(self.folder / "model", source)
-        self._log_saved(self.checkpoints.wait())
+        self._log_saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
         self.watch.finish(self.state, self.meter.expert_load)
 
     def _write_state(self) -> None:

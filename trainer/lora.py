@@ -88,9 +88,9 @@ def plan_of(
     """
     dtypes = args.state_dtypes
     if adapted is model:
-        return make_plan(recipe, model, devices, **dtypes)
+        return make_plan(recipe, model, devices, **dtypes, optim=args.optim)
     stored = torch.bfloat16 if args.base_dtype == "int8" else getattr(torch, args.base_dtype)
-    base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": stored}))
+    base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": stored}), optim=args.optim)
     plan = with_factors(base, adapted, dtypes["weight_dtype"])
     return with_int8(plan, _inner(model)) if args.base_dtype == "int8" else plan
 

@@ -34,7 +34,7 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
     if not folder.remote and os.path.isfile(str(folder)):
         raise _taken(folder, "a file", "")
     entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]
-    if writes and entries and not args.overwrite_output_dir and not _resumes_in(args.resume_from_checkpoint, folder):
+    if writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
         raise _taken(
             folder,
             f"a folder that holds {len(entries)} entries",
@@ -60,6 +60,19 @@ def claim(lock: FolderLock) -> Iterator[None]:
                 why="the run writes its model and its log there",
                 instead="a folder that this user may write to",
             ) from None
+        yield
+
+
+@contextlib.contextmanager
+def claimed_by_all(lock: FolderLock) -> Iterator[None]:
+    """Holds ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
+
+    Raises:
+        UserError: as :func:`claim`; or another host sees another folder.
+    """
+    with contextlib.ExitStack() as held:
+        hosts().once(lambda: held.enter_context(claim(lock)))
+        hosts().together(lambda: check_shared(lock.folder))
         yield
 
 
@@ -93,7 +106,8 @@ def _default(args: TrainingArguments, recipe_name: str) -> str:
     return str(next(p for p in names if args.overwrite_output_dir or not _holds_something(p)))
 
 
-def _resumes_in(asked: str | None, folder: Folder) -> bool:
+def resumes_in(asked: str | None, folder: Folder) -> bool:
+    """Whether ``--resume_from_checkpoint`` ``asked`` goes on with the run in ``folder``."""
     return asked == "latest" or (asked is not None and Folder(asked).parent == folder)
 
 

@@ -6,11 +6,15 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from trainer.hosts import hosts
+from trainer.restarts import supervised
 from trainer.xla.runtime import stops_after, watch_for_preemption
+
+_TWICE = 1.0  # seconds
 
 
 class StopRequests:
@@ -45,6 +49,8 @@ class StopRequests:
 
         A second signal ends the process at once. On a pod torch_xla's preemption manager takes SIGTERM, since its
         hosts get it at different times and must stop at the same step; Ctrl-C is passed on to it.
+
+        Who signals every process of a job (systemd, Slurm) reaches a supervised run twice, and means it once.
         """
         self.interrupted = self.preempted = self._here = False
         self._pod = watch_for_preemption()
@@ -53,8 +59,10 @@ class StopRequests:
             return
         numbers = [signal.SIGINT] if self._pod else [signal.SIGINT, signal.SIGTERM]
         previous = {number: signal.getsignal(number) for number in numbers}
+        until = 0.0  # a second signal is the first one again
 
         def note(number: int, frame: Any) -> None:
+            nonlocal until
             if self._pod:
                 self._here = True
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -62,7 +70,13 @@ class StopRequests:
                 self.interrupted = True
             else:
                 self.preempted = True
-            signal.signal(number, previous[signal.Signals(number)])
+            until = time.monotonic() + _TWICE
+            signal.signal(number, second if supervised() else previous[signal.Signals(number)])
+
+        def second(number: int, frame: Any) -> None:
+            if time.monotonic() > until:
+                signal.signal(number, previous[signal.Signals(number)])
+                os.kill(os.getpid(), number)
 
         for number in numbers:
             signal.signal(number, note)

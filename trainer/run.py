@@ -7,15 +7,17 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from trainer import elastic
 from trainer.arguments import TrainingArguments
 from trainer.asked import asked_tokenizer, data_options
 from trainer.checkpoint.lineage import live_steps
 from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
+from trainer.checkpoint.staging import open_staging, recover
 from trainer.data.corpus import Corpus, DataOptions, load_corpus
 from trainer.data.mixture import shapes_of
 from trainer.data.prompts import read_prompts
@@ -31,18 +33,20 @@ from trainer.lock import FolderLock
 from trainer.loop import TrainingLoop
 from trainer.lora import check_same, described
 from trainer.model import experts_modules
-from trainer.output import check_shared, claim, find_output, output_folder
+from trainer.output import claimed_by_all, find_output, output_folder, resumes_in
 from trainer.reference import not_one_dataset
+from trainer.remat import Platform, answer, is_auto, with_remat
 from trainer.report.lines import say, waiting
-from trainer.restarts import Restarts, check_hosts, check_limit, no_progress, words_again
+from trainer.restarts import Restarts, check_limit, note, note_passing, words_again
 from trainer.rollback import Rollbacks, let_go
+from trainer.storage import Folder
 from trainer.streams import lasting_output
 from trainer.trackers import open_trackers
 from trainer.weights.adapters import check_adapter
 from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
 from trainer.weights.sources import Source, has_weights
 from trainer.xla.mesh import check_mesh
-from trainer.xla.runtime import device_count, init_runtime
+from trainer.xla.runtime import chip, device_count, device_kind, init_runtime
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,7 @@ class Start:
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Holds the output folder inside the ``with``: of several hosts the first does, for all."""
-        with hosts().answerable(), contextlib.ExitStack() as held:
-            hosts().once(lambda: held.enter_context(claim(self.lock)))
-            hosts().together(lambda: check_shared(self.lock.folder))
+        with hosts().answerable(), claimed_by_all(self.lock):
             yield
 
     @property
@@ -149,43 +151,48 @@ def train(
     """Train as ``args`` say. The returned loop's ``stop`` says whether Ctrl-C or SIGTERM ended the run.
 
     Args:
-        restarts: how this process begins anew; None: it can't.
+        restarts: what this process's supervisor told it; None: it has none, and can't begin anew.
 
     Raises:
         UserError: anything in the arguments, the recipe, the model or the data that can't be.
     """
     loop, console = None, console or Console()
-
-    def again(words: str) -> None:
-        if restarts is not None:
-            _restart(restarts, no_progress(words), loop, console)
-
     try:
-        hosts().watchdog.again = again
-        start = prepare(args, Given(), callbacks, console, restarts=restarts)
+        noted = [_Noted()] if restarts is not None else []
+        start = prepare(args, Given(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
             loop = start.open()
             while not start.trained(loop):
                 loop = start.open()
     except TransientError as error:
-        if restarts is not None:
-            _restart(restarts, error, loop, console)
+        if loop is None or not loop.stop.any:
+            note_passing(f"{error.asked}: {error.found}")
         raise
-    finally:
-        hosts().watchdog.again = lambda words: None
     return loop
 
 
-def _restart(restarts: Restarts, error: TransientError, loop: TrainingLoop | None, console: Console) -> None:
-    """Begin anew after ``error``, which does not return; unless that is not to be, or the run was told to stop."""
-    begun = loop is not None and loop.train_step.begun
-    if not restarts.follows(error, begun) or (loop is not None and loop.stop.any):
-        return
-    words = restarts.words
-    if loop is not None and begun:
-        saved = bool(loop.checkpoints.lineage)
-        words = words_again(words, str(loop.args.output_dir), loop.args.resume_from_checkpoint, saved)
-    restarts.restart(error, words, console)
+class _Noted(TrainerCallback):
+    """Notes for the supervisor how the run's command goes on, as soon as there is something to go on from."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._begun:
+            self._begun = True
+            self._note(args, saved=False)
+            self._look(args)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if self._begun and "saved_step" in (logs or {}):
+            self._look(args)
+
+    def _look(self, args: Any) -> None:
+        if args.resume_from_checkpoint not in (None, "latest") and live_steps(Folder(args.output_dir)):
+            self._note(args, saved=True)
+
+    def _note(self, args: Any, *, saved: bool) -> None:
+        note(begun=True, more=words_again(args.output_dir, args.resume_from_checkpoint, saved))
 
 
 def prepare(
@@ -197,7 +204,8 @@ def prepare(
     writes: bool = True,
     restarts: Restarts | None = None,
 ) -> Start:
-    """Refuse what can be, cheapest first; until the end nothing is written and no device is opened.
+    """Refuse what can be, cheapest first; until the end no device is opened, and nothing is written but what a run
+    had staged and not brought to the output folder yet.
 
     Args:
         given: what ``args`` can't name.
@@ -216,9 +224,20 @@ def prepare(
     with hosts().answerable():
         if hosts().several:
             hosts().check_same(facts(job))
-        check_hosts(args.max_restarts, hosts().count)
+        job = _with_remat(job, console)
         start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
     return replace(start, restarts=restarts)
+
+
+def _with_remat(job: Job, console: Console) -> Job:
+    """``job``, and where its recipe leaves it to us what the backward computes again, what was found for it."""
+    if not is_auto(job):
+        return job
+    known = chip()
+    where = Platform(device_kind(), known.name if known else "")
+    policy, why = hosts().once(lambda: answer(job, where))
+    say(console, f"remat:   {policy} ({why})")
+    return with_remat(job, policy)
 
 
 def _prepared(
@@ -240,6 +259,7 @@ def _prepared(
     lock = FolderLock(output_folder(args), console)
     if writes:
         hosts().once(lock.check_free)
+        _recover(args, lock, console)
     accept = functools.partial(_check_resume, job)
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
@@ -250,6 +270,17 @@ def _prepared(
     if needed and args.model and has_weights(args.model):
         source = open_hub_weights(args.model, job.whole)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console)
+
+
+def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> None:
+    """Bring what the run staged on its hosts, and could not copy any more, to the output folder."""
+    if args.staging_dir is None:
+        return
+    output = Folder(str(args.output_dir))
+    staging = open_staging(args.staging_dir, output)
+    staging.check(hosts())
+    if resumes_in(args.resume_from_checkpoint, output):
+        recover(staging, output, functools.partial(claimed_by_all, lock), console)
 
 
 def _for_samples(job: Job, given: Given) -> Job:
@@ -279,6 +310,7 @@ def _for_samples(job: Job, given: Given) -> Job:
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
     """Raise UserError unless the job can go on from ``found``."""
     found.check_model(job.adapted, job.config)
+    found.check_optimizer(job.args.optim)
     if job.lora is not None:
         check_same(found.folder, job.lora, job.model)
     check_steps_left(job.args, found)

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from trainer.errors import LOST
+from trainer.restarts import note_passing
 
+CONNECT = 600.0  # seconds for the hosts to come together
 LOOK = 2.0  # seconds between two looks
 SILENT = 60.0  # seconds without a sign of life after which a host is lost
 LEAVING = 60.0  # seconds that the first host waits, at its end, for the others'
-_END = "end"  # the key of what ended the job: exit code and words
+_END = "end"  # the key of what ended the job: exit code, words, and whether it may pass
 
 
 class Busy(Protocol):
@@ -39,13 +41,11 @@ class Watchdog:
 
     Attributes:
         hang_timeout: seconds without progress that a run may take; 0: as long as it likes.
-        again: told why a process that is to be started again ends, before it does; may begin it again, and not return.
     """
 
     def __init__(self, index: int = 0, count: int = 1, store: Any = None) -> None:
         self.index, self.count, self._store = index, count, store
         self.hang_timeout = 0.0
-        self.again: Callable[[str], None] = lambda words: None
         self._clock: Busy | None = None
         self._step: int | None = None
         self._moved = time.monotonic()
@@ -88,11 +88,11 @@ class Watchdog:
         """What this process does."""
         return "start" if self._clock is None else self._clock.activity
 
-    def tell_end(self, words: str, code: int) -> None:
-        """Have the other hosts end too, with this exit code and these words."""
+    def tell_end(self, words: str, code: int, *, passing: bool = False) -> None:
+        """Have the other hosts end too, with this exit code and these words; ``passing``: the job may begin again."""
         if self._store is not None and not self._ended.is_set():
             with contextlib.suppress(RuntimeError):
-                self._store.compare_set(_END, "", json.dumps([code, f"host {self.index} ended: {words}"]))
+                self._store.compare_set(_END, "", json.dumps([code, f"host {self.index} ended: {words}", passing]))
 
     def wait_for_verdict(self) -> None:
         """Wait as long as it takes to see that another host is lost; if one is, the process ends here."""
@@ -131,8 +131,8 @@ class Watchdog:
             sign = {"step": self._step, "doing": self.activity, "waited": waited, "beat": self._beats}
             self._store.set(f"sign {self.index}", json.dumps(sign))
             if self._store.check([_END]):
-                code, words = json.loads(self._store.get(_END))
-                self._end(words, code)
+                code, words, passing = json.loads(self._store.get(_END))
+                self._end(words, code, passing=passing)
             if self.index == 0:
                 self._look_at_others()
             if self._hung:
@@ -178,12 +178,12 @@ class Watchdog:
 
     def _end_all(self, words: str) -> None:
         words = f"{words}\n{self.signs()}"
-        self.tell_end(words, LOST)
+        self.tell_end(words, LOST, passing=True)
         self._end(words, LOST)
 
-    def _end(self, words: str, code: int) -> None:
+    def _end(self, words: str, code: int, *, passing: bool = False) -> None:
         print(f"error: host {self.index} of {self.count} stops: {words}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        if code == LOST:
-            self.again(words)
+        if code == LOST or passing:
+            note_passing(words)
         os._exit(code)

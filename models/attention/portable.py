@@ -15,12 +15,14 @@ query and key, E that of value; b, k, g: B, K and G, or 1 where all share one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.flop_counter import register_flop_formula
 
 # semi-private: torch_xla/experimental/scan.py, torch_xla 2.9 (scan without its autograd)
 from torch_xla.experimental.scan import _scan_impl_flat
@@ -216,6 +218,12 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | Non
 
 
 _attention.register_autograd(_differentiate, setup_context=_save_inputs)
+
+
+@register_flop_formula(torch.ops.shardwright.attention)
+def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Every query's products with all keys and values: a block computes also what its mask takes away."""
+    return 2 * math.prod(query_NBKGCD[:-1]) * key[2] * (key[3] + value[3])
 
 
 def _weights(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from models.attention.portable import Scoring
 
@@ -197,6 +198,16 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tu
 
 
 _splash.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.shardwright.splash)
+def _flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], _: Any, __: Any, text: str, **___: Any
+) -> int:
+    """Every query's products with the keys and values that it may see, half a sequence or a window."""
+    scoring, (batch, heads, length, width) = from_text(text).scoring, query
+    seen = min(length / 2, scoring.window or length, scoring.chunk or length)
+    return int(2 * batch * heads * length * seen * (width + value[3]))
 
 
 def _present(segments: torch.Tensor | None, sinks: torch.Tensor | None) -> tuple[list[torch.Tensor], str]:

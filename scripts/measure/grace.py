@@ -2,14 +2,17 @@
 
 python scripts/measure/grace.py                          four sizes of a Llama, in a temporary folder
 python scripts/measure/grace.py --folder /mnt/shared     on that disk
+python scripts/measure/grace.py --staging_dir /dev/shm   first in memory; the end is then when the copy is whole too
 
 Each run is told to stop by SIGTERM between two log lines. It ends the step, copies the state to the host and writes it
-out; a file is on the disk when it counts (fsync). Engines that take machines away give 30 s (GKE's default for a pod,
+out; a file is on the disk when it counts (fsync). It is whole once its manifest is there, with --staging_dir the one in
+that folder. Engines that take machines away give 30 s (GKE's default for a pod,
 and a spot TPU's notice); of several hosts each writes its own part at the same time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -43,14 +46,19 @@ def config(width: int) -> LlamaConfig:
     )
 
 
-def measure(width: int, folder: Path) -> tuple[int, float, float]:
-    """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process."""
+def measure(width: int, folder: Path, staging: Path | None) -> tuple[int, float, float]:
+    """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process.
+
+    Args:
+        staging: an empty folder, where the checkpoint is to be whole first.
+    """
     config(width).save_pretrained(folder)
     (folder / "text.txt").write_text("\n".join(f"{a} and {b} make {a + b}." for a in range(90) for b in range(90)))
     command = [
         *(sys.executable, TRAIN, "--recipe", "llama_fsdp", "--model", folder / "config.json", "--sequence_length", 64),
         *("--dataset", folder / "text.txt", "--output_dir", folder / "out", "--logging_steps", 1, "--max_steps", 1000),
         *("--save_steps", 1000, "--eval_on_start", "false", "--max_eval_rows", 8),
+        *(() if staging is None else ("--staging_dir", staging)),
     ]
     log = folder / "log"
     with log.open("wb") as out:
@@ -60,24 +68,33 @@ def measure(width: int, folder: Path) -> tuple[int, float, float]:
         while "step      3" not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        told = time.time()
+        told, whole = time.time(), 0.0
         process.send_signal(signal.SIGTERM)
-        code = process.wait()
+        while process.poll() is None:
+            # it is removed once it has been copied
+            if staging is not None and not whole and any(staging.glob("*/checkpoint-*/manifest.json")):
+                whole = time.time()
+            time.sleep(0.01)
         ended = time.time() - told
-    assert code == PREEMPTED, log.read_text()
+    assert process.returncode == PREEMPTED, log.read_text()
     (manifest,) = (folder / "out").glob("checkpoint-*/manifest.json")
     size = sum(int(entry["bytes"]) for entry in json.loads(manifest.read_text())["files"].values())
-    return size, manifest.stat().st_mtime - told, ended
+    return size, (whole or manifest.stat().st_mtime) - told, ended
 
 
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--folder", help="Where the runs write. Default: the system's folder for temporary files.")
+    parser.add_argument("--staging_dir", help="A folder in which each run has its --staging_dir. Default: none has.")
     args = parser.parse_args()
     table = Table("state", "SIGTERM to a whole checkpoint", "to the end", "bytes/s", f"fits in {GRACE:.0f} s")
     for width in WIDTHS:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            size, whole, ended = measure(width, Path(folder))
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.folder)))
+            staging = None
+            if args.staging_dir is not None:
+                staging = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=args.staging_dir)))
+            size, whole, ended = measure(width, folder, staging)
         rate = size / whole
         table.add_row(
             *(f"{size / 1e6:,.0f} MB", f"{whole:.1f} s", f"{ended:.1f} s", f"{rate / 1e6:,.0f} MB/s"),

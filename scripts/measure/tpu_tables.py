@@ -115,11 +115,11 @@ TABLES: dict[str, dict[str, str]] = {
     "layouts_v6e": _layouts("v6e:16x16", 2),
     "remat": {
         f"mixtral_ep, remat {remat}": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY},remat={remat}"
-        for remat in ("full", "offload", "save_matmuls")
+        for remat in ("full", "offload", "save_matmuls", "auto")
     }
     | {
         f"llama_fsdp, remat {remat}": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2 --compute remat={remat}"
-        for remat in ("full", "offload")
+        for remat in ("full", "offload", "auto")
     },
     "models": {
         "Llama-3-70B, llama_fsdp": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2",
@@ -164,6 +164,11 @@ TABLES: dict[str, dict[str, str]] = {
         f"{layers} layers": f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers={layers} "
         f"--sequence_length 4096 {_64} {_BATCH} 2"
         for layers in (4, 32, 80)
+    },
+    "optimizers": {
+        optim: f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=8 --sequence_length 4096 --topology "
+        f"v5p:2x2x1 {_BATCH} 1 --optim {optim}"
+        for optim in ("adamw", "adafactor", "lion", "muon")
     },
     "flags": _flags("v5p:2x2x4", 2, *(name for name in list(_FLAGS)[1:] if not name.startswith("80")))
     | _flags("v5e:4x4", 1, "asynchronous all-to-all", "32 MiB of VMEM for a fusion")

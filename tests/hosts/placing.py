@@ -52,6 +52,16 @@ for dtype in (torch.float32, torch.bfloat16, torch.int8):
                 held[a:b, c:d] += 1
         assert (held == 1).all(), (spec, held)
 
+# in pieces: along the longest part that a device holds, with a last piece that overlaps, and of one row at least
+values = torch.arange(-384.0, 384.0).view(6, 16, 8) / 7
+values[0] = -0.0  # which a sum over devices would make 0
+for sharding.PIECE in (1000, 1):
+    for spec in ((None, "fsdp", "tensor"), (None, ("fsdp", "tensor"), None), (None, None, None)):
+        for whole in (values, values.to(torch.bfloat16), values.to(torch.int8)):
+            found = sharding.fetch(sharding.place("stack", whole, mesh, spec))
+            assert torch.equal(found.view(torch.int8), whole.view(torch.int8)), (sharding.PIECE, spec, whole.dtype)
+sharding.PIECE = 1 << 30
+
 assert sharding.fetch(sharding.place("scalar", torch.tensor(3.0), mesh, ())) == 3
 
 # rows: each host gives its own, and the batch is whole on the devices

@@ -108,10 +108,6 @@ REFUSED = {
     "an output in memory": ([*JOBSET, "--", "--output_dir", "memory://one"], "none of gs:// and s3://"),
     "a recipe that is none": ([*JOBSET, "--", "--recipe", "mixtrol", *TRAIN[3:]], "no recipe of that name"),
     "a value that train refuses": ([*JOBSET, *TRAIN, "--learning_rate", "-1"], "--learning_rate"),
-    "a restart by the run itself on several hosts": (
-        [*JOBSET, *TRAIN, "--max_restarts", "3"],
-        "--max_restarts 3 before the --",
-    ),
     "a restart at one checkpoint": (
         [*JOBSET, *TRAIN, "--resume_from_checkpoint", "gs://bucket/one/checkpoint-3"],
         "--resume_from_checkpoint latest",

@@ -46,6 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a queue, on spot": {"queue": "team", "spot": True},
     "a bucket": {"mount": "gs://bucket:/mnt/bucket"},
     "a claim": {"mount": "disk:/mnt/disk", "output_dir": "/mnt/disk/one"},
+    "a staging folder": {
+        "train": ("--recipe", "mixtral_ep", "--output_dir", "gs://b/o", "--staging_dir", "/dev/shm/s")
+    },
     "variables": {"environment": {"HF_HOME": "/mnt/bucket/hub", "WHO": "$(id)"}},
 }
 
@@ -145,3 +148,12 @@ def test_a_queue_is_kueues_label_and_without_one_there_is_none():
 
 def test_spot_asks_for_spot_nodes():
     assert pod(jobset(spot=True))["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+
+
+def test_a_staging_folder_is_the_nodes_own_so_that_the_next_pod_there_finds_it():
+    for words in (("--staging_dir", "/mnt/ssd/s"), ("--staging_dir=/mnt/ssd/s",)):
+        made = pod(jobset(train=("--recipe", "mixtral_ep", *words)))
+        (mount,) = [each for each in made["containers"][0]["volumeMounts"] if each["mountPath"] == "/mnt/ssd/s"]
+        (volume,) = [each for each in made["volumes"] if each["name"] == mount["name"]]
+        assert volume["hostPath"]["path"] == "/mnt/ssd/s"
+    assert all("hostPath" not in volume for volume in pod(jobset())["volumes"])

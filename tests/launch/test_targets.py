@@ -108,6 +108,11 @@ def test_a_run_in_a_tpu_vms_loop_gets_sigterm_through_docker_and_is_not_started_
     assert (tmp_path / "words").read_text().endswith(f"image:1 {shlex.join(request().command)}\n")
 
 
+def test_a_tpu_vms_containers_share_the_staging_folder_with_the_host():
+    script = planned("tpu-vm", train=("--recipe", "mixtral_ep", "--staging_dir", "/dev/shm/s")).files["host.sh"]
+    assert "--volume /dev/shm/s:/dev/shm/s" in script
+
+
 @pytest.mark.parametrize(
     ("record", "code"),
     [

@@ -123,6 +123,8 @@ def test_a_recipe_that_cannot_be_is_refused_as_it_is_written(changed, message):
         ({"experts": "capacities"}, "did you mean 'capacity'"),
         ({"attention": "flash"}, "one of 'portable', 'eager', 'sdpa'"),
         ({"remat": "fulll"}, "did you mean 'full'"),
+        ({"remat": 1.5}, "or a share from 0 to 1"),
+        ({"remat": True}, "or a share from 0 to 1"),
         ({"capacity_factor": 0}, "capacity_factor=1.25"),
         ({"capacity_factor": "1.25"}, "not a positive number"),
         ({"scan": "yes"}, "scan=True or scan=False"),

@@ -118,7 +118,7 @@ def test_a_decoder_that_is_no_loop_over_its_layers_is_refused_with_the_reason_an
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("scan", "remat"), [(True, "full"), (True, "none"), (False, "full")])
+@pytest.mark.parametrize(("scan", "remat"), [(True, "full"), (True, "none"), (False, "full"), (True, 0.5)])
 def test_random_layers_give_plain_gradients_scanned_or_not_with_remat_or_without(seed, scan, remat):
     worst, where, children = compare(100 + seed, scan=scan, remat=remat)
     assert worst < 1e-5, (where, children)

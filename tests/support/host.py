@@ -16,13 +16,13 @@ ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFOR
 
 
 def free_ports() -> int:
-    """The first of three ports in a row that nobody listens at."""
+    """The first of four ports in a row that nobody listens at."""
     while True:
         with socket.socket() as found:
             found.bind(("localhost", 0))
             port = found.getsockname()[1]
         try:
-            for number in range(port, port + 3):
+            for number in range(port, port + 4):
                 with socket.socket() as tried:
                     tried.bind(("localhost", number))
         except (OSError, OverflowError):
@@ -31,14 +31,14 @@ def free_ports() -> int:
 
 
 def become(index: int, count: int, port: int, devices: int) -> None:
-    """Make this process host ``index`` of ``count``, with so many devices; ``port`` and the next two are free."""
+    """Make this process host ``index`` of ``count``, with so many devices; ``port`` and the next three are free."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port + 2}", count, index)
+        jax.distributed.initialize(f"localhost:{port + 3}", count, index)
     from tests.support import pjrt_devices
     from trainer import watchdog
 

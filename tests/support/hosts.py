@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from safetensors.torch import load_file
 from tests.support.host import ENVIRONMENT, become, end, free_ports
 from tests.support.lives import QUICK_COMPILE
 from tests.support.paths import ROOT
+from trainer.restarts import NOTES, asked_limit
 
-DEVICES = 8  # of all hosts together
+DEVICES = 8  # of all hosts together, unless a job has others
 SECONDS = 300  # to wait for anything
 
 
@@ -69,12 +72,20 @@ class HostLives:
         server.wait(timeout=120)
         server.stdout.close()
 
-    def start(self, logs: Path, *arguments: object, hosts: int, others: Sequence[object] | None = None) -> list[int]:
+    def start(
+        self,
+        logs: Path,
+        *arguments: object,
+        hosts: int,
+        others: Sequence[object] | None = None,
+        devices: int = DEVICES,
+    ) -> list[int]:
         """Starts a job; host 2 writes to the file ``2.log`` of ``logs``. Returns the hosts' process ids.
 
         Args:
             arguments: of `scripts/train.py`; or a script, whose name ends in .py, and its arguments.
             others: arguments of the last host, where they are not the same.
+            devices: of all hosts together.
         """
         assert self.server is not None
         assert self.server.stdin is not None
@@ -82,7 +93,7 @@ class HostLives:
         words = [list(map(str, arguments))] * hosts
         if others is not None:
             words[-1] = list(map(str, others))
-        print(json.dumps([str(logs), free_ports(), words]), file=self.server.stdin, flush=True)
+        print(json.dumps([str(logs), free_ports(), devices, words]), file=self.server.stdin, flush=True)
         self.living = self._read()
         return self.living
 
@@ -91,9 +102,9 @@ class HostLives:
         codes, self.living = self._read(), []
         return codes
 
-    def run(self, logs: Path, *arguments: object, hosts: int, others: Sequence[object] | None = None) -> list[int]:
-        """Starts a job and waits for its end; returns what :meth:`wait` does."""
-        self.start(logs, *arguments, hosts=hosts, others=others)
+    def run(self, logs: Path, *arguments: object, hosts: int, **more: Any) -> list[int]:
+        """Starts a job and waits for its end; takes what :meth:`start` does, and returns what :meth:`wait` does."""
+        self.start(logs, *arguments, hosts=hosts, **more)
         return self.wait()
 
     def _read(self) -> list[int]:
@@ -136,6 +147,57 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+class Forked:
+    """A child of this process that was forked, and has everything imported; what is used of subprocess.Popen."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            act()
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while True:
+            process, status = os.waitpid(self.pid, os.WNOHANG)
+            if process:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("the run", timeout)
+            time.sleep(0.02)
+
+    def send_signal(self, number: int, /) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def supervise(begin: Callable[[], None], limit: int, words: Sequence[str]) -> int:
+    """As `trainer.supervisor.supervise`; each run is forked, and begins by ``begin``."""
+    from scripts import train
+    from trainer.errors import exit_code
+    from trainer.supervisor import Supervisor
+
+    def start(more: Sequence[str], notes: str) -> Forked:
+        def act() -> None:
+            os.environ[NOTES] = notes
+            begin()
+            sys.argv = ["train.py", *words, *more]
+            end(exit_code(train.main))
+
+        return Forked(act)
+
+    return Supervisor(limit, start).run()
+
+
+def child_of(process: int) -> int:
+    """The one child of a process."""
+    return int(Path(f"/proc/{process}/task/{process}/children").read_text())
+
+
 def serve() -> None:
     """Forks the hosts of a job for each line of standard input: a folder for logs, a port, each host's arguments."""
     import logging
@@ -145,11 +207,12 @@ def serve() -> None:
 
     import trainer.run  # noqa: F401
     from scripts import train
+    from trainer import supervisor
     from trainer.errors import exit_code
 
     logging.disable(logging.NOTSET)
     for line in sys.stdin:
-        logs, port, words = json.loads(line)
+        logs, port, devices, words = json.loads(line)
         children = []
         for host, arguments in enumerate(words):
             children.append(os.fork())
@@ -158,7 +221,11 @@ def serve() -> None:
                     os.dup2(file.fileno(), 1)
                     os.dup2(file.fileno(), 2)
                 os.close(0)
-                become(host, len(words), port, DEVICES // len(words))
+                begin = functools.partial(become, host, len(words), port, devices // len(words))
+                if asked_limit(arguments):
+                    supervisor.supervise = functools.partial(supervise, begin)
+                else:
+                    begin()
                 if arguments[0].endswith(".py"):
                     sys.argv = arguments
                     runpy.run_path(arguments[0], run_name="__main__")

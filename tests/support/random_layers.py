@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         return x if residual is None else x + residual
 
 
-def compare(seed: int, *, scan: bool, remat: str) -> tuple[float, str, list[str]]:
+def compare(seed: int, *, scan: bool, remat: str | float) -> tuple[float, str, list[str]]:
     """How far the gradients of a drawn decoder lie from plain torch's.
 
     Returns:

@@ -33,13 +33,13 @@ class ModelArguments(Checked):
         "expert, tensor.",
     )
     compute: str | None = option(
-        None, "Another compute policy than the recipe's, e.g. `remat=offload,capacity_factor=1.25`."
+        None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipes.md)."
     )
     bf16: bool | None = option(
         None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
     )
     weight_dtype: str = option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
-    optimizer_dtype: str = option("float32", "What AdamW's two moments are stored in: float32 or bfloat16.")
+    optimizer_dtype: str = option("float32", "What the optimizer's state is stored in: float32 or bfloat16.")
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
     def check_model(self) -> None:
@@ -52,5 +52,5 @@ class ModelArguments(Checked):
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes that weights and moments are stored in, as `make_plan` takes them."""
+        """The dtypes that weights and optimizer state are stored in, as `make_plan` takes them."""
         return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}

@@ -54,6 +54,14 @@ class OutputArguments(Checked):
         "`latest`: go on from output_dir's newest whole checkpoint, or start anew if there is none yet, so that a "
         "launcher can always give the same command. Or the path of a checkpoint-N, on disk or in a store.",
     )
+    staging_dir: str | None = option(
+        None,
+        "A folder of each host's own, on a local SSD or in memory (/dev/shm/run), where a checkpoint is written first; "
+        "it is copied to output_dir while training goes on. A preempted run has then saved within a few seconds, and "
+        "the same command on the same hosts brings what was only staged to output_dir and goes on from it. The folder "
+        "needs room for two states (of several hosts, for this host's part); where it has none, output_dir is written "
+        "directly.",
+    )
     load_best_model_at_end: bool = option(
         False, "End with the weights of the checkpoint whose held-out loss was the lowest."
     )
@@ -80,7 +88,7 @@ class OutputArguments(Checked):
 
     def check_output(self) -> None:
         """Refuse what can't be."""
-        for name in ("output_dir", "resume_from_checkpoint"):
+        for name in ("output_dir", "resume_from_checkpoint", "staging_dir"):
             self.check_path(name)
         for name in ("logging_steps", "eval_steps", "save_steps"):
             self.check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)

@@ -13,9 +13,10 @@ class RecoveryArguments(Checked):
 
     max_restarts: int = option(
         0,
-        "Times that scripts/train.py begins again by itself, from the newest checkpoint, after something passing (the "
-        "store or the disk failed). It waits 1 s first, then 2 s, 4 s, … An option that can't be, and a bad loss, end "
-        "a run all the same.",
+        "Times that scripts/train.py begins again by itself, from the newest checkpoint, after something passing: the "
+        "store or the disk failed, nothing moved for --hang_timeout, the training was killed. Of several hosts all "
+        "begin again together. It waits 1 s first, then 2 s, 4 s, … An option that can't be, a bad loss and a request "
+        "to stop end a run all the same.",
     )
 
     on_spike: str = option(

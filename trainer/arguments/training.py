@@ -8,12 +8,11 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from trainer.arguments.adapter import AdapterArguments
 from trainer.arguments.data import DataArguments
 from trainer.arguments.model import ModelArguments
 from trainer.arguments.objective import ObjectiveArguments
+from trainer.arguments.optimizer import OptimizerArguments
 from trainer.arguments.output import OutputArguments
 from trainer.arguments.recovery import RecoveryArguments
 from trainer.arguments.samples import SampleArguments
@@ -33,6 +32,7 @@ class TrainingArguments(
     OutputArguments,
     ObjectiveArguments,
     AdapterArguments,
+    OptimizerArguments,
     DataArguments,
     ModelArguments,
 ):
@@ -63,10 +63,6 @@ class TrainingArguments(
     warmup_steps: float = option(
         20, "Steps over which the learning rate rises from 0; below 1 their share of --max_steps."
     )
-    weight_decay: float = option(0.0, "AdamW's decoupled weight decay; biases and norms are spared.")
-    adam_beta1: float = option(0.9, "AdamW's decay of the first moment.")
-    adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm; 0 leaves them.")
     router_z_loss_coef: float = option(
         0.0, "Add so many times the router z-loss, which keeps logits small, summed over layers (ST-MoE: 0.001)."
@@ -100,12 +96,9 @@ class TrainingArguments(
             self.check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
         for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):
             self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
-        for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
+        for name in ("warmup_steps", "max_grad_norm"):
             self.check(name, getattr(self, name) >= 0, "it can't be negative", 0)
-        for name in ("adam_beta1", "adam_beta2"):
-            self.check(name, 0 <= getattr(self, name) < 1 - 2**-25, "a moment's decay lies in [0, 1) of float32", 0.9)
-        least = float(np.finfo(np.float32).tiny)
-        self.check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
+        self.check_optimizer()
         self.check("learning_rate", self.learning_rate is None or self.learning_rate > 0, "it must be above 0", 5e-5)
         self.choose("router_balance", ["sequence", "batch"])
         self._read_schedule()

@@ -4,6 +4,7 @@ The checkpoints of a run are the folders `checkpoint-N` of its output folder, N 
 an older one, or starts anew beside old ones, those that it does not go on from stay, but are set aside: `latest` does
 not find them, and they are neither counted nor removed. `lineage.json` says which are not: the steps of the live run,
 oldest first. A step is listed there before its checkpoint is whole, and one that never became whole counts for nothing.
+It also names the life that the run began last: what an earlier one staged elsewhere is not the live run's.
 """
 
 from __future__ import annotations
@@ -69,9 +70,19 @@ def live_steps(output: Folder) -> list[int]:
     return [step for step in steps if step in whole]
 
 
-def write_lineage(output: Folder, steps: Iterable[int]) -> None:
-    """Says that the checkpoints of ``steps`` are the live run's, and sets every other one aside."""
-    output.write(LINEAGE, (json.dumps({"steps": list(steps)}) + "\n").encode())
+def run_of(output: Folder) -> str | None:
+    """The life that the live run began last; None where no `lineage.json` says so."""
+    if not output.exists(LINEAGE):
+        return None
+    try:
+        return str(json.loads(output.read(LINEAGE))["run"])
+    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or an older version's
+        return None
+
+
+def write_lineage(output: Folder, steps: Iterable[int], run: str) -> None:
+    """Says that the checkpoints of ``steps`` are the live run's, in its life ``run``; sets every other one aside."""
+    output.write(LINEAGE, (json.dumps({"steps": list(steps), "run": run}) + "\n").encode())
 
 
 def line_to(output: Folder, step: int, ancestors: Lineage | None) -> Lineage:

@@ -90,10 +90,13 @@ def check(
     """
     files = read_manifest(folder)
     for name in files if names is None else names:
-        _check_file(folder, name, files[name], progress)
+        check_file(folder, name, files[name], progress)
 
 
-def _check_file(folder: Folder, name: str, written: Checksum, progress: Callable[[int], None]) -> None:
+def check_file(
+    folder: Folder, name: str, written: Checksum, progress: Callable[[int], None] = lambda count: None
+) -> None:
+    """Raises UserError unless a file of a checkpoint is as it was ``written``; see :func:`check`."""
     _check_is_file(folder, name)
     size = folder.size(name)
     if size != written["bytes"]:

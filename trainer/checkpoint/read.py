@@ -32,7 +32,7 @@ from trainer.report.lines import say
 from trainer.storage import Folder
 
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
-BUFFER = " buffer"  # what follows a buffer's name, as its moments' names follow a parameter's
+BUFFER = " buffer"  # what follows a buffer's name, as the names of optimizer state follow a parameter's
 
 
 class RunCheckpoint:
@@ -60,10 +60,10 @@ class RunCheckpoint:
         self._tensors = tensors.StoredTensors(folder, sizes)
 
     def __call__(self, name: str) -> Array:
-        """Returns a parameter, one of its moments or a buffer as an array; KeyError if there is none of that name.
+        """Returns a parameter, a tensor of its optimizer state or a buffer as an array; KeyError if there is none.
 
         Args:
-            name: the model's own name, stacked or not; for a moment, followed by ``first moment`` or ``second moment``.
+            name: the model's own name, stacked or not; for optimizer state, followed by what `StateTensor` calls it.
         """
         try:
             return self._tensors(name)
@@ -142,6 +142,18 @@ class RunCheckpoint:
                 instead=f"the model that it was saved with (--model; its config is {self.folder}/config.json)",
             )
 
+    def check_optimizer(self, optim: str) -> None:
+        """Raises UserError unless the state beside the weights is that of ``--optim``."""
+        saved = self.arguments.get("optim", "adamw")  # an older version had no other
+        if saved != optim:
+            raise UserError(
+                asked=f"--optim {optim} from {self.folder}",
+                found=f"the state of {saved}",
+                why="an optimizer goes on from what it knew of the gradients, and another keeps other things of them",
+                instead=f"--optim {saved}; or a new run that starts from its weights alone: export them "
+                "(scripts/export.py), and give --model that folder",
+            )
+
     def _other_settings(self, config: PretrainedConfig) -> list[str]:
         try:
             return differences(self._json("config.json"), config)
@@ -163,7 +175,7 @@ class RunCheckpoint:
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
         """Returns a line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
-        unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
+        unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "staging_dir"}
         return [
             f"--{name} {value} (it was {self.arguments[name]})"
             for name, value in arguments.items()

@@ -1,21 +1,25 @@
 """Writes a run's checkpoints while training goes on; each is whole or not there at all.
 
 A save has three parts: the state's shards are copied to the host, for which training pauses; a thread writes them; and
-the manifest (`trainer.checkpoint.manifest`) is written last. If a write fails, the run stops.
+the manifest (`trainer.checkpoint.manifest`) is written last. If a write fails, the run stops. With a staging folder
+(`trainer.checkpoint.staging`) the thread writes there, and a second one copies what is whole to the output folder; if
+that fails it is tried again, and the run stops only where two checkpoints wait for it already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
@@ -23,10 +27,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 from trainer.checkpoint import manifest, tensors
 from trainer.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
 from trainer.checkpoint.read import RunCheckpoint
+from trainer.checkpoint.staging import Files, Staging, copy_files, has_room, make_room, own_files, publish
 from trainer.errors import UserError
-from trainer.hosts import LostHost, hosts
+from trainer.hosts import Hosts, LostHost, hosts
+from trainer.lock import TakenOver
 from trainer.storage import Folder, StorageError
 from trainer.xla import sharding
+
+T = TypeVar("T")
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
@@ -43,7 +51,7 @@ def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[i
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that has ended: its step, its bytes, and the seconds that writing took."""
+    """A save that has ended: its step, its bytes, and the seconds that writing took, to the staging folder if any."""
 
     step: int
     bytes: int
@@ -59,7 +67,9 @@ class CheckpointWriter:
     Args:
         texts: name -> content of the files that are the same in every checkpoint.
         limit: how many of the run's own checkpoints to keep; None: all.
-        check_held: raises StorageError once ``output`` is another run's.
+        check_held: raises TakenOver once ``output`` is another run's.
+        staging: where a checkpoint is written first.
+        notice: says what went otherwise than asked with it, from any thread.
     """
 
     def __init__(
@@ -68,12 +78,22 @@ class CheckpointWriter:
         texts: Mapping[str, bytes],
         limit: int | None = None,
         check_held: Callable[[], None] = lambda: None,
+        staging: Staging | None = None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.output, self.texts, self.limit, self.check_held = output, texts, limit, check_held
-        self.lineage: Lineage = {}
+        self.staging, self.notice = staging, notice
+        self.lineage: Lineage = {}  # those that are still only staged included
+        self.run = ""  # this life's name
         self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
+        # a copy under way must not hold up the save after SIGTERM
+        self._copy_hosts = hosts().beside() if staging is not None else self._hosts
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
+        self._copying: Future[None] | None = None
+        self._waiting: dict[int, int | None] = {}  # staged, not yet in `output` -> the best step when it was saved
+        self._problem = ""  # why
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -83,6 +103,10 @@ class CheckpointWriter:
     ) -> None:
         if self._writing is not None:
             wait([self._writing])
+        if self._copying is not None:
+            wait([self._copying])
+        if self.staging is not None:
+            self.staging.leave()
 
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
         """Removes what killed saves left, and makes the line that ends in ``resume`` the folder's live one.
@@ -93,7 +117,11 @@ class CheckpointWriter:
             the steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this
             run comes to its step.
         """
+        self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))
+        self._waiting = {}
+        if self.staging is not None:
+            self._hosts.together(functools.partial(self._clear, self.staging))
         return self._hosts.once(lambda: [step for step in whole_steps(self.output) if step not in self.lineage])
 
     def _begun(self, resume: RunCheckpoint | None) -> Lineage:
@@ -105,13 +133,30 @@ class CheckpointWriter:
         line: Lineage = {}
         if resume is not None and resume.folder == folder_of(self.output, resume.step):
             line = line_to(self.output, resume.step, resume.ancestors)
-        write_lineage(self.output, line)
+        write_lineage(self.output, line, self.run)
         return line
 
+    def _clear(self, staging: Staging) -> None:
+        """What earlier lives left staged has arrived, or this one goes another way."""
+        for step in staging.steps():
+            if not manifest.is_whole(folder_of(self.output, step)):
+                place = folder_of(staging.place, step)
+                self.notice(f"staging: {place} is not what this run goes on from, and is removed")
+            staging.remove(step)
+
     def save(
-        self, state: Mapping[str, torch.Tensor], host: Mapping[str, Any], trainer_state: TrainerState
+        self,
+        state: Mapping[str, torch.Tensor],
+        host: Mapping[str, Any],
+        trainer_state: TrainerState,
+        *,
+        urgent: bool = False,
     ) -> tuple[float, Saved | None]:
         """Waits for the write before, if one is under way; then copies ``state`` to the host, for the thread to write.
+
+        Args:
+            urgent: the process may be killed soon, so a checkpoint that is still copied from the staging folder is not
+                waited for.
 
         Returns:
             the seconds that the copy took, for which training stood still; and the write that was waited for.
@@ -119,7 +164,9 @@ class CheckpointWriter:
         Raises:
             StorageError: the write before failed.
         """
-        before = self.wait()
+        before = self._written()
+        if not urgent:
+            self._copied()
         started = time.perf_counter()
         snapshot = {name: sharding.shards(tensor) for name, tensor in state.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -129,7 +176,7 @@ class CheckpointWriter:
         # one of another folder, which is a path, is not this run's to remove
         match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
         best = int(match[1]) if match else None
-        self._writing = self._thread.submit(self._write, host["step"], snapshot, shapes, texts, best)
+        self._writing = self._thread.submit(self._write, host["step"], snapshot, shapes, texts, best, urgent)
         return pause, before
 
     def finished(self) -> Saved | None:
@@ -138,17 +185,54 @@ class CheckpointWriter:
         Raises:
             StorageError: it failed.
         """
-        return self.wait() if self._writing is not None and self._writing.done() else None
+        if self._writing is not None:
+            return self._written() if self._writing.done() else None
+        if self._copying is not None and self._copying.done():  # and no write is under way that begins another
+            self._copied()
+        return None
 
-    def wait(self) -> Saved | None:
-        """Waits for the write under way, and returns it; None if there is none.
+    def wait(self, *, must_arrive: bool = True) -> Saved | None:
+        """Waits for the write under way, and for the way of what is staged to ``output``.
+
+        Args:
+            must_arrive: what could not be copied there is tried once more, and then an error.
+
+        Returns:
+            the write that was waited for; None if there was none.
 
         Raises:
             StorageError: it failed.
         """
+        saved = self._written()
+        self._copied()
+        if not self._waiting or not must_arrive or self.staging is None:
+            return saved
+        newest = max(self._waiting)
+        self._copying = self._copier.submit(self._copy_until, self.staging, newest)
+        self._copied()
+        if self._waiting:
+            raise StorageError(
+                asked=f"to copy {folder_of(self.staging.place, newest)} to {self.output}",
+                found=self._problem,
+                why="the run ends, and its last checkpoint is in no folder but this host's own",
+                instead="the same command on the same hosts, with --resume_from_checkpoint latest: it copies it",
+            )
+        return saved
+
+    def _written(self) -> Saved | None:
+        """Waits for the write under way, and returns it."""
         writing, self._writing = self._writing, None
+        return self._ended(writing) if writing is not None else None
+
+    def _copied(self) -> None:
+        """Waits for the copy under way."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            self._ended(copying)
+
+    def _ended(self, future: Future[T]) -> T:
         try:
-            return None if writing is None else writing.result()
+            return future.result()
         except LostHost:
             raise
         except UserError as error:
@@ -161,6 +245,8 @@ class CheckpointWriter:
                 instead=error.instead,
             ) from error
 
+    # ---- in the threads ----
+
     def _write(
         self,
         step: int,
@@ -168,51 +254,112 @@ class CheckpointWriter:
         shapes: Mapping[str, Sequence[int]],
         texts: Mapping[str, bytes],
         best: int | None,
+        urgent: bool,
     ) -> Saved:
         started, job = time.perf_counter(), self._hosts
+
+        def fill(folder: Folder) -> Files:
+            part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
+            parts = job.gather(part)
+            return job.once(lambda: _write_rest(folder, parts, shapes, texts))
+
+        files = None
+        if self.staging is not None and has_room(len(self._waiting), urgent):
+            files = self._stage(self.staging, step, fill, best)
+        if files is None:
+            if self._copying is not None:
+                wait([self._copying])  # two threads that write the lineage would each forget the other's step
+            files = self._put(job, step, fill)
+            self._note(step, job.once(lambda: manifest.mark(folder_of(self.output, step))))
+            self._expire(job, best)
+        size = sum(int(entry["bytes"]) for entry in files.values())
+        return Saved(step, size, time.perf_counter() - started)
+
+    def _stage(self, staging: Staging, step: int, fill: Callable[[Folder], Files], best: int | None) -> Files | None:
+        """Writes a checkpoint into the staging folder, to be copied from there; None if that has no room for it."""
+        folder, job = folder_of(staging.place, step), self._hosts
+        try:
+            files = fill(folder)
+            job.together(lambda: staging.seal(step, files, self.run))
+        except StorageError as error:
+            staging.remove(step)
+            self.notice(
+                f"staging: checkpoint-{step} is written to {self.output} directly: {error.asked}: {error.found}"
+            )
+            return None
+        self._waiting[step] = best  # before the lineage, which the copies' thread reads
+        self._note(step, manifest.mark(folder))
+        self._copying = self._copier.submit(self._copy_until, staging, step)
+        return files
+
+    def _copy_until(self, staging: Staging, newest: int) -> None:
+        """Copies what is staged up to step ``newest``; what the disk or the store does not take waits there."""
+        job = self._copy_hosts
+        # the first host says which: another's other thread may be further by one save
+        for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
+            source, started = folder_of(staging.place, step), time.perf_counter()
+            try:
+                self._put(job, step, functools.partial(self._copy, source))
+            except TakenOver:
+                raise
+            except StorageError as error:
+                self._problem = f"{error.asked}: {error.found}"
+                self.notice(
+                    f"staging: {source} is not in {self.output} yet, and stays for another try: {self._problem}"
+                )
+                return
+            best = self._waiting.pop(step)
+            self.notice(f"staging: checkpoint-{step} is in {self.output} after {time.perf_counter() - started:.1f} s")
+            staging.remove(step)
+            with contextlib.suppress(StorageError):  # an old one too many is the next copy's to remove
+                self._expire(job, best)
+
+    def _copy(self, source: Folder, target: Folder) -> Files:
+        job = self._copy_hosts
+        files = job.together(lambda: manifest.read_manifest(source))
+        job.together(lambda: copy_files(source, target, own_files(files, job.index), files))
+        return files
+
+    def _put(self, job: Hosts, step: int, fill: Callable[[Folder], Files]) -> Files:
+        """Has ``fill`` write the files of a checkpoint into the output folder, and makes it whole."""
         folder = folder_of(self.output, step)
         try:
             job.once(lambda: self._make_room(folder))
-            part = job.together(lambda: tensors.write_part(folder, snapshot, job.index))
-            parts = job.gather(part)
-            files = job.once(lambda: self._write_rest(folder, step, parts, shapes, texts))
+            files = fill(folder)
+            job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
             if job.first and not manifest.is_whole(folder):  # it is, where another host died just after
                 _remove_quietly(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now
         job.once(lambda: manifest.check_written(folder, files))
-        self.lineage.pop(step, None)
-        self.lineage[step] = job.once(lambda: manifest.mark(folder))
-        for old in expired(list(self.lineage), self.limit, best):
-            job.once(functools.partial(manifest.remove, folder_of(self.output, old)))
-            del self.lineage[old]
-        size = sum(int(entry["bytes"]) for entry in files.values())
-        return Saved(step, size, time.perf_counter() - started)
+        return files
 
     def _make_room(self, folder: Folder) -> None:
         self.check_held()
-        if manifest.ours(folder.names()):
-            manifest.remove(folder)  # one that was set aside: this run comes to its step
+        make_room(folder)
 
-    def _write_rest(
-        self,
-        folder: Folder,
-        step: int,
-        parts: Sequence[tensors.Part],
-        shapes: Mapping[str, Sequence[int]],
-        texts: Mapping[str, bytes],
-    ) -> dict[str, manifest.Checksum]:
-        """What there is one of, once every host has written its tensors; the manifest, last, makes it whole."""
-        files = tensors.write_listing(folder, parts, shapes)
-        for name, data in texts.items():
-            parent, _, base = name.rpartition("/")
-            (folder / parent if parent else folder).write(base, data)
-            files[name] = manifest.checksum(data)
-        # first, or a kill in between would leave a whole checkpoint that counts as set aside
-        write_lineage(self.output, [*(other for other in self.lineage if other != step), step])
-        manifest.write_manifest(folder, files)
-        return files
+    def _note(self, step: int, mark: str) -> None:
+        self.lineage.pop(step, None)
+        self.lineage[step] = mark
+
+    def _expire(self, job: Hosts, best: int | None) -> None:
+        arrived = [step for step in list(self.lineage) if step not in self._waiting]
+        for old in expired(arrived, self.limit, best):
+            job.once(functools.partial(manifest.remove, folder_of(self.output, old)))
+            del self.lineage[old]
+
+
+def _write_rest(
+    folder: Folder, parts: Sequence[tensors.Part], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
+) -> dict[str, manifest.Checksum]:
+    """What there is one of, once every host has written its tensors; returns the manifest's entries."""
+    files = tensors.write_listing(folder, parts, shapes)
+    for name, data in texts.items():
+        parent, _, base = name.rpartition("/")
+        (folder / parent if parent else folder).write(base, data)
+        files[name] = manifest.checksum(data)
+    return files
 
 
 def _remove_quietly(folder: Folder) -> None:

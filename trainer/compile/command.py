@@ -47,7 +47,9 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     """
     from trainer.compile.job import CompileJob
     from trainer.compile.search import search
+    from trainer.compile.share import compile_auto
     from trainer.compile.terminal import print_report
+    from trainer.remat import is_auto
 
     console = console or Console()
     if options.topology is None:
@@ -62,8 +64,11 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     job = CompileJob.of(args, options)
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
-    with waiting(console, f"compiling for {options.topology} …"):
-        report = job.compile()
+    if is_auto(job.job):
+        job, report = compile_auto(job, console)
+    else:
+        with waiting(console, f"compiling for {options.topology} …"):
+            report = job.compile()
     print_report(report, console)
     _write(report, options, job.title, console)
     if options.search:

@@ -38,6 +38,8 @@ class Lowered:
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
         layers: how often the longest loop over layers runs.
         graph: which of the run's graphs it is.
+        kept: of a train step that keeps a share of its layers' values, which those are: module, operation, and the
+            bytes in a layer on all devices.
     """
 
     hlo: bytes
@@ -46,3 +48,4 @@ class Lowered:
     mesh: dict[str, int]
     layers: int
     graph: str = TRAIN_STEP
+    kept: tuple[tuple[str, str, int], ...] = ()

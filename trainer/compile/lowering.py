@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 import torch_xla
@@ -18,6 +19,7 @@ from models.layers import DecoderLayers
 from models.partial_gradients import Tensors
 from trainer.compile.lowered import TRAIN_STEP, Argument, Lowered
 from trainer.job import Job
+from trainer.layout.optimizers import STATE_NAMES
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.layout.plan import ParameterPlan
 from trainer.layout.stacking import is_stacked
@@ -27,7 +29,7 @@ from trainer.step.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
 from trainer.step.generate import Decoder, can_cache
 from trainer.step.preference import REFERENCE
 from trainer.step.reference import REFERENCE_PASS, ReferenceStep
-from trainer.step.train_step import MOMENTS, step_name
+from trainer.step.train_step import step_name
 from trainer.weights.place import layer_batches, read_layer, write_layer
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.batch import batch_spec
@@ -35,9 +37,16 @@ from trainer.xla.mesh import AbstractMesh
 from trainer.xla.runtime import init_runtime
 
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
-Traced = tuple[Tensors, Mapping[str, PartitionSpec]]  # what a graph computes; the layouts of what is no placeholder
 # the third and fourth where documents are isolated, the last where an objective compares with the starting weights
 BATCH = ("input_ids", "labels", "segment_ids", "position_ids", REFERENCE)
+
+
+class Traced(NamedTuple):
+    """A graph of lazy tensors: what it computes, the layouts of what is no placeholder, and as in `Lowered`."""
+
+    results: Tensors
+    layouts: Mapping[str, PartitionSpec]
+    kept: tuple[tuple[str, str, int], ...] = ()
 
 
 def graphs_of(job: Job) -> tuple[str, ...]:
@@ -85,7 +94,7 @@ def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu") -> Lowere
 
 def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
     with jax_call.lowering_for(platform):
-        results, layouts = _TRACED[graph](job, mesh)
+        results, layouts, kept = _TRACED[graph](job, mesh)
         # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
         context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
         context.build(list(results.values()))
@@ -114,20 +123,22 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
         mesh=dict(job.plan.mesh),
         layers=_layers(job),
         graph=graph,
+        kept=kept,
     )
 
 
 def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
-    step = build(job, mesh, state_dict_weights(job.model.state_dict())).step
-    step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    return step.replaced, {}
+    built = build(job, mesh, state_dict_weights(job.model.state_dict()))
+    built.step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
+    values = [value for module in built.model.modules() if isinstance(module, DecoderLayers) for value in module.kept]
+    return Traced(built.step.replaced, {}, tuple((value.module, value.kind, value.bytes) for value in values))
 
 
 def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Traced:
     evaluation = build(job, mesh, state_dict_weights(job.model.state_dict())).evaluation
     sums = evaluation.begin()
     evaluation.trace(_batch(job, job.evaluation_rows), sums)
-    return {"sums": sums}, {}
+    return Traced({"sums": sums}, {})
 
 
 def _trace_loading(job: Job, mesh: AbstractMesh) -> Traced:
@@ -138,13 +149,13 @@ def _trace_loading(job: Job, mesh: AbstractMesh) -> Traced:
         for name, stack in stacks.items()
     }
     write_layer(stacks, rows, where, job.stored, mesh)
-    return stacks, {}
+    return Traced(stacks, {})
 
 
 def _trace_reading(job: Job, mesh: AbstractMesh) -> Traced:
     stacks, where = _place_stacks(job, mesh)
     rows = read_layer(stacks, where, job.stored, mesh)
-    return {_a_layer_of(name): row for name, row in rows.items()}, _layer_specs(job)
+    return Traced({_a_layer_of(name): row for name, row in rows.items()}, _layer_specs(job))
 
 
 def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
@@ -153,12 +164,12 @@ def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
     del batch[REFERENCE]
     step = ReferenceStep(evaluation.loss, evaluation.placed, job.args.most_pairs(job.args.sequence_length))
     logps = step.trace(batch)
-    return {"logps": logps}, {"logps": batch_spec(2, job.recipe.batch)}
+    return Traced({"logps": logps}, {"logps": batch_spec(2, job.recipe.batch)})
 
 
 def _trace_prompts(job: Job, mesh: AbstractMesh) -> Traced:
     decoder, results = _begin_to_generate(job, mesh)
-    return results, _specs(decoder, results)
+    return Traced(results, _specs(decoder, results))
 
 
 def _trace_next_token(job: Job, mesh: AbstractMesh) -> Traced:
@@ -166,7 +177,7 @@ def _trace_next_token(job: Job, mesh: AbstractMesh) -> Traced:
     if isinstance(decoder, CachedDecoder):
         decoder.as_if_run()
         results = decoder.next(torch.empty(decoder.shape.rows, device="meta"))
-    return results, _specs(decoder, results)
+    return Traced(results, _specs(decoder, results))
 
 
 def _begin_to_generate(job: Job, mesh: AbstractMesh) -> tuple[Decoder, Tensors]:
@@ -249,6 +260,6 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
 def _kind(name: str, parameters: Collection[str]) -> str:
     if name in parameters:
         return "weights"
-    if name.endswith(MOMENTS):
+    if name.endswith(STATE_NAMES):
         return "optimizer"
     return "batch" if name in BATCH else "other"

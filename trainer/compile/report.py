@@ -125,6 +125,7 @@ class CompileReport(Sizes):
         error: why the compiler refused a step that does not fit; empty if it fits.
         graphs: the train step first, then those that were asked beside it (:meth:`beside`).
         uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
+        kept: as in :class:`trainer.compile.lowered.Lowered`.
     """
 
     fits: bool
@@ -150,6 +151,7 @@ class CompileReport(Sizes):
     error: str
     graphs: tuple[GraphMemory, ...]
     uncompiled: tuple[str, ...] = ()
+    kept: tuple[tuple[str, str, int], ...] = ()
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
@@ -233,6 +235,7 @@ def make_report(
         roofline=_roofline(cost, collectives, where.chip, model_flops),
         error=error,
         graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
+        kept=lowered.kept,
     )
 
 

@@ -84,6 +84,10 @@ def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
     if report.kernels:
         names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
         facts.append(("not in FLOPs and cycles", f"kernels that tell no FLOPs: {names}"))
+    if report.kept:
+        values = ", ".join(f"{module} ({operation})" for module, operation, _ in report.kept)
+        total = sum(part for *_, part in report.kept)
+        facts.append(("not computed again", f"{size(total)} a layer, all chips together: {values}"))
     for name, trips in report.loops.items():
         times = "once" if trips == 1 else f"{trips} times"
         facts.append(("depends on data", f"a loop taken to run {times}: {name}"))

@@ -88,12 +88,17 @@ def _pod(request: Request) -> dict[str, Any]:
     }
     if request.topology.slices > 1:  # slices talk over the network: the host's own is the faster one
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if request.mount is None:
-        return {"spec": pod}
-    container["volumeMounts"] = [{"name": "mounted", "mountPath": request.mount.path}]
-    pod["volumes"] = [{"name": "mounted", **_volume(request.mount)}]
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {}
+    if request.mount is not None:
+        volumes["mounted"] = request.mount.path, _volume(request.mount)
+    if request.staging:  # the node's own: an emptyDir would go with the pod, and a restart makes new ones
+        volumes["staging"] = request.staging, {"hostPath": {"path": request.staging, "type": "DirectoryOrCreate"}}
+    if volumes:
+        container["volumeMounts"] = [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()]
+        pod["volumes"] = [{"name": name, **volume} for name, (_, volume) in volumes.items()]
     # by this GKE knows that a bucket is to be mounted
-    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if request.mount.bucket else {}
+    bucket = request.mount is not None and request.mount.bucket
+    metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if bucket else {}
     return metadata | {"spec": pod}
 
 

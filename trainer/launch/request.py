@@ -67,6 +67,14 @@ class Request:
         return ["python", "scripts/train.py", *self.train]
 
     @property
+    def staging(self) -> str:
+        """The run's ``--staging_dir``, which containers share with their host so that a restart there finds it; empty:
+        it has none, or one within the container."""
+        named = [after for word, after in zip(self.train, self.train[1:], strict=False) if word == "--staging_dir"]
+        named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
+        return named[-1] if named and posixpath.isabs(named[-1]) else ""
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment of every host, whatever the target."""
         # without PJRT_DEVICE a host that finds no TPU would train on virtual CPU devices
@@ -74,9 +82,7 @@ class Request:
         return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", COMPILED: compiled, **self.environment}
 
 
-def check_train(
-    words: Sequence[str], mount: Mount | None, *, container: bool, hosts: int
-) -> tuple[tuple[str, ...], str]:
+def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
     """The options of a run as every start of it gets them, and its output folder.
 
     They are read by `scripts/train.py`'s own parser, which ends the command at a misspelt one. A run that is started
@@ -84,7 +90,6 @@ def check_train(
 
     Args:
         container: the run sees no disk but its container's and what is mounted.
-        hosts: of all slices.
 
     Raises:
         UserError: they can't be, or a start on another host would not find what an earlier one wrote.
@@ -97,13 +102,6 @@ def check_train(
     (args,) = parse([TrainingArguments], words, "The options of scripts/train.py, after the `--`.")
     if args.recipe != AUTO:
         load_recipe(args.recipe)
-    if args.max_restarts and hosts > 1:
-        raise UserError(
-            asked=f"--max_restarts {args.max_restarts}, as an option of scripts/train.py",
-            found=f"{hosts} hosts",
-            why="they begin again together or not at all, which the target sees to",
-            instead=f"--max_restarts {args.max_restarts} before the --",
-        )
     _check_shared(args.output_dir, mount, container)
     if args.resume_from_checkpoint is None:
         return (*words, "--resume_from_checkpoint", "latest"), args.output_dir

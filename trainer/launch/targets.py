@@ -10,7 +10,7 @@ from trainer.launch import jobset, ray_job, skypilot, tpu_vm, xpk
 from trainer.launch.arguments import LaunchArguments
 from trainer.launch.plan import Plan
 from trainer.launch.request import Mount, Request, check_train
-from trainer.launch.slices import as_large, hosts
+from trainer.launch.slices import as_large
 from trainer.xla.chips import Topology, find_topology
 
 
@@ -74,8 +74,7 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             why="a TPU VM mounts none by itself",
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
-    count = hosts(topology) * topology.slices
-    words, output_dir = check_train(train, mount, container=bool(target.needs), hosts=count)
+    words, output_dir = check_train(train, mount, container=bool(target.needs))
     given = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
     return Request(
         topology=topology,

@@ -45,6 +45,8 @@ def host_script(request: Request) -> str:
     options = [f"--env {shlex.quote(f'{name}={value}')}" for name, value in request.variables.items()]
     if request.mount is not None:
         options.append(f"--volume {shlex.quote(f'{request.mount.source}:{request.mount.path}')}")
+    if request.staging:
+        options.append(f"--volume {shlex.quote(f'{request.staging}:{request.staging}')}")
     return _HOST_TEMPLATE.substitute(
         name=request.name,
         image=shlex.quote(request.image),

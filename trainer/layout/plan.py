@@ -13,12 +13,11 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
+from trainer.layout.optimizers import StateTensor, state_tensors
 from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
 from trainer.layout.placement import Placement, Shard
 from trainer.layout.recipe import Layout, Recipe, layout_text
 from trainer.layout.stacking import layer_names, numbers_of, stack_name
-
-_MOMENTS = 2  # AdamW keeps two of every weight
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class ShardingPlan:
         parameters: each parameter once; one that is tied stands under the first of its names.
         aliases: a tied parameter's other name → the name under which it stands in ``parameters``.
         activations: pattern of module names → layout of that module's output.
-        optimizer_dtype: what AdamW's moments are stored in.
+        optimizer_dtype: what the optimizer's state is stored in.
+        optim: which optimizer, a key of `trainer.layout.optimizers.TITLES`.
     """
 
     mesh: dict[str, int]
@@ -69,6 +69,7 @@ class ShardingPlan:
     aliases: dict[str, str]
     activations: Mapping[str, Layout]
     optimizer_dtype: torch.dtype = torch.float32
+    optim: str = "adamw"
 
     @cached_property
     def _by_name(self) -> dict[str, ParameterPlan]:
@@ -92,6 +93,11 @@ class ShardingPlan:
         axes = tuple(self.mesh)
         return {entry.name: partition_spec(entry.layout, len(entry.shape), axes) for entry in self.parameters}
 
+    def state_of(self, name: str) -> tuple[StateTensor, ...]:
+        """What the optimizer keeps of the parameter of that name, if it is trained."""
+        entry = self[name]
+        return state_tensors(self.optim, entry.name, entry.shape, entry.layout, entry.local_shape)
+
     @property
     def devices(self) -> int:
         """How many devices the mesh has."""
@@ -104,13 +110,13 @@ class ShardingPlan:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of AdamW's moments."""
+        """Bytes on one device of weights, of gradients (dtype and layout of the weights) and of optimizer state."""
         trained = [parameter for parameter in self.parameters if parameter.trained]
-        elements = sum(math.prod(parameter.local_shape) for parameter in trained)
+        elements = sum(math.prod(kept.local_shape) for entry in trained for kept in self.state_of(entry.name))
         return {
             "parameters_bytes": sum(parameter.bytes_per_device for parameter in self.parameters),
             "gradients_bytes": sum(parameter.bytes_per_device for parameter in trained),
-            "optimizer_bytes": elements * _MOMENTS * self.optimizer_dtype.itemsize,
+            "optimizer_bytes": elements * self.optimizer_dtype.itemsize,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -221,13 +227,15 @@ def make_plan(
     *,
     weight_dtype: torch.dtype | None = None,
     optimizer_dtype: torch.dtype = torch.float32,
+    optim: str = "adamw",
 ) -> ShardingPlan:
     """Resolves ``recipe`` for ``model`` on ``devices`` devices. Reads shapes alone and allocates nothing.
 
     Args:
         model: any module, also one on meta.
         weight_dtype: what weights are stored in; None: what ``model`` has them in.
-        optimizer_dtype: what AdamW's moments are stored in.
+        optimizer_dtype: what the optimizer's state is stored in.
+        optim: which optimizer, a key of `trainer.layout.optimizers.TITLES`.
 
     Raises:
         UserError: the mesh does not fit the devices; a parameter matches no line, or two; a line matches nothing; a
@@ -252,7 +260,7 @@ def make_plan(
         for name, parameter in names.items()
         if name not in aliases
     )
-    return ShardingPlan(mesh, recipe.batch, plans, aliases, dict(recipe.activations), optimizer_dtype)
+    return ShardingPlan(mesh, recipe.batch, plans, aliases, dict(recipe.activations), optimizer_dtype, optim)
 
 
 def _in_mesh_order(layout: Layout, mesh: Mapping[str, int]) -> dict[str, Placement]:

@@ -17,7 +17,7 @@ _CHOICES = {
     "dtype": (None, "float32", "bfloat16"),
     "experts": (None, "dense", "capacity", "dropless"),
     "attention": ("portable", "eager", "sdpa"),
-    "remat": ("none", "full", "save_matmuls", "offload"),
+    "remat": ("none", "full", "save_matmuls", "offload", "auto"),  # or a share
     "reduce_gradients": ("step", "micro_batch"),
 }
 
@@ -42,7 +42,9 @@ class Compute:
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
         remat: what the backward computes again: nothing (``none``), whole layers (``full``), or all but the matrix
             products (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a
-            TPU.
+            TPU. A number from 0 to 1 is the share that is kept of what products and attention make, in bytes: first
+            what takes most FLOPs a byte. 0 is ``full``. ``auto`` is the largest share with which the run fits the chip,
+            once scripts/compile.py has found it, else ``full``; on the CPU it is ``none``.
         scan: store decoder layers that repeat stacked, and run them as one scanned layer, or one scanned period of
             layers. Layers that do not repeat run one by one.
         reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates
@@ -58,20 +60,23 @@ class Compute:
     capacity_factor: float = 1.25
     router_loss: bool = False
     attention: str = "portable"
-    remat: str = "none"
+    remat: str | float = "none"
     scan: bool = True
     reduce_gradients: str = "step"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            if name == "remat" and type(value) in (int, float) and 0 <= value <= 1:
+                continue
             if not isinstance(value, str | None) or value not in choices:
                 raise UserError(
                     asked=f"Compute({name}={value!r:.80})",
                     found=f"{value!r:.80} is not a {name} of this trainer",
                     why="a compute policy is one of a fixed list",
                     instead=did_you_mean(f"{value!s:.80}", filter(None, choices))
-                    + f"one of {', '.join(map(repr, choices))}",
+                    + f"one of {', '.join(map(repr, choices))}"
+                    + (", or a share from 0 to 1" if name == "remat" else ""),
                 )
         number = isinstance(self.capacity_factor, int | float) and not isinstance(self.capacity_factor, bool)
         if not number or not 0 < self.capacity_factor < 2**31:

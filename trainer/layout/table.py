@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.layout.optimizers import TITLES
 from trainer.layout.plan import ParameterPlan, ShardingPlan
 from trainer.layout.recipe import layout_text
 from trainer.report.units import size
@@ -28,7 +29,7 @@ def plan_rows(plan: ShardingPlan) -> list[list[str]]:
 
 
 def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
-    """(what, bytes) that a device holds of weights, gradients and AdamW's state."""
-    totals = plan.totals
-    names = {"parameters": "parameters_bytes", "gradients": "gradients_bytes", "AdamW state": "optimizer_bytes"}
+    """(what, bytes) that a device holds of weights, gradients and the optimizer's state."""
+    totals, state = plan.totals, f"{TITLES[plan.optim]} state"
+    names = {"parameters": "parameters_bytes", "gradients": "gradients_bytes", state: "optimizer_bytes"}
     return [(what, totals[name]) for what, name in names.items()]

@@ -38,7 +38,7 @@ from trainer.step.eval_step import EvalStep, PreferenceEvalStep
 from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
 from trainer.step.loss import Loss, LossFunction
 from trainer.step.measures import Measures
-from trainer.step.optimizer import AdamW, decay_names
+from trainer.step.optimizer import make_optimizer
 from trainer.step.placed import Placed
 from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
@@ -76,14 +76,14 @@ def build(
     """The job's model with its weights from ``source`` placed on ``mesh``, and its steps.
 
     Args:
-        restored: values of moments and metrics, of a run to go on with; see `TrainStep`.
+        restored: values of the optimizer's state and of metrics, of a run to go on with; see `TrainStep`.
         compute_loss: in place of the model's loss; see `Loss`.
         measures: what an evaluation measures beside the loss.
     """
     trained = job.trained  # before anything is placed, since a loss of no parameter is refused
     evaluation = build_evaluation(job, mesh, source, compute_loss=compute_loss, measures=measures)
     loss, placed, args = evaluation.loss, evaluation.placed, job.args
-    optimizer = AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.weight_decay, decay_names(loss.model))
+    optimizer = make_optimizer(args, job.stored, mesh, loss.model)
     options = StepOptions(
         args.gradient_accumulation_steps,
         args.max_grad_norm,
@@ -172,7 +172,7 @@ def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:
-    """``restored``, with zeros for the moments of what took no part in the loss when they were saved: it had none."""
+    """``restored``, with zeros for the optimizer's state of what took no part in the loss when saved: it had none."""
 
     def source(name: str) -> Array:
         parameter, _, moment = name.partition(" ")
@@ -182,12 +182,12 @@ def _with_zeros(job: Job, restored: Source) -> Source:
         except KeyError:
             if not members:
                 raise
-        entry = job.stored[parameter]
+        (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
         for member in members:
             try:
                 layers.append(restored(f"{member} {moment}"))
             except KeyError:
-                shape = entry.shape if members == [parameter] else entry.shape[1:]
+                shape = kept.shape if members == [parameter] else kept.shape[1:]
                 layers.append(torch.zeros(()).expand(shape))
         return layers[0] if members == [parameter] else Stack(layers)
 

@@ -1,32 +1,41 @@
-"""AdamW on sharded state, as a pure function of one tensor; which parameters decay; clipping by the global norm."""
+"""The optimizer of a step: each parameter's rule and state; which parameters decay; clipping by the global norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
+from trainer.arguments import TrainingArguments
+from trainer.layout.optimizers import StateTensor, rule_of
+from trainer.layout.partition import PartitionSpec, partition_spec
+from trainer.layout.plan import ParameterPlan, ShardingPlan
+from trainer.layout.stacking import is_stacked
+from trainer.step.muon import Matrices, Muon
+from trainer.step.update_rules import Adafactor, AdamW, Lion, Rule, State
+from trainer.xla.mesh import DeviceMesh
+
 # The names that transformers' own Trainer keeps weight decay away from (`Trainer.get_decay_parameter_names`, 5.23).
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """Adam with decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step.
-
-    torch's own class is not used. On XLA its state appears at the first step, replicated; its step count and learning
-    rate are Python numbers, which recompile the graph; and ``capturable=True`` fails.
+class Optimizer:
+    """What updates the parameters.
 
     Args:
+        rules: name → how the parameter is updated.
+        state: name → what is kept of the parameter, in the order in which its rule takes it.
+        specs: the same as partition specs.
         decay: names of the parameters that weight decay applies to.
     """
 
-    beta1: float
-    beta2: float
-    epsilon: float
+    rules: Mapping[str, Rule]
+    state: Mapping[str, tuple[StateTensor, ...]]
+    specs: Mapping[str, tuple[PartitionSpec, ...]]
     weight_decay: float
     decay: frozenset[str]
 
@@ -35,24 +44,40 @@ class AdamW:
         name: str,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
-        moments: tuple[torch.Tensor, torch.Tensor],
+        state: State,
         learning_rate: torch.Tensor,
         step: torch.Tensor,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """The new parameter and its new moments after step number ``step`` (from 1), in float32.
+    ) -> tuple[torch.Tensor, State]:
+        """The new parameter and its new state after update number ``step`` (from 1), in float32.
 
-        It computes in float32 whatever ``parameter`` and ``moments`` are stored in.
+        It computes in float32 whatever ``parameter`` and ``state`` are stored in.
         """
-        parameter, first, second = (t.to(torch.float32) for t in (parameter, *moments))
-        first = self.beta1 * first + (1 - self.beta1) * gradient
-        second = self.beta2 * second + (1 - self.beta2) * gradient * gradient
-        if name in self.decay:
-            parameter = parameter * (1 - learning_rate * self.weight_decay)
-        # exp(step * log(beta)) for beta**step: on some backends `pow` of a base near 1 is less exact in fp32
-        unbias1 = 1 - torch.exp(step * torch.log(torch.full_like(step, self.beta1)))
-        unbias2 = 1 - torch.exp(step * torch.log(torch.full_like(step, self.beta2)))
-        denominator = torch.sqrt(second) / torch.sqrt(unbias2) + self.epsilon
-        return parameter - (learning_rate / unbias1) * (first / denominator), (first, second)
+        parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
+        weight_decay = self.weight_decay if name in self.decay else 0.0
+        return self.rules[name](parameter, gradient, state, learning_rate, step, weight_decay)
+
+
+def make_optimizer(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, model: nn.Module) -> Optimizer:
+    """The optimizer that ``args`` ask for, of the parameters that ``plan`` trains: those of ``model``, as stored."""
+    axes, entries = tuple(plan.mesh), [entry for entry in plan.parameters if entry.trained]
+    state = {entry.name: plan.state_of(entry.name) for entry in entries}
+    specs = {
+        name: tuple(partition_spec(kept.layout, len(kept.shape), axes) for kept in both) for name, both in state.items()
+    }
+    rules = {entry.name: _rule(args, entry, plan, mesh) for entry in entries}
+    return Optimizer(rules, state, specs, args.weight_decay, decay_names(model))
+
+
+def _rule(args: TrainingArguments, entry: ParameterPlan, plan: ShardingPlan, mesh: DeviceMesh) -> Rule:
+    rule, stacked = rule_of(args.optim, entry.name, entry.shape), is_stacked(entry.name)
+    if rule == "adamw":
+        return AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon)
+    numbers = args.optimizer_numbers
+    if rule == "lion":
+        return Lion(**numbers)
+    if rule == "muon":
+        return Muon(**numbers, matrices=Matrices(mesh, plan.specs[entry.name][int(stacked) :]), stacked=stacked)
+    return Adafactor(**numbers, stacked=stacked)
 
 
 def decay_names(model: nn.Module) -> frozenset[str]:

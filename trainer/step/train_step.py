@@ -1,4 +1,4 @@
-"""TrainStep: forward, backward, gradient layout, accumulation, clipping and AdamW as one XLA computation.
+"""TrainStep: forward, backward, gradient layout, accumulation, clipping and update as one XLA computation.
 
 Nothing in it reads the device. The learning rate and the step's number go in as data, and the metrics stay on the
 device until `read_metrics`. A loss that is not finite turns the update into a no-op on the device itself: the last good
@@ -20,10 +20,12 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from models import random_bits, scopes
 from models.partial_gradients import SUFFIX, Tensors
 from trainer.arrays import Array
+from trainer.layout.optimizers import StateTensor
+from trainer.layout.partition import PartitionSpec
 from trainer.step.compile_guard import CompileGuard
 from trainer.step.loss import Loss, scored_tokens
 from trainer.step.metrics import METRICS, MetricsLayout, StepMetrics
-from trainer.step.optimizer import AdamW, clip_factor, global_norm
+from trainer.step.optimizer import Optimizer, clip_factor, global_norm
 from trainer.step.placed import Placed
 from trainer.step.preference import LOGGED, Preference
 from trainer.step.routing import Routing, totals
@@ -31,8 +33,6 @@ from trainer.step.spikes import SpikeWatch
 from trainer.xla import sharding
 from trainer.xla.batch import batch_spec, place_batch
 from trainer.xla.runtime import run_now
-
-MOMENTS = ("first moment", "second moment")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepOptions:
     Args:
         accumulation: micro-batches a step.
         max_grad_norm: global norm that gradients are scaled down to; 0 leaves them.
-        moment_dtype: what the two moments are stored in; the update is computed in float32 whatever it is.
+        moment_dtype: what the optimizer's state is stored in; the update is computed in float32 whatever it is.
         seed: gives, with the numbers of the step and the micro-batch, the key of what is random (dropout).
         lengths: tokens that rows of a batch may have, a compile for each; empty: those of the first batch.
         spikes: which steps' updates are left out, or end the run; None: nobody looks.
@@ -60,14 +60,14 @@ class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
     A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
-    It has neither gradient nor moments, unless it is a stack of which other layers take part. A batch without a scored
-    token changes nothing but the count of such steps: weights, moments and AdamW's own count of steps are as if it had
-    not been there. The step's number, and so the learning rate, goes on, for it is the data that it counts.
+    It has neither gradient nor state, unless it is a stack of which other layers take part. A batch without a scored
+    token changes nothing but the count of such steps: weights, state and the optimizer's own count of updates are as if
+    it had not been there. The step's number, and so the learning rate, goes on, for it is the data that it counts.
 
     Args:
         placed: the parameters, the very tensors that ``loss`` trains.
         routing: the experts whose load is logged, and the routers' biases that are moved; None: there are none.
-        restored: name in :attr:`state` → values of a moment or of the metrics, of a run to go on with. Default: zeros.
+        restored: name in :attr:`state` → values of the optimizer's state or of metrics, of a run to go on with; zeros.
         trained: name → whether it takes part in the loss, for each layer of a stack; a name that is absent does.
     """
 
@@ -75,7 +75,7 @@ class TrainStep:
         self,
         loss: Loss,
         placed: Placed,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         options: StepOptions,
         restored: Callable[[str], Array] | None = None,
         routing: Routing | None = None,
@@ -86,17 +86,12 @@ class TrainStep:
         self.mesh, self.parameters = placed.mesh, placed.parameters
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
-        self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for parameter_name, parameter in self.parameters.items():
-            if not self._learns(parameter_name):
-                continue
-            first, second = (
-                sharding.place(name, restored(name), self.mesh, self.specs[parameter_name], options.moment_dtype)
-                if restored
-                else sharding.zeros(name, parameter, options.moment_dtype, self.mesh, self.specs[parameter_name])
-                for name in (f"{parameter_name} {moment}" for moment in MOMENTS)
-            )
-            self.moments[parameter_name] = first, second
+        # By parameter, in the order of `optimizer.state`: two moments of AdamW's, or what another keeps.
+        self.moments = {
+            name: tuple(self._placed_state(name, *of, restored) for of in zip(kept, optimizer.specs[name], strict=True))
+            for name, kept in optimizer.state.items()
+            if self._learns(name)
+        }
         names = METRICS + (LOGGED if loss.objective is not None else ())
         self.layout = MetricsLayout(names, self.routing, options.spikes)
         self.metrics = sharding.place("metrics", self.layout.start(restored), self.mesh, (None,))
@@ -136,11 +131,11 @@ class TrainStep:
 
     @property
     def state(self) -> Tensors:
-        """Parameters, moments and metrics, by name: what of a run is saved beside the model's buffers."""
+        """Parameters, optimizer state and metrics, by name: what of a run is saved beside the model's buffers."""
         moments = {
-            f"{name} {moment}": tensor
-            for name, both in self.moments.items()
-            for moment, tensor in zip(MOMENTS, both, strict=True)
+            f"{name} {kept.name}": tensor
+            for name, tensors in self.moments.items()
+            for kept, tensor in zip(self.optimizer.state[name], tensors, strict=True)
         }
         return {**self.parameters, **moments, "metrics": self.metrics}
 
@@ -172,7 +167,7 @@ class TrainStep:
         good = finite & (self.metrics[METRICS.index("bad_step")] == 0)
         scored = scored_tokens(batch["labels"]) > 0
         unscored = self.layout.unscored
-        updates = step - self.metrics[unscored]  # AdamW's count of steps
+        updates = step - self.metrics[unscored]  # the optimizer's count of steps
         changes, after = good & scored, None
         with torch.no_grad(), scopes.scope("optimizer"):
             if (spikes := self.options.spikes) is not None:
@@ -186,7 +181,7 @@ class TrainStep:
     def _update_parameters(
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """AdamW on every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
+        """Update every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
         limit = self.options.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
         for name in self.moments:
@@ -196,10 +191,21 @@ class TrainStep:
                 gradient = gradients[name].to(torch.float32) * factor
                 updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
                 news = (updated, *moments)
-            changes = good if all(self.trained.get(name, ())) else self._where_trained(name, good.expand_as(parameter))
-            for old, new in zip(olds, news, strict=True):  # all of them: what is not written would leave the graph
+            specs = (self.specs[name], *self.optimizer.specs[name])
+            # all of them: what is not written would leave the graph
+            for old, new, spec in zip(olds, news, specs, strict=True):
+                changes = good if all(self.trained.get(name, ())) else self._where_trained(name, good.expand_as(old))
                 kept = torch.where(changes, new.to(old.dtype), old)
-                old.copy_(sharding.constrain(kept, self.mesh, self.specs[name]))
+                old.copy_(sharding.constrain(kept, self.mesh, spec))
+
+    def _placed_state(
+        self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Callable[[str], Array] | None
+    ) -> torch.Tensor:
+        """A tensor of the state of parameter ``name`` on the mesh: what was ``restored`` of it, or zeros."""
+        full, dtype = f"{name} {kept.name}", self.options.moment_dtype
+        if restored:
+            return sharding.place(full, restored(full), self.mesh, spec, dtype)
+        return sharding.zeros(full, kept.shape, dtype, self.mesh, spec)
 
     def _learns(self, name: str) -> bool:
         """Whether parameter ``name``, or the one whose partial gradient it names, takes part in the loss anywhere."""

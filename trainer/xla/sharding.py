@@ -23,6 +23,7 @@ from trainer.xla.mesh import AbstractMesh, DeviceMesh, device_order, local_devic
 from trainer.xla.runtime import device_count, run_now, wait_for_devices
 
 REPLICATED = "{replicated}"
+PIECE = 1 << 30  # bytes of a tensor that a device holds whole while the tensor is gathered for its host
 _REMEMBERED = 4096  # layouts whose translation is kept: far more than a run has, and what is dropped is made again
 
 
@@ -92,9 +93,9 @@ def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: Partit
     return tuple(slices)
 
 
-def zeros(name: str, like: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
-    """Zeros of the shape of ``like``, placed."""
-    return place(name, torch.zeros((), dtype=dtype).expand(like.shape), mesh, spec)
+def zeros(name: str, shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
+    """Zeros of ``shape``, placed."""
+    return place(name, torch.zeros((), dtype=dtype).expand(tuple(shape)), mesh, spec)
 
 
 def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
@@ -111,16 +112,35 @@ def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A placed tensor, whole, on the host. Of several hosts all must ask for it: it is gathered over the devices."""
+    """A placed tensor, whole, on the host. Of several hosts all must ask for it: it is gathered over the devices, which
+    hold :data:`PIECE` of it at a time.
+    """
     if not hosts().several:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for where, shard in shards(tensor):
             whole[where] = shard
         return whole
+    # Cut along what each device holds of a dimension, so that a piece is cut where it lies: of a split dimension the
+    # first piece has the first rows of each shard. All are of one size, the last overlaps: one program for all.
+    held = _local_shards(tensor)[0][2].shape
+    dim = max(range(tensor.dim()), key=lambda dim: held[dim], default=None)
+    if dim is None or tensor.numel() * tensor.element_size() <= PIECE:
+        return _gathered(tensor.detach())
+    cut = (*tensor.shape[:dim], tensor.shape[dim] // held[dim], held[dim], *tensor.shape[dim + 1 :])
+    size = max(1, PIECE * held[dim] // (tensor.numel() * tensor.element_size()))
+    whole, parts = torch.empty(cut, dtype=tensor.dtype), tensor.detach().view(cut)
+    for start in range(0, held[dim], size):
+        rows = torch.arange(size) + min(start, held[dim] - size)
+        whole.index_copy_(dim + 1, rows, _gathered(parts.index_select(dim + 1, rows.to(tensor.device))))
+    return whole.view(tensor.shape)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the devices, whole, on each host; each device holds all of it meanwhile."""
     # A row for each device, all alike, and each device's row is the whole. Not a replicated output: the compiler shards
     # an output that is said to be replicated as its operand is.
     count = device_count()
-    rows = tensor.detach().unsqueeze(0).expand(count, *tensor.shape)
+    rows = tensor.unsqueeze(0).expand(count, *tensor.shape)
     gathered = _constrain(rows, as_text(((("all", count),), None, ("all", *[None] * tensor.dim()))))
     run_now([gathered])
     return _local_shards(gathered)[0][2].squeeze(0)

@@ -1,0 +1,63 @@
+"""What a share of a layer's values keeps: those first that take most FLOPs a byte, and only what the backward uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import scopes
+from models.layer_graph import LayerGraph
+from models.remat import Keep, partitioner
+
+ROWS, WIDTH = 32, 8
+
+
+def layer(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Three products: of a wide input, of a narrow one, and a last one whose value no gradient uses."""
+    x, wide, narrow, out = flat
+    with scopes.scope("layer.wide"):
+        values = x @ wide
+    with scopes.scope("layer.narrow"):
+        more = torch.tanh(values[:, :WIDTH]) @ narrow
+    with scopes.scope("layer.out"):
+        return [(torch.tanh(values) * more.sum()) @ out]
+
+
+def graph(keep: Keep) -> LayerGraph:
+    torch.manual_seed(0)
+    shapes = [(ROWS, 16 * WIDTH), (16 * WIDTH, 4 * WIDTH), (WIDTH, 2 * WIDTH), (4 * WIDTH, WIDTH)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    with scopes.tracing():
+        return LayerGraph(layer, inputs, keep)
+
+
+def products(module: torch.fx.GraphModule) -> int:
+    return sum(node.target == torch.ops.aten.mm.default for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [(0, []), (0.4, ["layer.narrow"]), (0.7, ["layer.wide"]), (1, ["layer.wide", "layer.narrow"])],
+)
+def test_a_share_keeps_what_takes_most_flops_a_byte_and_fits(share, kept):
+    keep = Keep(share)
+    made = graph(keep)
+    assert [value.module for value in keep.kept] == kept
+    # a gradient of each of three products takes two; of the last one's inputs none is computed again by a product
+    assert products(made._forward) == 3
+    assert products(made._backward) == 6 + 2 - len(kept)
+
+
+def test_a_value_says_what_it_takes_and_what_it_saves():
+    keep = Keep(1)
+    graph(keep)
+    wide, narrow = keep.kept
+    assert (wide.kind, wide.bytes, wide.flops) == ("mm", 4 * ROWS * 4 * WIDTH, 2 * ROWS * 16 * WIDTH * 4 * WIDTH)
+    assert (narrow.bytes, narrow.flops) == (4 * ROWS * 2 * WIDTH, 2 * ROWS * WIDTH * 2 * WIDTH)
+
+
+def test_each_policy_has_its_own_partitioner():
+    assert isinstance(partitioner(0.5), Keep)
+    assert partitioner("auto") is partitioner("full")  # until a share is found
+    with pytest.raises(KeyError):
+        partitioner("half")

@@ -1,0 +1,275 @@
+"""Adafactor, Lion and Muon: the plain model's weights under each one's reference, and state that is saved and read.
+
+AdamW's parity is in test_parity.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from against_plain import unstacked
+from transformers.optimization import Adafactor
+
+from tests.support.cases import Case, make_batch, make_case, reference_loss, relative
+from tests.support.jobs import job_of
+from trainer.arguments import TrainingArguments
+from trainer.checkpoint.tensors import StoredTensors, write_listing, write_part
+from trainer.compile.lowering import lower
+from trainer.errors import UserError
+from trainer.job import Job
+from trainer.layout.load import load_recipe
+from trainer.step.build import build
+from trainer.step.muon import Matrices, Muon
+from trainer.step.train_step import TrainStep
+from trainer.storage import Folder
+from trainer.xla import sharding
+from trainer.xla.mesh import build_mesh
+from trainer.xla.runtime import run_now
+
+DECAY, RATE, STEPS = 0.1, 3e-4, 10
+
+
+class Lion:
+    """The update of program 1 in "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675), in plain torch."""
+
+    def __init__(self, parameters: list[torch.Tensor], weight_decay: float, beta1: float = 0.9, beta2: float = 0.99):
+        self.parameters, self.weight_decay, self.betas = parameters, weight_decay, (beta1, beta2)
+        self.momentum = [torch.zeros_like(p) for p in parameters]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        for p, m in zip(self.parameters, self.momentum, strict=True):
+            assert p.grad is not None
+            c = self.betas[0] * m + (1 - self.betas[0]) * p.grad
+            p.sub_(learning_rate * (torch.sign(c) + self.weight_decay * p))
+            m.copy_(self.betas[1] * m + (1 - self.betas[1]) * p.grad)
+
+
+class Torch:
+    """An optimizer of torch's kind, with the learning rate of each step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+
+class EachMatrix:
+    """torch.optim.Muon, which takes matrices alone, over the matrices of parameters of experts."""
+
+    def __init__(self, parameters: list[torch.Tensor], **options: Any) -> None:
+        self.parameters = parameters
+        self.matrices = [
+            [torch.nn.Parameter(m) for m in (p.data if p.dim() == 3 else p.data[None])] for p in parameters
+        ]
+        self.muon = Torch(torch.optim.Muon([m for each in self.matrices for m in each], **options))
+
+    def step(self, learning_rate: float) -> None:
+        for p, matrices in zip(self.parameters, self.matrices, strict=True):
+            assert p.grad is not None
+            for matrix, gradient in zip(matrices, p.grad.view(-1, *p.shape[-2:]), strict=True):
+                matrix.grad = gradient
+        self.muon.step(learning_rate)
+
+
+def references(optim: str, named: dict[str, torch.Tensor], numbers: dict[str, Any]) -> list[Any]:
+    """The optimizers that train the plain model's parameters."""
+    found: list[Any] = []
+    for decay in (DECAY, 0.0):
+        group = {name: p for name, p in named.items() if ("norm" not in name) == bool(decay)}
+        if optim == "adafactor":
+            form = {"lr": RATE, "relative_step": False, "scale_parameter": False, "weight_decay": decay}
+            found.append(Torch(Adafactor(list(group.values()), **(form | numbers))))
+        elif optim == "lion":
+            found.append(Lion(list(group.values()), decay, **numbers))
+        else:
+            matrices = [p for name, p in group.items() if ".layers." in name and p.dim() > 1]
+            rest = [p for p in group.values() if all(p is not other for other in matrices)]
+            if matrices:
+                form = {"weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
+                found.append(EachMatrix(matrices, **(form | numbers)))
+            found.append(Torch(torch.optim.AdamW(rest, weight_decay=decay)))
+    return found
+
+
+def rate(step: int) -> float:
+    return RATE * step / STEPS
+
+
+def train(case: Case, optimizers: list[Any], steps: int) -> None:
+    """``steps`` steps of ours, each at another learning rate, and of the references on the plain model."""
+    for step in range(1, steps + 1):
+        batch = make_batch(case.config, seed=step)
+        case.step(batch, step=step, learning_rate=rate(step))
+        case.reference.zero_grad()
+        reference_loss(case.reference, batch, router_loss=case.recipe.compute.router_loss).backward()
+        torch.nn.utils.clip_grad_norm_(case.reference.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step(rate(step))
+
+
+def in_float32(step: TrainStep) -> None:
+    """Muon's iteration in float32: in bfloat16 sums in another order have other roundings, and there is no telling."""
+    rules = step.optimizer.rules.items()
+    wide = {name: replace(rule, dtype=torch.float32) if isinstance(rule, Muon) else rule for name, rule in rules}
+    step.optimizer = replace(step.optimizer, rules=wide)
+
+
+@functools.cache
+def trained(optim: str, recipe: str, optim_args: str | None, accumulation: int) -> Case:
+    """A case after STEPS steps beside its reference."""
+    more = {"optim": optim, "optim_args": optim_args}
+    case = make_case(recipe, accumulation=accumulation, weight_decay=DECAY, more=more)
+    numbers = TrainingArguments("any", **more).optimizer_numbers if optim_args else {}
+    in_float32(case.step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # the reference's iteration too
+        train(case, references(optim, dict(case.reference.named_parameters()), numbers), STEPS)
+    return case
+
+
+LLAMA = {
+    "adafactor": ("adafactor", "llama_fsdp", "scale_parameter=true,clip_threshold=0.8", 2),
+    "lion": ("lion", "llama_fsdp", "beta1=0.8", 2),
+    "muon": ("muon", "llama_fsdp", "adjust_lr_fn=original,ns_steps=4", 2),
+}
+MIXTRAL = {optim: (optim, "mixtral_ep", None, 1) for optim in LLAMA}
+CASES = [*LLAMA.values(), *MIXTRAL.values()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:2]))
+def test_ten_steps_at_ten_learning_rates_are_the_reference_s_on_the_plain_model_and_compile_once(case):
+    found = trained(*case)
+    ours, theirs = found.parameters(), dict(found.reference.named_parameters())
+    if case[0] == "lion":  # a number whose direction is rounding alone goes the other way: these are few
+        for name, weight in ours.items():
+            other = (weight - theirs[name]).abs() > 1e-6
+            assert other.sum() <= 1e-3 * other.numel(), name
+            weight[other] = theirs[name].detach()[other]
+    worst, name = relative(ours, theirs)
+    print(*case, f"{worst:.1e}", name)
+    assert worst < 1e-5, f"{name} is off by {worst}"
+    assert found.step.compiles == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:2]))
+def test_a_device_holds_the_state_that_the_plan_counts(case):
+    found = trained(*case)
+    held = [sharding._local_shards(tensor)[0][2].nbytes for both in found.step.moments.values() for tensor in both]
+    assert sum(held) == found.plan.totals["optimizer_bytes"]
+    for name, tensors in found.step.moments.items():
+        for tensor, spec in zip(tensors, found.step.optimizer.specs[name], strict=True):
+            sharding.check_placed({name: tensor}, found.mesh, {name: spec})
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (3, 128, 64), (2, 8, 64, 48)], ids=["alone", "stack", "experts"])
+def test_muon_in_bfloat16_is_torch_s(shape):
+    """[rows, columns]; [layers, rows, columns]; [layers, experts, rows, columns]."""
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+    mesh, stacked = build_mesh(job_of("mixtral_ep").recipe.mesh), len(shape) > 2
+    spec = (None, "expert", None, "fsdp") if len(shape) > 3 else (*[None] * (len(shape) - 2), ("fsdp", "expert"), None)
+    rule = Muon(0.95, 5, "original", Matrices(mesh, spec[int(stacked) :]), stacked)
+    values = {"weight": weight, "gradient": gradient, "momentum": torch.zeros(shape)}
+    placed = {name: sharding.place(name, value, mesh, spec) for name, value in values.items()}
+    scalars = [sharding.place("scalar", torch.tensor(value), mesh, ()) for value in (1.0, 1.0)]
+    new, _ = rule(placed["weight"], placed["gradient"], (placed["momentum"],), *scalars, 0.0)
+    new = sharding.constrain(new, mesh, spec)
+    run_now([new])
+    expected = weight.clone()
+    for layer, of_layer in zip(*(t.view(-1, *shape[-2:]) for t in (expected, gradient)), strict=True):
+        matrix = torch.nn.Parameter(layer)
+        matrix.grad = of_layer
+        torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0).step()
+    moved, theirs = sharding.fetch(new) - weight, expected - weight
+    assert (moved - theirs).norm() < 2e-2 * theirs.norm()  # each is 1.4 % off the iteration in float32
+
+
+def saved(step: TrainStep, folder: Path) -> StoredTensors:
+    """The step's state, written as a checkpoint's tensors are, to be read."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in step.state.items()}
+    part = write_part(Folder(folder), {name: sharding.shards(t.detach()) for name, t in step.state.items()})
+    files = {**part.files, **write_listing(Folder(folder), [part], shapes)}
+    return StoredTensors(Folder(folder), {n: int(e["bytes"]) for n, e in files.items() if n.endswith(".distcp")})
+
+
+def goes_on(case: Case, job: Job, source: StoredTensors, steps: range) -> dict[str, torch.Tensor]:
+    """The weights, under the model's own names, of a run of ``job`` that takes ``steps`` from what was saved."""
+    built = build(job, build_mesh(job.recipe.mesh), source, source)
+    in_float32(built.step)
+    for step in steps:
+        built.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
+    return dict(unstacked(job.stored, built.step.parameters))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", LLAMA)
+def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unscanned(optim, tmp_path):
+    case = trained(*LLAMA[optim])
+    _, _, optim_args, accumulation = LLAMA[optim]
+    source, steps = saved(case.step, tmp_path), range(STEPS + 1, STEPS + 3)
+    options = {"optim": optim, "optim_args": optim_args, "gradient_accumulation_steps": accumulation}
+    job = job_of(case.recipe, case.config, weight_decay=DECAY, **options)
+    again = goes_on(case, job, source, steps)
+    for step in steps:
+        case.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
+    whole = case.parameters()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    if optim == "lion":
+        return  # its state has the weights' shapes and layouts, as AdamW's has
+    recipe = load_recipe("llama_tp")
+    other = replace(recipe, compute=replace(recipe.compute, scan=False))
+    elsewhere = goes_on(case, job_of(other, case.config, weight_decay=DECAY, **options), source, steps)
+    worst, name = relative(elsewhere, whole)
+    assert worst < 1e-5, f"{name} is off by {worst}"
+
+
+@pytest.mark.parametrize(("optim", "kept"), [("adafactor", 2), ("muon", 1)])
+def test_an_adapter_s_factors_alone_have_state_in_the_dtype_that_is_asked_for(optim, kept):
+    job = job_of("llama_fsdp", lora_r=4, optim=optim, optimizer_dtype="bfloat16", sequence_length=64)
+    arguments = lower(job, platform="cpu").arguments
+    state = [argument for argument in arguments if argument.kind == "optimizer"]
+    assert {argument.dtype for argument in state} == {"bfloat16"}
+    assert all(argument.output is not None for argument in state)
+    factors = [name for name, layers in job.trained.items() if any(layers)]
+    assert sorted(argument.name.partition(" ")[0] for argument in state) == sorted(factors * kept)
+
+
+def test_adafactor_leaves_the_layers_of_a_stack_that_take_no_part_in_the_loss():
+    case, name = make_case("llama_fsdp", weight_decay=DECAY, more={"optim": "adafactor"}), "self_attn.o_proj.weight"
+    case.step.trained = {f"model.layers.*.{name}": [True, False]}
+    frozen = case.reference.get_parameter(f"model.layers.1.{name}").requires_grad_(False)
+    named = {name: p for name, p in case.reference.named_parameters() if p.requires_grad}
+    train(case, references("adafactor", named, {}), 3)
+    worst, where = relative(case.parameters(), dict(case.reference.named_parameters()))
+    assert worst < 1e-5, f"{where} is off by {worst}"
+    assert torch.equal(frozen, case.parameters()[f"model.layers.1.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optim": "adamw_torch"}, "did you mean 'adamw'"),
+        ({"optim": "lion", "adam_beta1": 0.95}, "--adam_beta1 0.95 with --optim lion"),
+        ({"optim": "adafactor", "adam_epsilon": 1e-6}, "no --adam_epsilon"),
+        ({"optim_args": "momentum=0.9"}, "no --optim_args; AdamW's numbers are"),
+        ({"optim": "muon", "optim_args": "momentun=0.9"}, "did you mean 'momentum'"),
+        ({"optim": "muon", "optim_args": "ns_steps=5.5"}, "ns_steps is '5.5'"),
+        ({"optim": "muon", "optim_args": "ns_steps=0"}, "ns_steps is 0"),
+        ({"optim": "muon", "optim_args": "adjust_lr_fn=none"}, "adjust_lr_fn is none"),
+        ({"optim": "lion", "optim_args": "beta2=nan"}, "beta2 is nan"),
+        ({"optim": "adafactor", "optim_args": "scale_parameter=1"}, "scale_parameter is '1'"),
+    ],
+)
+def test_a_number_that_the_optimizer_has_not_or_can_t_have_is_refused_by_name(options, words):
+    with pytest.raises(UserError) as refused:
+        TrainingArguments("any", **options)
+    assert words in str(refused.value)

@@ -1,0 +1,316 @@
+"""Checkpoints in a folder of each host's own first, on its disk or in its memory, and in the output folder soon after.
+
+A save is then over when every host's part is whole in its own folder, which a local disk or memory does within the
+seconds that a preempted machine is left; the way to a store takes its time while training goes on. What a start finds
+staged, and not in the output folder, it copies there first, if between them the hosts have every file of it.
+
+In DIR, the folder that the user names, each output folder has a place of its own, and each checkpoint a folder in it:
+the host's files of the checkpoint, `staged.json` (for which output folder, and by which run's life), and last the
+manifest, the same on every host, which is written once all hosts' files are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+from rich.console import Console
+
+from trainer.checkpoint import manifest
+from trainer.checkpoint.lineage import NAME, folder_of, live_steps, run_of, whole_steps, write_lineage
+from trainer.errors import UserError
+from trainer.hosts import Hosts, hosts
+from trainer.report.bars import byte_bar
+from trainer.report.lines import say
+from trainer.storage import Folder, StorageError
+
+NOTE = "staged.json"
+MOST = 2  # checkpoints that wait for the output folder; a third is written there directly
+_PROBE = ".host-"
+Files = Mapping[str, manifest.Checksum]  # a checkpoint's files, of all hosts, as its manifest has them
+
+
+# ---- what is decided ----
+
+
+def has_room(waiting: int, urgent: bool) -> bool:
+    """Whether a checkpoint is staged while ``waiting`` others are still on their way; an ``urgent`` one always is."""
+    return urgent or waiting < MOST
+
+
+def own_files(files: Files, index: int) -> list[str]:
+    """Which of a checkpoint's files host ``index`` wrote: its tensors, and the first host all that there is one of."""
+    return [name for name in files if _writer(name) == index]
+
+
+def _writer(name: str) -> int:
+    return int(name[2:].partition("_")[0]) if manifest.is_tensors(name) else 0
+
+
+def holders(files: Files, held: Sequence[Collection[str]]) -> dict[str, int]:
+    """Which host copies each of ``files``: the first that holds it. A file that no host holds is left out.
+
+    Args:
+        held: for each host, the names of the files that lie whole in its folder.
+    """
+    first = {name: next((host for host, names in enumerate(held) if name in names), None) for name in files}
+    return {name: host for name, host in first.items() if host is not None}
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What one host's folder says of a staged checkpoint; whether its files are as they were is not asked yet.
+
+    Args:
+        run: the life of a run that wrote it, as the output folder's lineage names it.
+        files: those of all hosts.
+    """
+
+    run: str
+    files: Files
+
+
+def recoverable(found: Sequence[Mapping[int, Staged]], run: str | None, newest: int) -> dict[int, Files]:
+    """The checkpoints, newest first, that the life ``run`` staged after ``newest``: step -> their files.
+
+    Of another life's, the output folder's run has gone another way since, and never goes on from them.
+
+    Args:
+        found: what each host has.
+        newest: the step of the output folder's newest checkpoint; -1: it has none.
+    """
+    wanted: dict[int, Files] = {}
+    for staged in found:
+        for step, each in staged.items():
+            if each.run == run and step > newest:
+                wanted.setdefault(step, each.files)
+    return dict(sorted(wanted.items(), reverse=True))
+
+
+# ---- one host's folder ----
+
+
+@dataclass(frozen=True)
+class Staging:
+    """This host's staged checkpoints of one output folder.
+
+    Args:
+        root: the folder that the user names, which may have those of other output folders too.
+        output: the output folder's path from the root; the same on all hosts.
+    """
+
+    root: Folder
+    output: str
+
+    @property
+    def place(self) -> Folder:
+        """Where those of the output folder lie."""
+        name = self.output.rstrip("/").rpartition("/")[2]
+        return self.root / f"{name}-{xxhash.xxh3_64_hexdigest(self.output.encode())}"
+
+    def seal(self, step: int, files: Files, run: str) -> None:
+        """Says that a checkpoint is whole here, now that every host has written its ``files``."""
+        folder = folder_of(self.place, step)
+        folder.write(NOTE, json.dumps({"output": self.output, "run": run}).encode())
+        manifest.write_manifest(folder, files)
+
+    def steps(self) -> list[int]:
+        """The steps of all that lies here for the output folder, whole or not."""
+        return sorted(int(match[1]) for name in self.place.names() if (match := NAME.fullmatch(name)))
+
+    def found(self) -> dict[int, Staged]:
+        """What lies here for the output folder and was whole once: step -> what it says of itself."""
+        made = {}
+        for step in whole_steps(self.place):
+            folder = folder_of(self.place, step)
+            with contextlib.suppress(UserError, ValueError, KeyError, TypeError):  # it was damaged since
+                note = json.loads(folder.read(NOTE))
+                made[step] = Staged(str(note["run"]), manifest.read_manifest(folder))
+        return made
+
+    def others(self) -> list[str]:
+        """The output folders, as far as they can be read, that others have something staged for in the same folder."""
+        seen = set()
+        for name in self.root.names():
+            place = self.root / name
+            for step in whole_steps(place) if name != self.place.name else ():
+                with contextlib.suppress(UserError, ValueError, KeyError, TypeError):
+                    seen.add(str(json.loads(folder_of(place, step).read(NOTE))["output"]))
+        return sorted(seen)
+
+    def remove(self, step: int) -> None:
+        """Removes a staged checkpoint, or what there is of it; what can't be removed stays until the next start."""
+        with contextlib.suppress(UserError):
+            manifest.remove(folder_of(self.place, step))
+
+    def leave(self) -> None:
+        """Removes the place, if nothing lies there any more."""
+        with contextlib.suppress(OSError):
+            os.rmdir(str(self.place))
+
+    def check(self, job: Hosts) -> None:
+        """Raise UserError unless every host can write here, each into a folder that no other host sees."""
+        token = job.once(lambda: uuid.uuid4().hex)
+        job.together(lambda: self._make(f"{_PROBE}{token}-{job.index}"))
+        try:
+            job.together(lambda: self._check_own(f"{_PROBE}{token}-", job.index))
+        finally:
+            with contextlib.suppress(UserError):
+                self.place.remove_file(f"{_PROBE}{token}-{job.index}")
+
+    def _make(self, probe: str) -> None:
+        path = str(self.place)
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            if os.stat(path).st_uid != os.getuid():
+                raise PermissionError(f"{path} is another user's")
+            self.place.write(probe, b"")
+        except (OSError, StorageError) as error:
+            words = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
+            raise _refused(
+                self.root, words, "checkpoints are written there", "one that this user may write to"
+            ) from None
+
+    def _check_own(self, probe: str, index: int) -> None:
+        seen = [name for name in self.place.names() if name.startswith(probe)]
+        if seen != [f"{probe}{index}"]:
+            raise _refused(
+                self.root,
+                f"a folder that several hosts see ({len(seen)} of them)",
+                "it is each host's own: what all of them reach is no faster than the output folder",
+                "a local disk's folder, or /dev/shm",
+            )
+
+
+def open_staging(asked: str, output: Folder) -> Staging:
+    """The folder that ``--staging_dir`` names, for the checkpoints of ``output``; nothing is written.
+
+    Raises:
+        UserError: it can't be one.
+    """
+    job = hosts()
+    if "://" in asked and not asked.startswith("file://"):
+        raise _refused(asked, "a store", "it is there to be faster than one", "a local disk's folder, or /dev/shm")
+    root = Folder(asked)
+    if os.path.exists(str(root)) and not os.path.isdir(str(root)):
+        raise _refused(root, "no folder", "checkpoints are written there", "a local disk's folder, or /dev/shm")
+    inside = not output.remote and os.path.commonpath([root.absolute, output.absolute]) == output.absolute
+    if inside:
+        raise _refused(
+            root,
+            f"a folder of --output_dir {output}",
+            "a checkpoint would be copied from a disk to itself",
+            "a faster folder than that, or no --staging_dir",
+        )
+    return Staging(root, job.once(lambda: output.absolute))
+
+
+def _refused(root: Folder | str, found: str, why: str, instead: str) -> UserError:
+    return UserError(
+        asked=f"--staging_dir {root}", found=found, why=why, instead=f"--staging_dir DIR, DIR being {instead}"
+    )
+
+
+# ---- to the output folder ----
+
+
+def copy_files(
+    source: Folder, target: Folder, names: Sequence[str], files: Files, progress: Callable[[int], None] = lambda n: None
+) -> None:
+    """Copies files of a staged checkpoint, and compares them with their checksums on the way.
+
+    Raises:
+        StorageError: the disk or the store did not take it. UserError: a file is not what was staged.
+    """
+    for name in names:
+        parent, _, base = name.rpartition("/")
+        state, size = xxhash.xxh3_64(), 0
+        with source.open(name, "rb") as read, (target / parent if parent else target).open(base, "wb") as file:
+            while block := read.read(manifest.BLOCK):
+                file.write(block)
+                state.update(block)
+                size += len(block)
+                hosts().watchdog.progressed()
+                progress(len(block))
+            if {"bytes": size, "xxh3": state.hexdigest()} != files[name]:
+                raise manifest.damaged(source, f"{name} has changed since it was staged")
+
+
+def publish(output: Folder, step: int, files: Files, steps: Collection[int], run: str) -> None:
+    """Makes the checkpoint of ``step``, whose ``files`` are there, a whole one of the life ``run``, which has
+    ``steps`` too."""
+    # first, or a kill in between would leave a whole checkpoint that counts as set aside
+    write_lineage(output, sorted({*steps, step}), run)
+    manifest.write_manifest(folder_of(output, step), files)
+
+
+def make_room(folder: Folder) -> None:
+    """Removes what lies in the place of a checkpoint: a half one, or one that was set aside."""
+    if manifest.ours(folder.names()):
+        manifest.remove(folder)
+
+
+def recover(
+    staging: Staging, output: Folder, claimed: Callable[[], contextlib.AbstractContextManager[None]], console: Console
+) -> None:
+    """Copy what the output folder's run staged and did not bring there, and say what can't be.
+
+    Called by all hosts, whichever numbers they had then.
+
+    Args:
+        claimed: holds the output folder inside its ``with``.
+
+    Raises:
+        UserError: as ``claimed``. StorageError: the output folder can't be written.
+    """
+    job = hosts()
+    if others := job.together(staging.others):
+        say(console, f"staging: {staging.root} has checkpoints of {', '.join(others)} too, which are left alone")
+    run, newest = job.once(lambda: (run_of(output), max(live_steps(output), default=-1)))
+    todo = recoverable(job.gather(job.together(staging.found)), run, newest)
+    if not todo:
+        return
+    with claimed():
+        for step, files in todo.items():
+            _recover_one(staging, output, step, files, console)
+
+
+def _recover_one(staging: Staging, output: Folder, step: int, files: Files, console: Console) -> None:
+    job, started = hosts(), time.perf_counter()
+    source, target = folder_of(staging.place, step), folder_of(output, step)
+    total = sum(int(files[name]["bytes"]) for name in files)
+    with byte_bar(console, f"checking {source}", total) as advance:
+        whole, problems = _whole_files(source, files, advance)
+    said = job.gather((whole, problems))
+    who = holders(files, [names for names, _ in said])
+    if missing := [name for name in files if name not in who]:
+        words = [f"on host {host}: {problem}" for host, (_, found) in enumerate(said) for problem in found]
+        found = words[0] if words else f"no host has its {missing[0]}, which host {_writer(missing[0])} wrote"
+        say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found}")
+        return
+    own = [name for name, host in who.items() if host == job.index]
+    job.once(lambda: make_room(target))
+    with byte_bar(console, f"copying {source} to {output}", sum(int(files[name]["bytes"]) for name in own)) as advance:
+        job.together(lambda: copy_files(source, target, own, files, advance))
+    job.once(lambda: publish(output, step, files, live_steps(output), run_of(output) or ""))
+    seconds = time.perf_counter() - started
+    say(console, f"staging: checkpoint-{step} is recovered: {total / 1e6:,.0f} MB to {output} in {seconds:.1f} s")
+
+
+def _whole_files(source: Folder, files: Files, progress: Callable[[int], None]) -> tuple[list[str], list[str]]:
+    """The files of a staged checkpoint that lie here as they were written; and what is wrong with others."""
+    whole, problems = [], []
+    for name in files:
+        try:
+            if source.exists(name):
+                manifest.check_file(source, name, files[name], progress)
+                whole.append(name)
+        except UserError as error:
+            problems.append(error.found)
+    return whole, problems

@@ -1,0 +1,55 @@
+"""`remat="auto"`: how large a share of the layers' values can be kept; compiled, never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from trainer.compile.job import CompileJob
+from trainer.compile.report import CompileReport
+from trainer.compile.search import largest_batch
+from trainer.remat import keep_answer, with_remat
+from trainer.report.lines import say, waiting
+from trainer.report.units import size
+from trainer.xla.chips import find_topology
+
+PARTS = 16  # a share is so many parts
+MARGIN = 0.95  # of the HBM that is taken at most: a pod's programs are not compiled by this machine's libtpu
+
+
+def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, CompileReport]:
+    """The job with the largest share that fits, compiled, which is printed and kept for runs on that chip.
+
+    Where not even ``full`` fits, it is that.
+
+    Raises:
+        UserError: as :meth:`CompileJob.compile`.
+    """
+    reports: dict[int, CompileReport] = {}
+
+    def attempt(parts: int) -> float:
+        with waiting(console, f"compiling with {parts}/{PARTS} of the values kept …"):
+            report = reports[parts] = _with_parts(job, parts).compile()
+        needed = report.largest_graph.needed_bytes
+        fits = "fits" if report.fits else "does not fit"
+        say(console, f"remat:   {parts}/{PARTS} of the values kept: {size(needed)}, {fits}")
+        limit = MARGIN * report.chip_hbm_bytes
+        return needed if report.fits else max(needed, limit + 1)
+
+    least = attempt(0)
+    best, limit = 0, MARGIN * reports[0].chip_hbm_bytes
+    if least <= limit and (most := attempt(PARTS)) > limit:
+        best = largest_batch(least, {PARTS: most}, limit, attempt)
+    elif least <= limit:
+        best = PARTS
+    share = best / PARTS
+    where = find_topology(str(job.options.topology), job.options.slices)
+    if reports[best].fits:
+        keep_answer(job.job, where.chip.name, share)
+    say(console, f"remat:   auto is {share:g} here: --compute remat={share:g}")
+    return _with_parts(job, best), reports[best]
+
+
+def _with_parts(job: CompileJob, parts: int) -> CompileJob:
+    return replace(job, job=with_remat(job.job, parts / PARTS))
