@@ -42,6 +42,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("measure/families.py", ["--onl=llama"], "--onl; did you mean '--only'?"),
         ("launch.py", ["jobset", "--topolog=v5p:2x2x4"], "--topolog; did you mean '--topology'?"),
         ("measure/launch_tools.py", ["--hom=x"], "--hom; did you mean '--home'?"),
+        ("measure/step_times.py", ["--efficienc=x"], "--efficienc; did you mean '--efficiency'?"),
         ("measure/tpu_tables.py", ["--lis"], "--lis; did you mean '--list'?"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.jax_call import jax, target
+from models.kernel_work import tile_width
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -40,7 +41,7 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_las
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
         K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
-        tiling = (tile, _tile_width(K), _tile_width(N))
+        tiling = (tile, tile_width(K), tile_width(N))
         return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, transpose_rhs=contract_last)
 
     count, visit = _visits(sizes_G, tile)
@@ -66,7 +67,7 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) 
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
         # the float32 sums take VMEM too, so tiles are narrower than those of `multiply`
-        tiling = (tile, _tile_width(a_RK.shape[1], 512), _tile_width(b_RN.shape[1]))
+        tiling = (tile, tile_width(a_RK.shape[1], 512), tile_width(b_RN.shape[1]))
         return tgmm(a_RK.T, b_RN, sizes_G, into_GKN.dtype, tiling, existing_out=into_GKN)
 
     count, visit = _visits(sizes_G, tile)
@@ -114,10 +115,3 @@ def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
         return group, start, (row >= start_G[group]) & (row < end_G[group])
 
     return until_G[-1], visit
-
-
-def _tile_width(width: int, most: int = 1024) -> int:
-    """The width of a tile, at most ``most``. Above half of that it is the one whose last tile is padded least."""
-    if width <= most:
-        return width
-    return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)

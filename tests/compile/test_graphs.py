@@ -374,3 +374,17 @@ def test_prompts_that_cannot_be_read_are_refused_before_anything_is_compiled(
     with pytest.raises(UserError, match="--sample_prompts"):
         command.run(args, CompileArguments(topology="v5p:2x2x2"), Console(file=StringIO()))
     assert not asked
+
+
+def test_only_the_train_step_is_compiled_if_so_asked(report: CompileReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, lambda *_: report)
+    options = CompileArguments(topology="v5p:2x2x2", only_train_step=True)
+    assert command.run(ARGS, options, Console(file=StringIO())) == 0
+    assert asked == [TRAIN_STEP]
+
+
+def test_an_efficiency_that_cannot_be_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, lambda *_: pytest.fail("compiled"))
+    with pytest.raises(UserError, match="--efficiency"):
+        command.run(ARGS, CompileArguments(topology="v5p:2x2x2", efficiency="gmm=2"), Console(file=StringIO()))
+    assert not asked

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from tests.support.captured import V5P
+from trainer.compile.efficiency import efficiencies
+from trainer.compile.estimate import estimate
 from trainer.compile.page import page, write_page
 from trainer.compile.report import CompileReport
 from trainer.compile.terminal import print_report
@@ -25,11 +30,26 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(refused: CompileR
     assert "f32[2048,1023,8192]" in text
 
 
+def test_a_step_that_was_not_compiled_has_no_time(refused: CompileReport) -> None:
+    unmade = dataclasses.replace(refused, estimate=estimate({}, V5P, 1.0, 1.0, efficiencies()))
+    assert (unmade.estimate.tokens_per_second, unmade.estimate.mfu) == (None, None)
+    assert "Estimated: " not in page(unmade)
+
+
+def test_the_bar_of_the_steps_time_has_a_part_for_each_cause(report: CompileReport) -> None:
+    (svg,) = re.findall(r'<svg role="img" aria-label="the step&#x27;s time".*?</svg>', page(report))
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)%" height="32"', svg)][1:]
+    assert len(widths) == sum(seconds > 0 for seconds in report.estimate.shares.values())
+    assert sum(widths) == pytest.approx(100, abs=0.1)
+
+
 def test_page_and_terminal_say_the_same_and_call_estimates_estimates(report: CompileReport) -> None:
     out = StringIO()
     print_report(report, Console(file=out, width=200))
     for text in (page(report), out.getvalue()):
         assert "Fits:" in text
+        assert "Estimated: " in text
+        assert "waiting for chips of the slice" in text
         assert "estimate" in text
         assert "model.layers.*.mlp.experts (gradients)" in text
         assert "optimizer state" in text

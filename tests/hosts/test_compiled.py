@@ -118,13 +118,10 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_run_goes_on(home):
     assert log.count("compiled programs can't be kept, and the run goes on") == 1
 
 
-def test_an_empty_variable_keeps_nothing_and_none_keeps_each_hosts_own(home):
-    for kept, value in ((False, {"SHARDWRIGHT_COMPILED": ""}), (True, {"SHARDWRIGHT_COMPILED": None})):
-        lives = HostLives(HOST_PROGRAMS=str(home / "programs"), SHARDWRIGHT_CACHE=str(home / "cache"))
-        lives.environment = {k: v for k, v in {**lives.environment, **value}.items() if v is not None}
-        with lives:
-            (compiled,), log = Jobs(home, lives, home).run(f"kept-{kept}", hosts=1)
-        assert compiled > 1
-        assert ("loaded from" in log) == kept
-        files = list((home / "cache").glob("programs/0/*"))
-        assert len(files) == (compiled if kept else 0)
+def test_without_the_variable_each_host_keeps_its_own_in_its_cache(home):
+    lives = HostLives(HOST_PROGRAMS=str(home / "programs"), SHARDWRIGHT_CACHE=str(home / "cache"))
+    del lives.environment["SHARDWRIGHT_COMPILED"]
+    with lives:
+        (compiled,), log = Jobs(home, lives, home).run("own", hosts=1)
+    assert len(list((home / "cache" / "programs" / "0").iterdir())) == compiled > 1
+    assert f"compile: {compiled} programs, 0 loaded from {home / 'cache' / 'programs' / '0'}" in log.splitlines()

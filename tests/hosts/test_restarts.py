@@ -109,4 +109,4 @@ def test_two_hosts_go_back_after_a_spike_as_one_does(home, lives, tmp_path):
         codes = lives.run(logs, *job, "--output_dir", tmp_path / str(hosts), hosts=hosts)
         assert codes == [0] * hosts, "\n".join(log_of(logs, host)[-3000:] for host in range(hosts))
         assert "spike:   a spike at step" in log_of(logs, 0)
-    assert_same_losses(tmp_path / "2", tmp_path / "1")
+    assert_same_losses(tmp_path / "2", tmp_path / "1", rel=2e-5)  # so high a learning rate carries rounding on

@@ -119,12 +119,12 @@ def losses(output: Path) -> list[dict[str, float]]:
     return [{n: e[n] for n in names if n in e} for e in history if "loss" in e or "eval_loss" in e]
 
 
-def assert_same_losses(output: Path, other: Path) -> None:
+def assert_same_losses(output: Path, other: Path, rel: float = 2e-6) -> None:
     """To the rounding of a sum over the hosts, whose order is gloo's."""
     ours, theirs = losses(output), losses(other)
     assert [entry.keys() for entry in ours] == [entry.keys() for entry in theirs]
     for one, two in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(two, rel=2e-6)
+        assert one == pytest.approx(two, rel=rel)
 
 
 def log_of(logs: Path, host: int) -> str:

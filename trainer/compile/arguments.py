@@ -25,6 +25,14 @@ class CompileArguments:
         "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
         "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
     )
+    efficiency: str = option(
+        "",
+        "Parts of a peak that the estimate of a step's time takes to be reached, as `kind=value,kind=value`; "
+        "docs/tpu.md has the kinds, and the values that are taken otherwise with their sources.",
+    )
+    only_train_step: bool = option(
+        False, "Compile no other graph of the run beside the train step, to measure; the verdict is of that alone."
+    )
     compile_timeout: int = option(3600, "Seconds after which a compile is given up.")
 
     def __post_init__(self) -> None:

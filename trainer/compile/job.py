@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from trainer.arguments import TrainingArguments
 from trainer.compile.arguments import CompileArguments
+from trainer.compile.efficiency import efficiencies
 from trainer.compile.libtpu import Target, compile_for
 from trainer.compile.lowering import graphs_of, lower, shorter_steps
 from trainer.compile.report import CompileReport, Expected
@@ -30,9 +31,11 @@ class CompileJob:
         """The job that ``args`` describe, on the slice that ``options`` name.
 
         Raises:
-            UserError: no such slice, or anything in the arguments, the recipe, the model or the prompts that can't be.
+            UserError: no such slice, no such efficiency, or anything in the arguments, the recipe, the model or the
+                prompts that can't be.
         """
         where = _topology(options)
+        efficiencies(options.efficiency)  # refused before minutes of compiling
         job = Job.resolve(args, lambda: where.devices)
         if args.sample_prompts is not None:
             expected_shape(job)  # what is wrong with the prompts is said before minutes of compiling
@@ -66,9 +69,11 @@ class CompileJob:
         expected = Expected(
             model_flops=training_flops(job.adapted, job.config, job.rows, job.args.sequence_length),
             exchange=crossed[0] if crossed else None,
+            tokens=job.tokens,
+            efficiency=options.efficiency,
         )
         report = replace(compile_for(lower(job), target, expected), uncompiled=shorter_steps(job))
-        if not report.fits:  # then the others can't change the verdict
+        if options.only_train_step or not report.fits:  # if it does not fit, the others can't change the verdict
             return report
         for graph in graphs_of(job)[1:]:
             report = report.beside(graph, compile_for(lower(job, graph), target))

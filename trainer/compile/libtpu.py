@@ -94,7 +94,8 @@ def compile_for(
         return gzip.decompress(path.read_bytes()).decode() if path.exists() else ""
 
     result = json.loads((folder / "result.json").read_text())
-    return make_report(lowered, where, result, text("optimised.hlo"), text("buffers.txt"), expected or Expected())
+    hlo, buffers = text("optimised.hlo"), text("buffers.txt")
+    return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
 
 
 def _check_size(lowered: Lowered, target: Target, where: Topology) -> None:

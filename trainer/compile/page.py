@@ -8,23 +8,28 @@ from pathlib import Path
 
 from trainer.compile.report import CompileReport, GraphMemory
 from trainer.compile.summary import (
+    EFFICIENCY_HEADER,
     ESTIMATE,
     GRAPH_HEADER,
+    HOW_ESTIMATED,
     MODULE_HEADER,
     ROOFS,
     ROWS,
     TRIED_HEADER,
     by_axis,
+    efficiency_rows,
+    estimate_line,
     fact_rows,
     flag,
     graph_rows,
     memory_parts,
     module_rows,
+    share_rows,
     verdict,
     what_for,
     where_it_runs,
 )
-from trainer.report.html import html_bars, html_memory_bar, html_page, html_table
+from trainer.report.html import html_bars, html_memory_bar, html_page, html_stacked_bar, html_table
 from trainer.report.units import size
 
 
@@ -53,6 +58,7 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         html_memory_bar(memory_parts(report), report.chip_hbm_bytes),
         html_table(("", ""), fact_rows(report)),
         *(["<h2>What else was tried</h2>", html_table(TRIED_HEADER, tried)] if tried else []),
+        *_estimate(report),
         "<h2>Roofline (estimate)</h2>",
         html_bars([(ROOFS[name], seconds, f"{seconds:,.4f} s") for name, seconds in roof.times.items()]),
         f"<p>At least {roof.seconds:,.3f} s a step, bound by {roof.bound}.</p>",
@@ -71,6 +77,21 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         said = largest.error.split("  Largest program")[0].strip()
         body += ["<h2>What the compiler said</h2>", f"<pre>{escape(said)}</pre>"]
     return html_page(title, body)
+
+
+def _estimate(report: CompileReport) -> list[str]:
+    """The estimated step as one bar of its causes, and what it takes of each peak."""
+    said = estimate_line(report)
+    if not said:
+        return []
+    whole = report.estimate.seconds
+    parts = [(cause, s, f"{s:,.3f} s ({s / whole:.1%})") for cause, s in share_rows(report)]
+    return [
+        "<h2>The step's time (estimate)</h2>",
+        f"<p><b>{escape(said)}.</b> {escape(HOW_ESTIMATED)}</p>",
+        html_stacked_bar("the step's time", parts),
+        html_table(EFFICIENCY_HEADER, efficiency_rows(report), numbers=2),
+    ]
 
 
 def _collectives(report: CompileReport) -> str:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.compile.attribution import CollectiveLine, Parameters, collective_lines
-from trainer.compile.hlo.cost import Cost, count
+from trainer.compile.efficiency import efficiencies
+from trainer.compile.estimate import Estimate, estimate
+from trainer.compile.hlo.cost import Cost, Counter
+from trainer.compile.hlo.schedule import seconds_of
 from trainer.compile.hlo.text import Module, parse
+from trainer.compile.links import Links
 from trainer.compile.lowered import Lowered
 from trainer.compile.memory import Buffer, Memory, Sizes, largest_buffers, memory_of
 from trainer.xla.chips import Chip, Topology
@@ -27,10 +31,14 @@ class Expected:
     Args:
         model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
         exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
+        tokens: of one step on all chips; None: their rate is not estimated.
+        efficiency: what is to replace stated efficiencies (:func:`trainer.compile.efficiency.efficiencies`).
     """
 
     model_flops: float | None = None
     exchange: str | None = None
+    tokens: int | None = None
+    efficiency: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,7 @@ class CompileReport(Sizes):
         loops: loops whose length depends on data: whose → how often they were taken to run.
         error: why the compiler refused a step that does not fit; empty if it fits.
         graphs: the train step first, then those that were asked beside it (:meth:`beside`).
+        estimate: the train step's time; without a compiled step it is 0.
         uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
         kept: as in :class:`trainer.compile.lowered.Lowered`.
     """
@@ -150,6 +159,7 @@ class CompileReport(Sizes):
     roofline: Roofline
     error: str
     graphs: tuple[GraphMemory, ...]
+    estimate: Estimate
     uncompiled: tuple[str, ...] = ()
     kept: tuple[tuple[str, str, int], ...] = ()
 
@@ -195,6 +205,7 @@ def make_report(
     hlo: str,
     buffers: str,
     expected: Expected,
+    dcn: Mapping[str, int] | None = None,
 ) -> CompileReport:
     """Puts the report together from what the compiling process left (trainer.compile.libtpu_process).
 
@@ -202,12 +213,15 @@ def make_report(
         result: its ``result.json``.
         hlo: the optimised module's text; empty if the compiler ran out of memory before it had one.
         buffers: its allocations, and the buffers alive at the peak.
+        dcn: how many slices each axis of the mesh spans; None: one each.
     """
     module = parse(hlo) if hlo else None
-    cost = count(module, lowered.mesh, lowered.layers, where.chip) if module else Cost()
+    efficiency = efficiencies(expected.efficiency)
+    cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
     memory = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
+    tokens = None if expected.tokens is None else expected.tokens / where.devices
     largest = _largest(lowered, memory, module, buffers)
     fits, seconds = "error" not in result, (result["cpu_seconds"], result["wall_seconds"])
     required, temp, error = memory.sizes.required_bytes, memory.sizes.temp_bytes, result.get("error", "")
@@ -235,8 +249,20 @@ def make_report(
         roofline=_roofline(cost, collectives, where.chip, model_flops),
         error=error,
         graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
+        estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
         kept=lowered.kept,
     )
+
+
+def _measure(
+    module: Module, lowered: Lowered, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
+) -> tuple[Cost, dict[str, float]]:
+    """What one execution costs a chip, and its seconds by cause."""
+    over = [dcn.get(axis, 1) for axis in lowered.mesh]
+    inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
+    links = Links(where, inside, over, (efficiency["ici"], efficiency["dcn"]))
+    counter = Counter(module, lowered.mesh, lowered.layers, where.chip, links)
+    return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
 
 
 def _usable_hbm(said: int, chip: Chip) -> int:

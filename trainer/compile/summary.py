@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trainer.compile.attribution import CollectiveLine
+from trainer.compile.efficiency import EFFICIENCIES
+from trainer.compile.hlo.schedule import CAUSES
 from trainer.compile.report import CompileReport
 from trainer.report.units import size
 
@@ -14,6 +16,13 @@ ROOFS = {  # what each of `Roofline.times` divides by what
     "dcn": "bytes sent between slices ÷ DCN bandwidth",
     "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak, and what is sent with nothing beside it",
 }
+SHARES_HEADER = ("estimated step", "seconds", "share", "")
+EFFICIENCY_HEADER = ("kind", "reached", "of", "source")
+HOW_ESTIMATED = (
+    "Operations one after another, as scheduled: each takes the compiler's cycles, or its bytes over the HBM's "
+    "bandwidth if that is longer; a kernel its FLOPs over the peak. Collectives go by the ring model beside them. "
+    "--efficiency changes the parts of a peak that are taken to be reached:"
+)
 MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
 GRAPH_HEADER = ("graph of the run", "fits", "HBM a chip", "of it state beside", "compile, CPU")
 TRIED_HEADER = ("tried", "fits", "HBM a chip", "cycles a token", "compile")
@@ -26,6 +35,34 @@ def verdict(report: CompileReport) -> str:
     share = largest.needed_bytes / report.chip_hbm_bytes
     used = f"{size(largest.needed_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
     return f"{word}: {used}" + ("" if largest is report.graphs[0] else f", for the {largest.graph}")
+
+
+def estimate_line(report: CompileReport) -> str:
+    """The one number: what a step is estimated to take; empty if it was not compiled."""
+    found = report.estimate
+    if not found.seconds:
+        return ""
+    parts = [f"Estimated: {found.seconds:,.3f} s a step"]
+    if found.tokens_per_second is not None:
+        parts.append(f"{found.tokens_per_second:,.0f} tokens/s a chip")
+    if found.mfu is not None:
+        parts.append(f"{found.mfu:.1%} MFU")
+    changed = ", ".join(f"{kind}={value:g}" for kind, value in found.efficiency.items())
+    return ", ".join(parts) + (f" (with --efficiency {changed})" if changed else "")
+
+
+def efficiency_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Cells under :data:`EFFICIENCY_HEADER`, a row for each kind."""
+    changed = report.estimate.efficiency
+    return [
+        (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
+        for kind, each in EFFICIENCIES.items()
+    ]
+
+
+def share_rows(report: CompileReport) -> list[tuple[str, float]]:
+    """(cause, seconds) of the estimated step."""
+    return [(CAUSES[cause], seconds) for cause, seconds in report.estimate.shares.items() if seconds]
 
 
 def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:

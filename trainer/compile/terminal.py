@@ -14,11 +14,14 @@ from trainer.compile.summary import (
     MODULE_HEADER,
     ROOFS,
     ROWS,
+    SHARES_HEADER,
+    estimate_line,
     fact_rows,
     flag,
     graph_rows,
     memory_parts,
     module_rows,
+    share_rows,
     verdict,
     what_for,
     where_it_runs,
@@ -39,6 +42,14 @@ def print_report(report: CompileReport, console: Console) -> None:
     for name, text in [*((name, size(part)) for name, part in memory_parts(report) if part), *fact_rows(report)]:
         facts.add_row(Text(name), Text(text))
     console.print(facts)
+    if said := estimate_line(report):
+        console.print(Text(said, style="bold"))
+        whole = report.estimate.seconds
+        _print_table(
+            console,
+            SHARES_HEADER,
+            [(c, f"{s:,.4f}", f"{s / whole:.1%}", "█" * round(30 * s / whole)) for c, s in share_rows(report)],
+        )
     roofs = Table("roofline (estimate)", "seconds", "", box=None, pad_edge=False)
     for name, seconds in report.roofline.times.items():
         bar = "█" * round(30 * seconds / max(report.roofline.seconds, 1e-12))

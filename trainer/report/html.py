@@ -95,6 +95,25 @@ def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
     return f"<table>{cells}</table>" if rows else "<p>None.</p>"
 
 
+def html_stacked_bar(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
+    """One bar of parts that make a whole, with a legend.
+
+    Args:
+        label: what the whole is, for those who do not see it.
+        parts: (name, value, the value as text), from left to right; at most as many as there are colours (7).
+    """
+    whole = sum(value for _, value, _ in parts) or 1.0
+    left, rects, legend = 0.0, [], []
+    for number, (name, value, text) in enumerate(parts):
+        width, said = 100 * value / whole, escape(f"{name}: {text}")
+        place = f'x="{left:.3f}%" y="0" width="{width:.3f}%" height="32"'
+        rects.append(f'<rect class="c{number}" {place}><title>{said}</title></rect>')
+        legend.append(f'<span><i class="k{number}"></i>{said}</span>')
+        left += width
+    svg = f'<svg role="img" aria-label="{escape(label)}" width="100%" height="32">{"".join(rects)}</svg>'
+    return f'{svg}<p class="legend">{"".join(legend)}</p>'
+
+
 def html_memory_bar(parts: Sequence[tuple[str, int]], limit: int) -> str:
     """One bar of a chip's HBM, with a mark where it ends and a legend.
 

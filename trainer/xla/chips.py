@@ -31,6 +31,7 @@ class Chip:
         dcn_bandwidth: bytes/s that a chip can send to other slices.
         clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs that all MXUs do in a cycle.
         pod: chips along each dimension of the largest slice.
+        mxu: rows and columns of a matrix unit.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Chip:
     dcn_bandwidth: float
     clock: float
     pod: tuple[int, ...]
+    mxu: int = 128
 
     def missing_flags(self, given: str) -> dict[str, str]:
         """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets."""
@@ -67,7 +69,7 @@ CHIPS = {
         Chip("v4", "v4", "megacore", 275e12, 32 * _GIB - 1280 * _MIB, 1200e9, 6, 50e9, 6.25e9, 1.05e9, (16, 16, 16)),
         Chip("v5e", "v5e", None, 197e12, 16 * _GIB - 258 * _MIB, 819e9, 4, 50e9, 3.125e9, 1.5e9, (16, 16)),
         Chip("v5p", "v5", "megacore", 459e12, 96 * _GIB - 263 * _MIB, 2765e9, 6, 100e9, 6.25e9, 1.75e9, (16, 16, 24)),
-        Chip("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16)),
+        Chip("v6e", "v6e", None, 918e12, 63 * _GIB // 2 - 260 * _MIB, 1640e9, 4, 100e9, 12.5e9, 1.75e9, (16, 16), 256),
     )
 }
 

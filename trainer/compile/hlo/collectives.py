@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from trainer.compile.hlo.text import Computation, Instruction, Leaf
+from trainer.compile.links import Links
 
 KINDS = (
     "all-gather",
@@ -56,13 +57,15 @@ class Collective:
 class Traffic:
     """How often a collective runs and what it moves, per chip.
 
-    ``exposed_bytes`` are the part of the wire bytes that is sent while nothing is computed.
+    ``exposed_bytes`` are the part of the wire bytes that is sent while nothing is computed; ``seconds`` it takes if it
+    has the links to itself.
     """
 
     count: float = 0
     bytes: float = 0
     wire_bytes: float = 0
     exposed_bytes: float = 0
+    seconds: float = 0
 
     def plus(self, other: Traffic, times: float) -> Traffic:
         """This and ``times`` the other."""
@@ -71,49 +74,57 @@ class Traffic:
             self.bytes + times * other.bytes,
             self.wire_bytes + times * other.wire_bytes,
             self.exposed_bytes + times * other.exposed_bytes,
+            self.seconds + times * other.seconds,
         )
 
 
 def collective(
-    computation: Computation, instruction: Instruction, mesh: dict[str, int]
+    computation: Computation, instruction: Instruction, mesh: dict[str, int], links: Links | None = None
 ) -> tuple[Collective, Traffic] | None:
     """The collective that an instruction is; None if it is none: another opcode, a ``-done``, groups of one device.
 
-    All its wire bytes are exposed here: only the caller knows what runs beside it.
+    All its wire bytes are exposed here: only the caller knows what runs beside it. Without ``links`` it takes no time.
     """
     if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
-        return _between_slices(computation, instruction)
+        return _between_slices(computation, instruction, links)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
     operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
     size = sum(leaf.bytes for leaf in operands)
     sizes = tuple(mesh.values())
+    members: tuple[int, ...]
     if kind == "collective-permute":
         pairs = _pairs(instruction.attribute(r"source_target_pairs=(\{\{.*?\}\})") or "")
         moving = [(a, b) for a, b in pairs if a != b]
         if not moving:
             return None
-        axis, group, wire = _axes_of_pairs(mesh, moving), 2, size * len(moving) / math.prod(sizes)
+        axis, members, wire = _axes_of_pairs(mesh, moving), moving[0], size * len(moving) / math.prod(sizes)
+        group = 2
     else:
         groups = replica_groups(instruction.attributes, math.prod(sizes))
         group = len(groups[0])
         if group == 1:
             return None
-        axis = axes_of_group(mesh, groups[0])
+        axis, members = axes_of_group(mesh, groups[0]), groups[0]
         size *= group if kind == "all-gather" else 1
         wire = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
     shown = operands if kind != "all-gather" else _gathered(instruction, len(operands))
     shape = ", ".join(map(str, shown))
-    return Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici"), Traffic(1, size, wire, wire)
+    seconds = links.seconds(kind, "ici", members, wire) if links else 0.0
+    key = Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici")
+    return key, Traffic(1, size, wire, wire, seconds)
 
 
-def _between_slices(computation: Computation, instruction: Instruction) -> tuple[Collective, Traffic]:
+def _between_slices(
+    computation: Computation, instruction: Instruction, links: Links | None
+) -> tuple[Collective, Traffic]:
     """The part of a collective that leaves the slice: a send to the host, which passes it on."""
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
     leaf = computation.operands(instruction)[0].leaves[0]
     key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
-    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes)
+    seconds = links.seconds(kind, "dcn", (), leaf.bytes) if links else 0.0
+    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes, seconds)
 
 
 def _gathered(instruction: Instruction, operands: int) -> list[Leaf]:

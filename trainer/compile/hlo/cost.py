@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 
 from trainer.compile.hlo.collectives import Collective, Traffic, collective, module_of
 from trainer.compile.hlo.flops import convolution_flops, dot_flops
+from trainer.compile.hlo.kernels import is_kernel
 from trainer.compile.hlo.loops import trip_count
 from trainer.compile.hlo.text import Computation, Instruction, Leaf, Module
+from trainer.compile.links import Links
 from trainer.xla.chips import Chip
 
 _FREE = {  # opcodes that move no bytes of their own
@@ -87,7 +89,12 @@ class Cost:
 
 
 def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost:
-    """The cost of one execution, per chip.
+    """The cost of one execution, per chip; the arguments are those of :class:`Counter`."""
+    return Counter(module, mesh, layers, chip).computation(module.entry)
+
+
+class Counter:
+    """Works out each computation's cost once, however often it is called.
 
     Args:
         mesh: axis → size; collectives are attributed to axes.
@@ -95,15 +102,13 @@ def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost
             are taken to run once: their length depends on data, as in an exchange that is repeated until every token
             is served.
         chip: its clock and its links tell how much of a collective is sent while something is computed.
+        links: how long collectives take on them; None: no time.
     """
-    return _Counter(module, mesh, layers, chip).computation(module.entry)
 
-
-class _Counter:
-    """Works out each computation's cost once, however often it is called."""
-
-    def __init__(self, module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> None:
-        self.module, self.mesh, self.layers = module, mesh, layers
+    def __init__(
+        self, module: Module, mesh: dict[str, int], layers: int, chip: Chip, links: Links | None = None
+    ) -> None:
+        self.module, self.mesh, self.layers, self.links = module, mesh, layers, links
         self.bytes_a_cycle = {"ici": chip.ici_bandwidth / chip.clock, "dcn": chip.dcn_bandwidth / chip.clock}
         self.known: dict[str, Cost] = {}
 
@@ -120,18 +125,27 @@ class _Counter:
         """Adds an instruction, and the computations that it runs; of a conditional's branches the dearest."""
         opcode = instruction.opcode
         if opcode == "while":
-            body = self._named(instruction.attribute(r"body=%?([^\s,]+)"))
-            trips = trip_count(self.module, computation, instruction)
-            if trips is None:
-                trips = self.layers if computation is self.module.entry else 1
+            trips, told = self.trips(computation, instruction)
+            if not told:
                 cost.loops[instruction.op_name or instruction.name] = trips
-            cost.add(self.computation(body), trips)
+            cost.add(self.computation(self.body(instruction)), trips)
         elif opcode == "conditional":
-            cost.add(max((self.computation(b) for b in self._branches(instruction)), key=lambda c: (c.cycles, c.flops)))
+            cost.add(max(map(self.computation, self.branches(instruction)), key=lambda c: (c.cycles, c.flops)))
         elif opcode in ("call", "call-start", "async-start"):
-            cost.add(self._overlapped(computation, instruction, self.computation(self._named(instruction.called))))
+            cost.add(self._overlapped(computation, instruction, self.computation(self.named(instruction.called))))
         else:
             self._own(cost, computation, instruction)
+
+    def trips(self, computation: Computation, loop: Instruction) -> tuple[int, bool]:
+        """How often a loop is taken to run, and whether its condition tells."""
+        trips = trip_count(self.module, computation, loop)
+        return (trips, True) if trips is not None else (self.layers if computation is self.module.entry else 1, False)
+
+    def own(self, computation: Computation, instruction: Instruction) -> Cost:
+        """What an instruction takes that is one scheduled operation."""
+        cost = Cost()
+        self._own(cost, computation, instruction)
+        return cost
 
     def _own(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """Adds an instruction that is one scheduled operation, to ``cost`` and to its module's share."""
@@ -140,7 +154,7 @@ class _Counter:
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
             fused = Cost()
-            self._fused(fused, self._named(instruction.called), module, scatters=False)
+            self._fused(fused, self.named(instruction.called), module, scatters=False)
             cost.add(self._overlapped(computation, instruction, fused))
             self._fusion_bytes(cost, computation, instruction)
         else:
@@ -153,7 +167,7 @@ class _Counter:
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """Adds FLOPs, collective and bytes of an operation that is no fusion."""
         self._work(cost, computation, instruction)
-        if found := collective(computation, instruction, self.mesh):
+        if found := collective(computation, instruction, self.mesh, self.links):
             cost.add(self._overlapped(computation, instruction, Cost(collectives=dict([found]))))
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or '"AllocateBuffer"' in instruction.attributes:
@@ -174,12 +188,12 @@ class _Counter:
 
     def _overlapped(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
         """``cost``, its collectives exposed only as far as the work between ``start`` and its end doesn't hide them."""
-        end = self._end(computation, start) if cost.collectives else None
+        end = self.end(computation, start) if cost.collectives else None
         if end is None:
             return cost
         between = computation.instructions[computation.order[start.name] + 1 : computation.order[end.name]]
         # a loop, a call or a kernel has no cycles in the text, but takes long enough to hide a collective
-        unknown = any(i.opcode in ("while", "call", "conditional") or _is_kernel(i) for i in between)
+        unknown = any(i.opcode in ("while", "call", "conditional") or is_kernel(i) for i in between)
         beside = math.inf if unknown else sum(map(_cycles, between))
         exposed = {
             key: dataclasses.replace(
@@ -189,14 +203,14 @@ class _Counter:
         }
         return dataclasses.replace(cost, collectives=exposed)
 
-    def _end(self, computation: Computation, start: Instruction) -> Instruction | None:
+    def end(self, computation: Computation, start: Instruction) -> Instruction | None:
         """The instruction that awaits what ``start`` began, None if it isn't asynchronous."""
         if start.opcode != "fusion":
             return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
-        chain = _chain(self._named(start.called), "AsyncCollectiveStart")
+        chain = _chain(self.named(start.called), "AsyncCollectiveStart")
         later = computation.instructions[computation.order[start.name] + 1 :] if chain else []
         fusions = (i for i in later if i.opcode == "fusion")
-        return next((i for i in fusions if _chain(self._named(i.called), "AsyncCollectiveDone") == chain), None)
+        return next((i for i in fusions if _chain(self.named(i.called), "AsyncCollectiveDone") == chain), None)
 
     def _work(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """Adds the FLOPs of the instruction itself."""
@@ -205,7 +219,7 @@ class _Counter:
             cost.flops += dot_flops(instruction, operands)
         elif instruction.opcode == "convolution":
             cost.flops += convolution_flops(instruction, operands)
-        elif _is_kernel(instruction):
+        elif is_kernel(instruction):
             estimate = instruction.attribute(r'"cost_estimate":\s*\{[^}]*?"flops":\s*"?(\d+)')
             if estimate and int(estimate):
                 cost.flops += int(estimate)
@@ -230,21 +244,21 @@ class _Counter:
         for instruction in fused.instructions:
             self._work(cost, fused, instruction)
             if instruction.opcode == "fusion" or (instruction.opcode == "call" and instruction.called):
-                self._fused(cost, self._named(instruction.called), owner, scatters=scatters)
-            elif found := collective(fused, instruction, self.mesh):
+                self._fused(cost, self.named(instruction.called), owner, scatters=scatters)
+            elif found := collective(fused, instruction, self.mesh, self.links):
                 if "chain_id=" in instruction.attributes and not starts:
                     continue
                 key, traffic = found
                 key = dataclasses.replace(key, module=key.module or owner)
                 if scatters and key.kind == "all-reduce":
                     key = dataclasses.replace(key, kind="reduce-scatter")
-                    half = traffic.wire_bytes / 2
-                    traffic = dataclasses.replace(traffic, wire_bytes=half, exposed_bytes=half)
+                    half, seconds = traffic.wire_bytes / 2, traffic.seconds / 2
+                    traffic = dataclasses.replace(traffic, wire_bytes=half, exposed_bytes=half, seconds=seconds)
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
         """Adds what a fusion reads and writes."""
-        fused = self._named(instruction.called)
+        fused = self.named(instruction.called)
         for number, operand in enumerate(computation.operands(instruction)):
             whole = operand.leaves
             read = self._read(fused, fused.parameters[number].name) if number in fused.parameters else None
@@ -274,7 +288,7 @@ class _Counter:
                     return None
                 total += part
             elif user.opcode == "fusion" and user.called:
-                inner = self._named(user.called)
+                inner = self.named(user.called)
                 part = self._read(inner, inner.parameters[user.operands.index(name)].name)
                 if part is None:
                     return None
@@ -291,11 +305,15 @@ class _Counter:
         if part.opcode in ("bitcast", "reshape") and part.operands[0] in fused.by_name:
             return self._written(fused, fused.by_name[part.operands[0]])
         if part.opcode == "fusion" and part.called:
-            inner = self._named(part.called)
+            inner = self.named(part.called)
             return self._written(inner, inner.root)
         return None
 
-    def _branches(self, instruction: Instruction) -> list[Computation]:
+    def body(self, loop: Instruction) -> Computation:
+        """What a loop runs."""
+        return self.named(loop.attribute(r"body=%?([^\s,]+)"))
+
+    def branches(self, instruction: Instruction) -> list[Computation]:
         """The computations among which a conditional chooses."""
         several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
         names = (
@@ -303,9 +321,10 @@ class _Counter:
             if several
             else re.findall(r"(?:true|false)_computation=%?([^\s,]+)", instruction.attributes)
         )
-        return [self._named(name.strip().lstrip("%")) for name in names]
+        return [self.named(name.strip().lstrip("%")) for name in names]
 
-    def _named(self, name: str | None) -> Computation:
+    def named(self, name: str | None) -> Computation:
+        """The computation of that name."""
         return self.module.computations[name or ""]
 
 
@@ -324,11 +343,6 @@ def _cycles(instruction: Instruction) -> int:
     """The compiler's estimate, 0 if it has none."""
     cycles = int(instruction.attribute(r'"estimated_cycles":"?(\d+)') or 0)
     return cycles if cycles < _NO_CYCLES else 0
-
-
-def _is_kernel(instruction: Instruction) -> bool:
-    """Is it a custom kernel (Pallas)?"""
-    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def _move(cost: Cost, moved: Iterable[Leaf]) -> None:

@@ -1,0 +1,166 @@
+"""The estimate of a step's time beside times that were published: MaxText's, for steps that can be compiled here.
+
+python scripts/measure/step_times.py             # prints the tables of docs/tpu.md; minutes to an hour of CPU
+
+Each row is the same model, batch, sequence length and dtypes on the same kind of chip, with our recipe and kernels in
+place of MaxText's; the last column says what differs. Published are tokens/s a chip; the seconds are those that our
+step's tokens take at that rate. A last line sets the compiler's cycles for one large product
+beside its published time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from tpu_tables import ROOT, compile_one
+
+from trainer.cli import Parser
+from trainer.compile.hlo.schedule import CAUSES
+from trainer.errors import exit_code
+from trainer.report.lines import say, waiting
+from trainer.xla.chips import CHIPS, find_topology
+
+_CONFIG = "@llama3_70b.json,bos_token_id=1,eos_token_id=2"
+_LLAMA_8B = "num_hidden_layers=32,hidden_size=4096,intermediate_size=14336,num_attention_heads=32"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A step that was timed on TPUs, and what to compile to compare with it.
+
+    Args:
+        options: of scripts/compile.py.
+        tokens_per_second: of one chip.
+        tokens: of a chip's part of a step.
+        source: where it was published.
+        differs: what our step does otherwise.
+    """
+
+    options: str
+    tokens_per_second: float
+    tokens: int
+    source: str
+    differs: str
+
+
+_TIERING = "MaxText docs/reference/models/tiering.md (e591f30)"
+_TRILLIUM = "tpu-recipes training/trillium/Llama3.1-8B-MaxText/v6e-8 (c8cfe2f)"
+_V6E = (
+    f"--recipe llama_fsdp --model {_CONFIG},{_LLAMA_8B} --sequence_length 8192 --topology v6e:2x4 "
+    "--per_device_train_batch_size 3"
+)
+ROWS = {
+    "Mixtral-8x7B, dropless, 36 × 4,096, v5p:4x4x8": Published(
+        "--recipe mixtral_fsdp --model docs/configs/mixtral_8x7b.json --sequence_length 4096 --topology v5p:4x4x8 "
+        "--per_device_train_batch_size 36 --weight_dtype bfloat16 --optimizer_dtype bfloat16",
+        2909,
+        36 * 4096,
+        f"{_TIERING}; tpu-recipes training/v5p/Mixtral-8X7B-Maxtext",
+        "nothing that is told: full remat, bfloat16 state",
+    ),
+    "Llama-2-70B, 2 × 4,096, v5p:4x4x4": Published(
+        f"--recipe llama_fsdp --model {_CONFIG},vocab_size=32000 --sequence_length 4096 --topology v5p:4x4x4 "
+        "--per_device_train_batch_size 2",
+        692,
+        2 * 4096,
+        f"{_TIERING}; llama2_70b_v5p_128 in benchmarks/maxtext_v5p_model_configs.py (92e59fd)",
+        "full remat, 2 sequences a chip on 64; theirs keeps all products but two of the MLP, 4 on 512",
+    ),
+    "Llama-3.1-8B, 3 × 8,192, v6e:2x4": Published(
+        f"{_V6E} --compiler_options xla_tpu_scoped_vmem_limit_kib=98304",
+        7138.89,
+        3 * 8192,
+        _TRILLIUM,
+        "full remat; theirs keeps q, k, v and o on the host. Attention in blocks of 1,024 and two backward kernels; "
+        "theirs 2,048 and one",
+    ),
+    "the same without the VMEM that theirs gives a fusion": Published(
+        _V6E, 7138.89, 3 * 8192, _TRILLIUM, "as the row above, and the flags that a run here sets on v6e"
+    ),
+}
+_PRODUCT = 8192
+_PRODUCT_SECONDS = 0.006047147869830951  # docs.jax.dev/en/latest/pallas/tpu/matmul.html, "XLA matmul", v5e
+
+
+def main() -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("--efficiency", default="", help="as compile.py takes it")
+    parser.add_argument("--product", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    arguments = parser.parse_args()
+    if arguments.product:
+        print(json.dumps(_product_cycles()))
+        return 0
+    console, rows = Console(stderr=True), []
+    given = f" --efficiency {arguments.efficiency}" if arguments.efficiency else ""
+    for name, published in ROWS.items():
+        with waiting(console, f"compiling {name} …"):
+            report = compile_one(f"{published.options} --only_train_step{given}")
+        say(console, f"{name}: {report.get('failed') or 'done'}")
+        rows.append([name, *_cells(published, report)])
+    header = ["", "published, s", "estimated", "error", "MFU published", "estimated", "time goes to", "differs"]
+    print(_markdown([header, ["---"] * len(header), *rows]))
+    print("\n" + "\n".join(f"- {name}: {published.source}" for name, published in ROWS.items()))
+    cycles = json.loads(subprocess.check_output([sys.executable, __file__, "--product"], cwd=ROOT, env=_environment()))
+    seconds = cycles / CHIPS["v5e"].clock
+    print(
+        f"\nA product of {_PRODUCT:,}³ on v5e: published {_PRODUCT_SECONDS * 1e3:.2f} ms, by the compiler's cycles "
+        f"{seconds * 1e3:.2f} ms ({seconds / _PRODUCT_SECONDS - 1:+.1%})"
+    )
+    return 0
+
+
+def _cells(published: Published, report: dict[str, Any]) -> list[str]:
+    seconds = published.tokens / published.tokens_per_second
+    if "failed" in report:
+        return [f"{seconds:.2f}", report["failed"], *[""] * 5]
+    found = report["estimate"]
+    peak = find_topology(report["topology"]).chip.flops
+    shares = sorted(found["shares"].items(), key=lambda share: -share[1])
+    return [
+        f"{seconds:.2f}",
+        f"{found['seconds']:.2f}",
+        f"{found['seconds'] / seconds - 1:+.1%}",
+        f"{report['model_flops'] / peak / seconds:.1%}",
+        f"{found['mfu']:.1%}",
+        "; ".join(f"{CAUSES[cause]} {part / found['seconds']:.0%}" for cause, part in shares if part),
+        published.differs,
+    ]
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _environment() -> dict[str, str]:
+    """What lets libtpu load on a machine without a TPU, as in trainer.compile.libtpu."""
+    worker = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
+    return {**os.environ, **worker, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def _product_cycles() -> int:
+    """The compiler's estimated cycles of one bfloat16 product on a chip of v5e."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    from trainer.compile.hlo.cost import count
+    from trainer.compile.hlo.text import parse
+
+    name, options = find_topology("v5e:1x1").libtpu()
+    chips = topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices
+    mesh = jax.sharding.Mesh(np.array(chips), ("x",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    matrix = jax.ShapeDtypeStruct((_PRODUCT, _PRODUCT), "bfloat16", sharding=whole)
+    text = jax.jit(jax.numpy.matmul).lower(matrix, matrix).compile().as_text() or ""
+    return int(count(parse(text), {"x": 1}, 1, CHIPS["v5e"]).cycles)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,175 @@
+"""A step's time: kernels by their work, the ring model, what runs beside a collective, and the sum of all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from models.kernel_work import Heads, attention_work, gmm_work, met_blocks, tgmm_work
+from tests.support.captured import V5P
+from tests.support.paths import ROOT
+from trainer.compile.efficiency import EFFICIENCIES, efficiencies
+from trainer.compile.hlo.cost import Counter
+from trainer.compile.hlo.kernels import kernel_work
+from trainer.compile.hlo.schedule import seconds_of
+from trainer.compile.hlo.text import parse
+from trainer.compile.links import Links, Ring
+from trainer.errors import UserError
+from trainer.xla.chips import find_topology
+
+WHOLE = dict.fromkeys(EFFICIENCIES, 1.0)
+RING = Links(find_topology("v5p:4x4x4"), (4, 4, 4), (1, 1, 1))
+MESH = {"a": 4, "b": 4, "c": 4}
+
+
+def _seconds(text: str, efficiency: dict[str, float] = WHOLE) -> dict[str, float]:
+    return seconds_of(Counter(parse(text), MESH, 1, V5P, RING), V5P, efficiency)
+
+
+@pytest.mark.parametrize(("length", "block", "window"), [(4096, 1024, None), (4096, 512, 1024), (768, 128, 129)])
+def test_blocks_are_those_in_which_a_query_sees_a_key(length: int, block: int, window: int | None) -> None:
+    seen = {
+        (query // block, key // block)
+        for query, key in itertools.product(range(0, length, 1), range(0, length, 16))
+        if key <= query and (window is None or query - key < window)
+    }
+    count = length // block
+    reach = count - 1 if window is None else min(-(-(window - 1) // block), count - 1)
+    assert met_blocks(count, reach) == len(seen)
+
+
+def test_attention_work_is_that_of_its_products_block_by_block() -> None:
+    heads, block = Heads(rows=6, length=512, width=64, value_width=32, itemsize=2), 128
+    pairs = 6 * 10 * block * block  # 10 of 16 blocks
+    scores, value = 2 * 64 * pairs, 2 * 32 * pairs
+    assert attention_work("forward", heads, block, 3).flops == scores + value
+    assert attention_work("dq", heads, block, 3).flops == 2 * scores + value  # scores, dP = dO Vᵀ, dQ = dS K
+    assert attention_work("dkv", heads, block, 3).flops == 2 * scores + 2 * value  # and dV = Pᵀ dO, dK = dSᵀ Q
+    # each block of keys and values that is met passes by; query, output and a row's logarithm move once
+    forward = 6 * 10 * block * (64 + 32) * 2 + 6 * 512 * ((64 + 32) * 2 + 128 * 4)
+    assert attention_work("forward", heads, block, 3).hbm_bytes == forward
+
+
+def test_kernels_are_known_by_their_shapes() -> None:
+    module = parse(
+        """HloModule kernels
+ENTRY %main (n: s8[1,4,2], q: bf16[3,8,4096,128], k: bf16[3,2,4096,128], i: s32[4096,128], x: bf16[2048,256], \
+w: bf16[4,256,512], t: s32[7], y: bf16[2048,512], s: f32[4,256,512]) -> bf16[2048,512] {
+  %n = s8[1,4,2]{2,1,0} parameter(0)
+  %q = bf16[3,8,4096,128]{3,2,1,0} parameter(1)
+  %k = bf16[3,2,4096,128]{3,2,1,0} parameter(2)
+  %i = s32[4096,128]{1,0} parameter(3)
+  %x = bf16[2048,256]{1,0} parameter(4)
+  %w = bf16[4,256,512]{2,1,0} parameter(5)
+  %t = s32[7]{0} parameter(6)
+  %y = bf16[2048,512]{1,0} parameter(7)
+  %s = f32[4,256,512]{2,1,0} parameter(8)
+  %forward = (f32[3,1024,128]{2,1,0}, f32[3,1024,128]{2,1,0}, f32[3,1024,128]{2,1,0}, bf16[3,8,4096,128]{3,2,1,0}, \
+f32[3,8,4096,128]{3,2,1,0}) custom-call(%n, %n, %q, %k, %k, %i), custom_call_target="tpu_custom_call"
+  %dkv = (f32[3,1024,128]{2,1,0}, f32[3,1024,128]{2,1,0}, bf16[3,2,4096,128]{3,2,1,0}, bf16[3,2,4096,128]{3,2,1,0}) \
+custom-call(%n, %n, %q, %k, %k, %i), custom_call_target="tpu_custom_call"
+  %dq = (f32[3,1024,128]{2,1,0}, bf16[3,8,4096,128]{3,2,1,0}) custom-call(%n, %n, %q, %k, %k, %i), \
+custom_call_target="tpu_custom_call"
+  %tgmm = f32[4,256,512]{2,1,0} custom-call(%t, %x, %y, %s), custom_call_target="tpu_custom_call"
+  %strange = f32[4,256]{1,0} custom-call(%s), custom_call_target="tpu_custom_call"
+  ROOT %gmm = bf16[2048,512]{1,0} custom-call(%t, %x, %w), custom_call_target="tpu_custom_call"
+}
+"""
+    )
+    entry = module.entry
+    names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange")
+    found = {name: kernel_work(entry, entry.by_name[name]) for name in names}
+    heads = Heads(24, 4096, 128, 128, 2)
+    assert found == {
+        **{phase: attention_work(phase, heads, 1024, reach=1) for phase in ("forward", "dkv", "dq")},
+        "gmm": gmm_work(2048, 256, 512, 7, 2),
+        "tgmm": tgmm_work(2048, 256, 512, 4, 2, 4),
+        "strange": None,
+    }
+
+
+def test_the_ring_model() -> None:
+    link = V5P.link_bandwidth
+    ring, plane = [0, 1, 2, 3], list(range(16))
+    assert RING.rings(ring) == [Ring(4, 2.0)]
+    assert RING.rings([0, 2]) == [Ring(2, 1.0)]  # every other chip: a ring too, whose links two groups share
+    assert RING.seconds("all-gather", "ici", ring, 3e9) == pytest.approx(3e9 / (2 * link))
+    assert RING.seconds("reduce-scatter", "ici", plane, 3e9) == pytest.approx(3e9 / (4 * link))
+    # of 4 parts of a GB two go one step, one goes two: 4 GB-steps over two links of each chip
+    assert RING.seconds("all-to-all", "ici", ring, 3e9) == pytest.approx(2e9 / link)
+    line = Links(find_topology("v6e:4x4"), (4, 4), (1, 1))  # not as long as the pod: open
+    assert line.rings(ring) == [Ring(4, 1.0)]
+    # the first half sends half of its 4 GB over the middle, one link: 2 chips × 2 GB
+    assert line.seconds("all-to-all", "ici", ring, 3e9) == pytest.approx(4e9 / line.topology.chip.link_bandwidth)
+    assert line.seconds("all-gather", "dcn", (), 1e9) == pytest.approx(1e9 / line.topology.chip.dcn_bandwidth)
+
+
+def test_only_what_nothing_hides_of_a_collective_is_waited_for() -> None:
+    def step(cycles: int) -> dict[str, float]:
+        return _seconds(
+            f"""HloModule beside
+ENTRY %main (a: f32[1024,1024]) -> f32[4096,1024] {{
+  %a = f32[1024,1024]{{1,0}} parameter(0)
+  %s = (f32[1024,1024]{{1,0}}, f32[4096,1024]{{1,0}}) all-gather-start(%a), \
+replica_groups=[16,4]<=[64], dimensions={{0}}
+  %work = f32[1024,1024]{{1,0:S(1)}} negate(%a), backend_config={{"estimated_cycles":"{cycles}"}}
+  ROOT %d = f32[4096,1024]{{1,0}} all-gather-done(%s)
+}}
+"""
+        )
+
+    alone = 3 * 4 * 2**20 / (2 * V5P.link_bandwidth)
+    half = int(alone / 2 * V5P.clock)
+    assert step(half)["ici"] == pytest.approx(alone - half / V5P.clock)
+    assert "ici" not in step(4 * half)
+
+
+def test_a_loops_time_is_its_bodys_times_its_turns_and_shares_make_the_whole() -> None:
+    loop = """HloModule loops
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %y = f32[8]{0} negate(%x), backend_config={"estimated_cycles":"1750000"}
+  ROOT %out = (s32[], f32[8]{0}) tuple(%i, %y)
+}
+%condition (p.1: (s32[], f32[8])) -> pred[] {
+  %p.1 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+ENTRY %main (a: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %a = (s32[], f32[8]{0}) parameter(0)
+  ROOT %w = (s32[], f32[8]{0}) while(%a), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    assert _seconds(loop) == {"rest": pytest.approx(5e-3)}
+    slower = _seconds(loop, WHOLE | {"compiler": 0.5})
+    assert slower == {"rest": pytest.approx(10e-3)}
+
+
+def test_efficiencies_are_the_users_to_change() -> None:
+    assert efficiencies() == {kind: each.value for kind, each in EFFICIENCIES.items()}
+    assert efficiencies("gmm=0.9, ici=1") == efficiencies() | {"gmm": 0.9, "ici": 1.0}
+    assert all(each.source and 0 < each.value <= 1 for each in EFFICIENCIES.values())
+
+
+def test_the_docs_state_every_efficiency_and_its_source() -> None:
+    text = (ROOT / "docs" / "tpu.md").read_text(encoding="utf-8")
+    assert all(f"| {kind} | {x.value:g} | {x.of} | {x.source} |" in text for kind, x in EFFICIENCIES.items())
+
+
+@pytest.mark.parametrize("text", ["gm=0.9", "gmm", "gmm=", "gmm=0", "gmm=1.1", "gmm=nan", "gmm=fast", "=1"])
+def test_an_efficiency_that_cant_be_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--efficiency"):
+        efficiencies(text)
+
+
+def test_the_time_of_a_real_compile_is_at_least_its_roofs(report, cost) -> None:  # type: ignore[no-untyped-def]
+    found = report.estimate
+    assert math.fsum(found.shares.values()) == pytest.approx(found.seconds)
+    assert found.seconds >= max(cost.flops / V5P.flops, cost.cycles / V5P.clock)
+    assert found.mfu == pytest.approx(1e9 / V5P.flops / found.seconds)
+    assert found.tokens_per_second == pytest.approx(256 / found.seconds)

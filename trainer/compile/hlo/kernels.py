@@ -1,0 +1,58 @@
+"""Which of our kernels a custom call is, and what work it does, told from the shapes of its operands and outputs.
+
+A kernel's name is not in the module's text. But splash attention alone takes lists of blocks, and its three kernels
+keep three, one and two arrays of three dimensions; a grouped product puts out a matrix or one for each group.
+"""
+
+from __future__ import annotations
+
+from models.kernel_work import Heads, Work, attention_work, gmm_work, tgmm_work
+from trainer.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits
+
+_PHASES = {1: "dq", 2: "dkv", 3: "forward"}  # by how many scratch arrays a kernel of splash attention puts out
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Is it a custom kernel (Pallas)?"""
+    return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
+
+
+def kernel_work(computation: Computation, kernel: Instruction) -> Work | None:
+    """What a custom kernel does when it runs once; None if it is none of ours."""
+    operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
+    outputs = list(kernel.leaves)
+    numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
+    lists = [leaf for leaf in operands[:2] if _whole(leaf) and len(leaf.dims) == 3]
+    if len(lists) == 2 and len(numbers) >= 3 and all(len(leaf.dims) == 4 for leaf in numbers[:3]):
+        return _attention(lists[0], numbers, outputs)
+    if len(outputs) == 1 and len(numbers) >= 2 and len(numbers[0].dims) == 2:
+        return _grouped(operands, numbers, outputs[0])
+    return None
+
+
+def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf]) -> Work | None:
+    scratch = [leaf for leaf in outputs if len(leaf.dims) == 3]
+    phase = _PHASES.get(len(scratch))
+    if phase is None:
+        return None
+    batch, rows, length, width = numbers[0].dims
+    heads = Heads(batch * rows, length, width, numbers[2].dims[3], dtype_bits(numbers[0].dtype) // 8)
+    # a list has as many entries as the farthest block needs: one more than a block's reach
+    return attention_work(phase, heads, scratch[0].dims[1], min(blocks.dims[1:]) - 1)
+
+
+def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf) -> Work | None:
+    left, right = numbers[:2]
+    size = dtype_bits(left.dtype) // 8
+    if len(output.dims) == 2 and len(right.dims) == 3 and output.dims[0] == left.dims[0]:
+        visits = max((leaf.elements for leaf in operands if _whole(leaf)), default=1)
+        return gmm_work(left.dims[0], left.dims[1], output.dims[1], visits, size)
+    if len(output.dims) == 3 and len(right.dims) == 2 and right.dims[0] in left.dims:
+        groups, inner, outer = output.dims
+        return tgmm_work(right.dims[0], inner, outer, groups, size, dtype_bits(output.dtype) // 8)
+    return None
+
+
+def _whole(leaf: Leaf) -> bool:
+    """Is it an array of whole numbers?"""
+    return leaf.dtype[0] in "su"

@@ -1,0 +1,135 @@
+"""How long one execution of a compiled module takes a chip: its operations one after another, collectives beside them.
+
+An operation takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth, its FLOPs over
+the peak. A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
+A collective has the links of its network to itself, in the order of the schedule; what is left of it when the schedule
+awaits it is time in which nothing is computed. Copies that the schedule starts and awaits later take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from models.kernel_work import Work
+from trainer.compile.hlo.cost import Cost, Counter
+from trainer.compile.hlo.kernels import is_kernel, kernel_work
+from trainer.compile.hlo.text import Computation, Instruction
+from trainer.xla.chips import Chip
+
+# causes of time; a network's name stands for what is sent over it while nothing is computed
+CAUSES = {
+    "products": "matrix products",
+    "attention_forward": "attention, forward",
+    "attention_backward": "attention, backward",
+    "grouped": "grouped products of experts",
+    "rest": "element by element, and copies",
+    "ici": "waiting for chips of the slice",
+    "dcn": "waiting for other slices",
+}
+
+
+@dataclass
+class Spent:
+    """Seconds of one execution, by cause."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def add(self, cause: str, seconds: float) -> None:
+        if seconds > 0:
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
+
+    def add_all(self, other: Spent, times: float = 1) -> None:
+        """Adds ``times`` the other to this."""
+        for cause, seconds in other.seconds.items():
+            self.add(cause, times * seconds)
+
+
+@dataclass
+class Queue:
+    """The collectives of one computation: until when a network is in use, and who awaits which of them."""
+
+    until: dict[str, float] = field(default_factory=dict)
+    awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+
+
+def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of one execution by cause, a key of :data:`CAUSES`.
+
+    Args:
+        efficiency: as :func:`trainer.compile.efficiency.efficiencies` gives it.
+    """
+    return _Schedule(counter, chip, efficiency).computation(counter.module.entry).seconds
+
+
+class _Schedule:
+    """Works out each computation's seconds once, however often it is called."""
+
+    def __init__(self, counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> None:
+        self.counter, self.chip, self.efficiency = counter, chip, efficiency
+        self.bandwidth = chip.hbm_bandwidth * efficiency["hbm"]
+        self.known: dict[str, Spent] = {}
+
+    def computation(self, computation: Computation) -> Spent:
+        """What the computation takes when it runs once."""
+        if computation.name not in self.known:
+            spent, queue = Spent(), Queue()
+            for instruction in computation.instructions:
+                for network, end in queue.awaited.pop(instruction.name, ()):
+                    spent.add(network, end - spent.total)
+                self._instruction(spent, queue, computation, instruction)
+            self.known[computation.name] = spent
+        return self.known[computation.name]
+
+    def _instruction(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction) -> None:
+        counter, opcode = self.counter, instruction.opcode
+        if opcode == "while":
+            trips, _ = counter.trips(computation, instruction)
+            spent.add_all(self.computation(counter.body(instruction)), trips)
+        elif opcode == "conditional":
+            spent.add_all(max(map(self.computation, counter.branches(instruction)), key=lambda branch: branch.total))
+        elif opcode == "call":
+            spent.add_all(self.computation(counter.named(instruction.called)))
+        elif opcode in ("call-start", "async-start"):
+            self._send(spent, queue, computation, instruction, counter.computation(counter.named(instruction.called)))
+        else:
+            own = counter.own(computation, instruction)
+            self._send(spent, queue, computation, instruction, own)
+            if not opcode.endswith(("-start", "-done")):
+                spent.add(*self._operation(computation, instruction, own))
+
+    def _operation(self, computation: Computation, instruction: Instruction, own: Cost) -> tuple[str, float]:
+        """The cause of an operation's time, and its seconds."""
+        chip = self.chip
+        if is_kernel(instruction) and (work := kernel_work(computation, instruction)):
+            return ("grouped" if work.kind.endswith("gmm") else work.kind), self._kernel(work)
+        if own.kernel_flops:  # another's kernel, that tells its FLOPs
+            return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])
+        if own.collectives and not own.cycles:  # what it moves are the collective's bytes
+            return "rest", 0.0
+        cycles = own.cycles / (chip.clock * self.efficiency["compiler"])
+        seconds = max(cycles, own.hbm_bytes / self.bandwidth, own.flops / chip.flops)
+        return ("products" if own.flops else "rest"), seconds
+
+    def _kernel(self, work: Work) -> float:
+        reached = self.efficiency[work.kind]
+        if work.kind.startswith("attention"):  # a narrow head leaves a part of a matrix unit without work
+            reached = min(reached, work.width / self.chip.mxu)
+        return max(work.flops / (self.chip.flops * reached), work.hbm_bytes / self.bandwidth)
+
+    def _send(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction, own: Cost) -> None:
+        """Queues the collectives that an instruction starts; the schedule waits for those that nothing awaits later."""
+        if not own.collectives:
+            return
+        awaiting = self.counter.end(computation, instruction)
+        for key, traffic in own.collectives.items():
+            end = max(queue.until.get(key.network, 0.0), spent.total) + traffic.seconds
+            queue.until[key.network] = end
+            if awaiting is None:
+                spent.add(key.network, end - spent.total)
+            else:
+                queue.awaited.setdefault(awaiting.name, []).append((key.network, end))
