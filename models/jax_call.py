@@ -167,7 +167,10 @@ def _reorder(text: str, order: tuple[int, ...]) -> str:
         return ",".join(map(str, ids[positions.transpose(transpose or None).ravel()]))
 
     def groups(match: re.Match[str]) -> str:
+        if match[2].startswith('"0x'):  # as a long list is written
+            found = np.frombuffer(bytes.fromhex(match[2][3:-1]), "<i8")
+            return match[1] + '"0x' + ids[found].astype("<i8").tobytes().hex().upper() + '"' + match[3]
         return match[1] + re.sub(r"\d+", lambda number: str(ids[int(number[0])]), match[2]) + match[3]
 
     text = re.sub(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", sharding, text)
-    return re.sub(r"(replica_groups = dense<)([^>]*)(>)", groups, text)
+    return re.sub(r"((?:replica_groups|source_target_pairs) = dense<)([^>]*)(>)", groups, text)

@@ -183,10 +183,10 @@ class Job:
     def row_shards(self) -> int:
         """What divides the rows of a graph that takes one token of each.
 
-        It is the ways in which the batch axes split them; or the devices, where experts take equally many tokens on
-        each of them.
+        It is the ways in which the mesh splits a batch's tokens; or the devices, where experts take equally many tokens
+        on each of them.
         """
-        return self.devices if self.recipe.compute.experts == "dropless" else self.plan.batch_shards
+        return self.devices if self.recipe.compute.experts == "dropless" else self.plan.token_shards
 
     @property
     def evaluation_rows(self) -> int:
@@ -258,6 +258,7 @@ def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -
     name = _attention(recipe, args, model)
     if args.isolate_documents:
         model_checks.check_isolation(recipe, model.config, name)
+    model_checks.check_split_rows(recipe, model.config, name)
     model_checks.check_positions(args, model)
     model_checks.check_causal(name, model)
     model = copy.deepcopy(model)

@@ -8,9 +8,10 @@ from models.attention import interface as attention
 from models.experts.routing import routers, selection_biases
 from trainer.arguments import TrainingArguments
 from trainer.errors import UserError
+from trainer.layout.mesh import SEQUENCE
 from trainer.layout.recipe import Recipe
 from trainer.model import experts_modules, is_multimodal, most_positions, stated
-from trainer.probe import leak, looks_ahead, text_part_differs
+from trainer.probe import leak, looks_ahead, mixes_in_order, text_part_differs
 
 
 def check_text_part(config: PretrainedConfig, model: PreTrainedModel) -> None:
@@ -41,6 +42,31 @@ def check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None
             "the way, or mix tokens by other means than attention",
             instead="no --isolate_documents, and documents follow one another in a row; for samples "
             "--packing false, a row for each; or a model such as llama",
+        )
+
+
+def check_split_rows(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
+    """Refuse a mesh that splits rows for a model whose numbers it would change."""
+    size = recipe.mesh.axes.get(SEQUENCE, 1) * recipe.mesh.dcn.get(SEQUENCE, 1)
+    if size == 1:
+        return
+    dropout = stated(config, "attention_dropout")
+    if name != attention.NAME:
+        found: str | None = f"attention by masks, {name!r}, which are made for a row in one piece"
+    elif dropout:
+        found = f"attention_dropout={dropout}, which the ring of keys and values has not"
+    else:
+        found = mixes_in_order(config)
+    if found is not None:
+        without = {axis: s for axis, s in recipe.mesh.axes.items() if axis != SEQUENCE}
+        raise UserError(
+            asked=f"a mesh with {SEQUENCE}={size} and a model of type {config.model_type!r}",
+            found=found,
+            why="devices that share a row pass keys and values to each other and nothing else: what mixes tokens in "
+            "another way would see the wrong ones",
+            instead=f"{SEQUENCE}=1, with "
+            + (", ".join(f"{axis}=-1" for axis in list(without)[:1]) or "fsdp=-1")
+            + "; or a model such as llama, qwen3, mixtral or gpt_oss",
         )
 
 

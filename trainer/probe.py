@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from models.attention.interface import MASKED, NAME, Unsupported, choose, masks_without_reads
+from models.attention.interface import MASKED, NAME, Unsupported, bind, choose, masks_without_reads
+from models.attention.kernel_layout import KernelLayout
+from models.attention.pieces import from_pieces, to_pieces
 from models.experts import interface as experts
 from trainer.errors import UserError
 from trainer.model import experts_modules, in_short, meta_model, names_in_whole, text_in_whole
@@ -76,6 +78,17 @@ def leak(config: PretrainedConfig, attention: str = NAME) -> str | None:
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
+
+
+def mixes_in_order(config: PretrainedConfig) -> str | None:
+    """What shows that a model's tokens can't lie in another order than the row's, or that it can't be tried; else None.
+
+    They can where all that mixes them is our attention, and they are told their positions.
+    """
+    found = _difference(_as_text(config), NAME, _in_order_and_in_pieces)
+    if isinstance(found, str):
+        return f"a small model of its kind can't be tried: {found}"
+    return f"tried small, its logits differ by {found:.1e} where a row's halves lie apart" if found > _NOISE else None
 
 
 def looks_ahead(config: PretrainedConfig, attention: str) -> bool:
@@ -142,6 +155,16 @@ def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
     both = _logits(model, rows, positions.flatten(), segments)
     alone = _logits(model, document[None], positions[0], segments[:_TOKENS])
     return alone, both[:, _TOKENS:]
+
+
+def _in_order_and_in_pieces(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a row's tokens in their own order, and in that of two devices."""
+    row = torch.randint(2, _VOCABULARY - 2, (1, 2 * _TOKENS), generator=torch.Generator().manual_seed(0))
+    positions, segments = torch.arange(row.shape[1]), torch.ones_like(row[0])
+    whole = _logits(model, row, positions, segments)
+    bind(model, KernelLayout((("sequence", 2),), sequence_axis="sequence"))
+    cut = _logits(model, to_pieces(row, 2, 1), to_pieces(positions, 2, 0), segments)
+    return whole, from_pieces(cut, 2, 1)
 
 
 def _alone_and_in_the_whole(whole: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-from models.attention import splash
+from models.attention import pieces, ring, splash
+from models.attention.kernel_layout import KernelLayout
 from models.attention.portable import Scoring, portable
 from models.families import FORWARDS
 from models.jax_call import target
@@ -32,7 +33,7 @@ from models.randomness import active
 # sequence's square. An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
 NAME = "portable"
 MASKED = "portable_masked"
-ONE_DEVICE = splash.KernelLayout()
+ONE_DEVICE = KernelLayout()
 # attributes of a module: its kernel layout, and the positions of a chunk in its layer (0: all are one)
 _LAYOUT = "_shardwright_kernel_layout"
 _CHUNK = "_shardwright_chunk"
@@ -95,7 +96,7 @@ def mark_chunks(modules: Iterable[Any]) -> None:
             setattr(module, _CHUNK, config.attention_chunk_size if types[layer] == "chunked_attention" else 0)
 
 
-def bind(model: nn.Module, layout: splash.KernelLayout) -> None:
+def bind(model: nn.Module, layout: KernelLayout) -> None:
     """Make the attention ``portable`` of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
 
     A model that is not bound runs as on one device.
@@ -141,7 +142,7 @@ class Attention:
             keys]: memory quadratic in the sequence. The portable operations run them, on a TPU too.
     """
 
-    layout: splash.KernelLayout = ONE_DEVICE
+    layout: KernelLayout = ONE_DEVICE
     interpret: int = 0
     masked: bool = False
 
@@ -205,12 +206,34 @@ class Attention:
             site=site,
         )
         bias = _bias(module, query, key.shape[2], asked)
+        if self.layout.sequence_axis is not None and not self.masked:  # masks are made for a row in one piece
+            if dropout or bias is not None or sinks is not None:
+                raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
+            return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
         on_tpu = query.device.type == "xla" and (self.interpret > 0 or target() == "tpu")
         if not on_tpu or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
         settings = splash.Settings(scoring, self.layout, self.interpret)
         return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
+
+    def _of_pieces(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segment_ids: torch.Tensor | None,
+        s_aux: torch.Tensor | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Of tokens in the order of :mod:`models.attention.pieces`: in a ring; off XLA, in a row's own order."""
+        if query.device.type == "xla":
+            settings = splash.Settings(scoring, self.layout, self.interpret)
+            return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
+        count = self.layout.sequence_shards
+        rows = [pieces.from_pieces(t, count, 2) for t in (query, key, value)]
+        segments = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
+        return pieces.to_pieces(portable(rows[0], rows[1], rows[2], segments, s_aux, scoring), count, 1)
 
 
 def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

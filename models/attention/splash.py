@@ -15,7 +15,6 @@ of value.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from models.attention.kernel_layout import KernelLayout
 from models.attention.portable import Scoring
 
 # sets jax up: it must come before jax itself
-from models.jax_call import Axes, Manual, Spec, jax_call
+from models.jax_call import jax_call
 from models.op_arguments import as_text, from_text
 
 # isort: split
@@ -37,53 +37,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+SegmentIds = kernel.SegmentIds
+
 # Tokens of a block of queries and of keys, and how many keys are multiplied at once. A block twice as large overflows
 # VMEM on v4, v5e, v5p and v6e. In float32 (v5p) and with heads wider than 128 (v4) this block does too, and is halved.
 BLOCK = 1024
 COMPUTE = 512
 # lanes of a TPU's vector registers; every block is a multiple of them
 LANES = 128
-
-
-@dataclass(frozen=True)
-class KernelLayout:
-    """How query, key and value lie on the mesh while the kernel runs.
-
-    Args:
-        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
-        batch_axes: the axes that split the batch. Their sizes divide it.
-        head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
-            If they do not divide the key heads, these are repeated until they do, and devices that share a key head
-            each hold a copy.
-        order: the device ids in mesh order; None: 0, 1, 2, …
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
-    batch_axes: Axes = ()
-    head_axes: Axes = ()
-    order: tuple[int, ...] | None = None
-
-    def split(self, heads: int) -> int:
-        """The number of shards that ``heads`` query heads are cut into."""
-        shards = math.prod(dict(self.axes)[axis] for axis in self.head_axes)
-        return shards if heads % shards == 0 else 1
-
-    def manual(self, heads: int, inputs: str, outputs: str) -> Manual | None:
-        """Where tensors lie when there are ``heads`` query heads; None on one device.
-
-        Args:
-            inputs: a word for each input, with a letter for each of its leading dimensions: ``"bh b h"`` is
-                [batch, heads, …], [batch, …] and [heads, …].
-            outputs: likewise for each output.
-        """
-        if not self.axes:
-            return None
-        split = {"b": self.batch_axes or None, "h": (self.head_axes if self.split(heads) > 1 else None) or None}
-
-        def specs(letters: str) -> tuple[Spec, ...]:
-            return tuple(tuple(split[letter] for letter in word) for word in letters.split())
-
-        return Manual(self.axes, specs(inputs), specs(outputs), self.order)
 
 
 @dataclass(frozen=True)
@@ -112,15 +73,7 @@ def attend(
     The query is multiplied by the scale in its own dtype. In bfloat16, and unless the scale is a power of two, this
     rounds once more than scaling the scores would. Segment 0 is padding: rows of zeros, with zero gradients.
     """
-    heads, keys = query_BHSD.shape[1], key_BKSD.shape[1]
-    shards = settings.layout.split(heads)
-    assert heads % keys == 0
-    copies = shards // math.gcd(keys, shards)
-    if copies > 1:
-        key_BKSD, value_BKSE = (
-            t.unsqueeze(2).expand(-1, -1, copies, -1, -1).reshape(t.shape[0], -1, *t.shape[2:])
-            for t in (key_BKSD, value_BKSE)
-        )
+    key_BKSD, value_BKSE = settings.layout.shared_heads(query_BHSD.shape[1], key_BKSD, value_BKSE)
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
     out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, as_text(settings))
@@ -143,7 +96,7 @@ def _splash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
     settings: Settings = from_text(settings_text)
-    extra, letters = _present(segments, sinks)
+    extra, letters = present(segments, sinks)
     manual = settings.layout.manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
     tensors = (query, key, value, *extra)
     out, logsumexp = jax_call(_forward, *tensors, manual=manual, settings=settings, extra=letters)
@@ -171,7 +124,7 @@ def _splash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, and what each sequence adds to that of the sinks, ``[B, H]``."""
     settings: Settings = from_text(settings_text)
-    extra, letters = _present(segments, sinks)
+    extra, letters = present(segments, sinks)
     manual = settings.layout.manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
     tensors = (grad_out, out, logsumexp, query, key, value, *extra)
     grads = jax_call(_backward, *tensors, manual=manual, settings=settings, extra=letters)
@@ -204,37 +157,58 @@ _splash.register_autograd(_differentiate, setup_context=_save)
 def _flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], _: Any, __: Any, text: str, **___: Any
 ) -> int:
-    """Every query's products with the keys and values that it may see, half a sequence or a window."""
-    scoring, (batch, heads, length, width) = from_text(text).scoring, query
+    return causal_flops(query, value, from_text(text).scoring)
+
+
+def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -> int:
+    """Every query's products with the keys and values that it may see, half a sequence or a window; given the shapes
+    of query and value."""
+    batch, heads, length, width = query
     seen = min(length / 2, scoring.window or length, scoring.chunk or length)
     return int(2 * batch * heads * length * seen * (width + value[3]))
 
 
-def _present(segments: torch.Tensor | None, sinks: torch.Tensor | None) -> tuple[list[torch.Tensor], str]:
-    """The optional tensors that there are, and their words for :meth:`KernelLayout.manual`: "b", "h", "b h" or ""."""
-    pairs = [(t, letter) for t, letter in ((segments, "b"), (sinks, "h")) if t is not None]
+def present(
+    segments: torch.Tensor | None, sinks: torch.Tensor | None, word: str = "b"
+) -> tuple[list[torch.Tensor], str]:
+    """The optional tensors that there are, and their words for :meth:`KernelLayout.manual`: ``word``, "h" or both."""
+    pairs = [(t, letter) for t, letter in ((segments, word), (sinks, "h")) if t is not None]
     return [t for t, _ in pairs], " ".join(letter for _, letter in pairs)
 
 
 def _forward(
     query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, settings: Settings, extra: str
 ) -> tuple[jax.Array, jax.Array]:
-    length, scoring = query_BHSD.shape[2], settings.scoring
-    sizes = _sizes(query_BHSD, settings)
+    sizes = sizes_of(query_BHSD, settings)
     segments, sinks = _optional(optional, extra, sizes)
+    return forward((query_BHSD, key, value), segments, sinks, causal(sizes, settings.scoring), settings)
+
+
+def forward(
+    tensors: tuple[jax.Array, jax.Array, jax.Array],
+    segments: kernel.SegmentIds | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array]:
+    """The output of query, key and value of one length, and the logarithm of each row's sum of exponents.
+
+    A query that meets no block of keys has NaN for an output, and -inf for that logarithm.
+    """
+    length, sizes, scoring = tensors[0].shape[2], mask.sizes, settings.scoring
     run = functools.partial(
         kernel._splash_attention_forward,
-        _blocks(sizes, scoring, "queries"),
+        mask.queries,
         mask_value=kernel.DEFAULT_MASK_VALUE,
         is_mqa=False,
         block_sizes=kernel.BlockSizes(block_q=sizes.block, block_kv=sizes.block, block_kv_compute=sizes.compute),
         residual_checkpoint_name=None,
         save_residuals=True,
-        mask_function=_mask(scoring),
+        mask_function=mask.function,
         attn_logits_soft_cap=scoring.softcap,
         interpret=settings.interpret > 0,
     )
-    query, key, value = (_lengthen(x, sizes) for x in (_scaled(query_BHSD, scoring.scale), key, value))
+    query, key, value = (_lengthen(x, sizes) for x in (_scaled(tensors[0], scoring.scale), *tensors[1:]))
     axes = (0, 0, 0, None if segments is None else 0, None)
     with _precision(query):
         out, (logsumexp,) = jax.vmap(run, in_axes=axes)(query, key, value, segments, sinks)
@@ -246,21 +220,40 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The gradients that `_splash_backward` returns; ``inputs`` are those of :func:`_forward`."""
     query_BHSD, key, value, *optional = inputs
-    length, scale = query_BHSD.shape[2], settings.scoring.scale
-    sizes = _sizes(query_BHSD, settings)
+    sizes = sizes_of(query_BHSD, settings)
     segments, sinks = _optional(optional, extra, sizes)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
     if sinks is not None:
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot_BHS).sum(2)
-    query = _scaled(query_BHSD, scale)
-    rows = [_lengthen(x[..., None], sizes)[..., 0] for x in (logsumexp, dot_BHS)]
-    tensors = [_lengthen(x, sizes) for x in (query, key, value)], rows, _lengthen(grad_out, sizes)
-    run = functools.partial(_backward_of_one, settings=settings, sizes=sizes)
+    mask = causal(sizes, settings.scoring)
+    grads = backward((query_BHSD, key, value), (logsumexp, dot_BHS), grad_out, segments, mask, settings)
+    return *grads, grad_sinks
+
+
+def backward(
+    tensors: tuple[jax.Array, jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+    grad_out: jax.Array,
+    segments: kernel.SegmentIds | None,
+    mask: Mask,
+    settings: Settings,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of query, key and value.
+
+    Args:
+        rows: for each query the logarithm of its sum of exponents, over all keys that it sees, these or others; and
+            its output times the output's gradient.
+    """
+    length, scale, sizes = tensors[0].shape[2], settings.scoring.scale, mask.sizes
+    query = _scaled(tensors[0], scale)
+    padded = [_lengthen(x[..., None], sizes)[..., 0] for x in rows]
+    lengthened = [_lengthen(x, sizes) for x in (query, *tensors[1:])], padded, _lengthen(grad_out, sizes)
+    run = functools.partial(_backward_of_one, settings=settings, mask=mask)
     with _precision(query):
-        grad_query, grad_key, grad_value = jax.vmap(run)(*tensors, segments)
+        grad_query, grad_key, grad_value = jax.vmap(run)(*lengthened, segments)
     grad_query = (grad_query.astype(jnp.float32) * scale).astype(query.dtype)
-    return grad_query[:, :, :length], grad_key[:, :, :length], grad_value[:, :, :length], grad_sinks
+    return grad_query[:, :, :length], grad_key[:, :, :length], grad_value[:, :, :length]
 
 
 def _backward_of_one(
@@ -270,7 +263,7 @@ def _backward_of_one(
     segments: kernel.SegmentIds | None,
     *,
     settings: Settings,
-    sizes: _Sizes,
+    mask: Mask,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of one sequence's query, key and value.
 
@@ -278,7 +271,7 @@ def _backward_of_one(
         tensors: query, key and value.
         rows: for each query the logarithm of its sum of exponents, and its output times the output's gradient.
     """
-    (logsumexp, dot), scoring = rows, settings.scoring
+    (logsumexp, dot), scoring, sizes = rows, settings.scoring, mask.sizes
     # the sinks are in the logsumexp already
     arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
     common: dict[str, Any] = {
@@ -287,7 +280,7 @@ def _backward_of_one(
         "is_mqa": False,
         "mask_value": kernel.DEFAULT_MASK_VALUE,
         "attn_logits_soft_cap": scoring.softcap,
-        "mask_function": _mask(scoring),
+        "mask_function": mask.function,
         "interpret": settings.interpret > 0,
         **{f"{name}_layout": kernel.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
     }
@@ -296,14 +289,14 @@ def _backward_of_one(
         bkv_compute=sizes.compute,
         # the fused kernel writes a gradient of the query for each block of keys: memory quadratic in the sequence
         use_fused_bwd_kernel=False,
-        mask_info=_blocks(sizes, scoring, "keys"),
+        mask_info=mask.keys,
         **common,
     )
-    grad_query = kernel._splash_attention_bwd_dq(*arguments, mask_info=_blocks(sizes, scoring, "queries"), **common)
+    grad_query = kernel._splash_attention_bwd_dq(*arguments, mask_info=mask.queries, **common)
     return grad_query, grad_key, grad_value
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Numbers of tokens: in the padded sequence, in a block, and in the part of a block that is multiplied at once."""
 
     length: int
@@ -311,17 +304,57 @@ class _Sizes(NamedTuple):
     compute: int
 
 
-def _sizes(query_BHSD: jax.Array, settings: Settings) -> _Sizes:
+def sizes_of(query_BHSD: jax.Array, settings: Settings) -> Sizes:
     """The sizes with as few blocks as hold the sequence, and for that number of blocks the least padding."""
     length, width = query_BHSD.shape[2:]
     whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
     count = -(-length // (settings.interpret or (BLOCK if whole else BLOCK // 2)))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
-    return _Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
+    return Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
 
 
-def _blocks(sizes: _Sizes, scoring: Scoring, rows: str) -> MaskInfo:
+class Mask(NamedTuple):
+    """What queries see of keys: a function of positions, and the blocks that are not empty, for each kind of block.
+
+    To the function a key's position is its place among the keys; a query's is what ``positions`` of the lists say.
+    """
+
+    sizes: Sizes
+    queries: MaskInfo
+    keys: MaskInfo
+    function: Callable[[jax.Array, jax.Array], jax.Array] | None
+
+
+def causal(sizes: Sizes, scoring: Scoring) -> Mask:
+    """Of a whole sequence, or a piece of one and its own keys."""
+    return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
+
+
+def earlier_keys(sizes: Sizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
+    """What ``length`` queries see of as many keys that all come before them, by a window alone.
+
+    Args:
+        distance: how many tokens the first query comes after the first key, a 0-d int32.
+    """
+    count, window = sizes.length // sizes.block, scoring.window
+    own = jnp.arange(count, dtype=jnp.int32)
+    keys = jnp.broadcast_to(own, (count, count)).astype(jnp.int8 if count <= 128 else jnp.int16)
+    run = jnp.ones((count, count), jnp.int8)
+    if window is not None:
+        run = (distance + (own[:, None] - own) * sizes.block - (sizes.block - 1) < window).astype(jnp.int8)
+
+    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+        seen = key < length
+        return seen if window is None else seen & (query - key < window)
+
+    masks = window is not None or length < sizes.length
+    positions: Any = distance + jnp.arange(sizes.length, dtype=jnp.int32) if masks else None
+    queries, met = (MaskInfo(x[None], None, run[None], None, positions) for x in (keys, keys.T))
+    return Mask(sizes, queries, met, sees if masks else None)
+
+
+def _blocks(sizes: Sizes, scoring: Scoring, rows: str) -> MaskInfo:
     """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
 
     All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.
@@ -343,7 +376,7 @@ def _blocks(sizes: _Sizes, scoring: Scoring, rows: str) -> MaskInfo:
     return MaskInfo(fetched[None], None, run[None], None, positions)
 
 
-def _mask(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A function of positions: whether the query sees the key."""
 
     def sees(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -359,23 +392,26 @@ def _scaled(query: jax.Array, scale: float) -> jax.Array:
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
-def _lengthen(x: jax.Array, sizes: _Sizes) -> jax.Array:
+def _lengthen(x: jax.Array, sizes: Sizes) -> jax.Array:
     """``x``, ``[…, S, width]``, with zeros after its last position. Under a causal mask no token sees them."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
 def _optional(
-    optional: Sequence[jax.Array], extra: str, sizes: _Sizes
+    optional: Sequence[jax.Array], extra: str, sizes: Sizes
 ) -> tuple[kernel.SegmentIds | None, jax.Array | None]:
     """Segments, lengthened, and sinks, of the tensors that ``extra`` says are there."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("b"), named.get("h")
-    if segments is not None:
-        segments = _lengthen(segments[..., None], sizes)[..., 0]
     return (
-        None if segments is None else kernel.SegmentIds(segments, segments),
+        None if segments is None else segment_ids(segments, segments, sizes),
         None if sinks is None else sinks.astype(jnp.float32),
     )
+
+
+def segment_ids(queries: jax.Array, keys: jax.Array, sizes: Sizes) -> kernel.SegmentIds:
+    """The segments [B, S] of queries and of keys, lengthened."""
+    return kernel.SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
 
 
 def _precision(query: jax.Array) -> Any:

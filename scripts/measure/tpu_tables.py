@@ -34,6 +34,7 @@ _64 = "--topology v5p:4x4x4"
 _BF16 = "--weight_dtype bfloat16 --optimizer_dtype bfloat16"
 _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
+_LONG = "--recipe llama_cp --model docs/configs/llama3_8b.json --sequence_length"
 _BATCH = "--per_device_train_batch_size"
 
 # What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
@@ -178,6 +179,11 @@ TABLES: dict[str, dict[str, str]] = {
         "intermediate_size=4096,num_attention_heads=32,vocab_size=256,max_position_embeddings=131072 "
         f"--sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
         for length in (4096, 32768, 131072)
+    },
+    "sequence": {
+        "131,072 tokens, v5p:2x2x1": f"{_LONG} 131072 --mesh fsdp=1,sequence=4 --topology v5p:2x2x1 {_BATCH} 1",
+        "1,048,576 tokens, v5p:2x2x2": f"{_LONG} 1048576 --mesh fsdp=1,sequence=8 --topology v5p:2x2x2 {_BATCH} 1 "
+        "--compute remat=offload",
     },
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"

@@ -20,6 +20,7 @@ SHIPPED = [
     "gemma3_fsdp",
     "gpt_oss_ep",
     "llama4_ep",
+    "llama_cp",
     "llama_fsdp",
     "llama_tp",
     "mixtral_ep",
@@ -155,6 +156,15 @@ def test_another_mesh_keeps_the_recipes_axes_their_order_and_dcn_factors():
     mesh = recipe(mesh=Mesh(fsdp=-1, expert=4, dcn={"fsdp": 2})).with_mesh("expert=2, fsdp=-1").mesh
     assert mesh == Mesh(fsdp=-1, expert=2, dcn={"fsdp": 2})
     assert list(mesh.axes) == ["fsdp", "expert"]
+
+
+def test_any_recipe_takes_an_axis_that_splits_rows():
+    layouts = {"activations": {"w": {"fsdp": Shard(0)}}, "optional": {"v": {"expert": Shard(1)}}}
+    found = recipe(**layouts).with_mesh("fsdp=2,sequence=2,expert=1")
+    assert list(found.mesh.axes.items()) == [("fsdp", 2), ("expert", 1), ("sequence", 2)]
+    assert found.activations == {"w": {"fsdp": Shard(0), "sequence": Shard(1)}}
+    assert found.parameters == {"w": {"fsdp": Shard(0), "sequence": Shard(0)}}
+    assert (found.optional, found.batch) == (layouts["optional"], ("fsdp",))
 
 
 @pytest.mark.parametrize("text", ["fsdp=2", "fsdp=2,expert=4,data=1", "fsdp=2,experts=4", "fsdp=two,expert=4", "",

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.attention.interface import NAME, Attention, bind, mark_chunks
-from models.attention.splash import KernelLayout
+from models.attention.kernel_layout import KernelLayout
 from models.jax_call import lowering_for
 from models.randomness import drawing
 

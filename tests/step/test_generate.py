@@ -95,6 +95,15 @@ def test_a_dense_model_too_with_a_cache_and_without_with_the_weights_as_they_are
 
 
 @pytest.mark.slow
+def test_a_model_whose_rows_are_split_too_with_a_cache_and_without():
+    plain, job, step = on_mesh("llama_cp", LlamaConfig(**TINY))
+    cached = build_generator(job, step, SHAPE, Sampling())
+    by_rows = Generator(RowDecoder(step.loss, step.placed, SHAPE, Sampling()), SHAPE)
+    expected = [their_greedy(plain, prompt, SHAPE.new) for prompt in PROMPTS]
+    assert cached(PROMPTS, stops=()) == by_rows(PROMPTS, stops=()) == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("base_dtype", ["float32", "int8"])
 def test_an_adapted_model_is_pefts_own(base_dtype):
     adapted = make_adapted("llama_tp", options={"base_dtype": base_dtype})

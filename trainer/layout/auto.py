@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trainer.errors import UserError, did_you_mean
 from trainer.layout.checks import collapse
-from trainer.layout.mesh import Mesh
+from trainer.layout.mesh import SEQUENCE, Mesh
 from trainer.layout.patterns import shared_patterns
 from trainer.layout.placement import Placement, Shard
 from trainer.layout.recipe import Compute, Recipe
@@ -25,7 +25,7 @@ from trainer.layout.roles import Role, Roles
 
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # stands for it until there is a model
-AXES = ("data", "fsdp", "inner", "expert", "tensor")  # from the one that communicates least
+AXES = ("data", "fsdp", "inner", "expert", "tensor", SEQUENCE)  # from the one that communicates least
 _EXPERT_AXIS = 4  # its size at most where none is asked for
 
 
@@ -65,7 +65,9 @@ def auto_recipe(
     roles = Roles(model, experts)
     grid = _mesh(mesh, roles.count, devices)
     sizes = grid.sizes(devices) if devices else {axis: max(size, 1) for axis, size in grid.axes.items()}
-    batch = tuple(axis for axis in grid.axes if axis != "tensor")
+    batch = tuple(axis for axis in grid.axes if axis not in ("tensor", SEQUENCE))
+    split: dict[str, Placement] = {axis: Shard(0) for axis in batch}
+    split |= {SEQUENCE: Shard(1)} if SEQUENCE in grid.axes else {}
     lines = shared_patterns(_layouts(model, roles, sizes))
     over = layers_list(model)
     return AutoRecipe(
@@ -73,7 +75,7 @@ def auto_recipe(
             mesh=grid,
             batch=batch,
             parameters={pattern: line.layout for pattern, line in lines.items()},
-            activations={f"{over}.*": {axis: Shard(0) for axis in batch}} if over else {},
+            activations={f"{over}.*": split} if over else {},
             compute=_compute(model, experts, grid),
             name=AUTO,
         ),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from trainer.errors import UserError, did_you_mean
 
+# the axis that splits the tokens of each row, in any recipe whose mesh has it
+SEQUENCE = "sequence"
+
 
 @dataclass(frozen=True, init=False)
 class Mesh:

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
+from trainer.layout.mesh import SEQUENCE
 from trainer.layout.optimizers import StateTensor, state_tensors
 from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
 from trainer.layout.placement import Placement, Shard
@@ -107,6 +108,21 @@ class ShardingPlan:
     def batch_shards(self) -> int:
         """Into how many parts the batch axes split the rows. The global batch must be divisible by it."""
         return math.prod(self.mesh[axis] for axis in self.batch)
+
+    @property
+    def sequence(self) -> str | None:
+        """The axis that splits the tokens of a row; None: rows are whole."""
+        return SEQUENCE if self.mesh.get(SEQUENCE, 1) > 1 else None
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split a batch's tokens: its rows, and the tokens of a row."""
+        return self.batch if self.sequence is None else (*self.batch, self.sequence)
+
+    @property
+    def token_shards(self) -> int:
+        """Into how many parts those axes split the tokens."""
+        return math.prod(self.mesh[axis] for axis in self.token_axes)
 
     @property
     def totals(self) -> dict[str, int]:

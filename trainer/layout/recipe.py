@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.errors import UserError, did_you_mean
-from trainer.layout.mesh import Mesh, check_axis
+from trainer.layout.mesh import SEQUENCE, Mesh, check_axis
 from trainer.layout.placement import Placement, Replicate, Shard
 
 Layout = Mapping[str, Placement]  # axis -> placement, of one tensor
@@ -159,6 +159,8 @@ class Recipe:
     def with_mesh(self, text: str) -> Recipe:
         """This recipe with other ICI factors, e.g. ``fsdp=2,expert=4``. Axes keep their order and DCN factors.
 
+        An axis ``sequence``, which splits the tokens of each row, may be named though the recipe lacks it.
+
         Raises:
             UserError: ``text`` is not ``axis=size,...``, or names other axes than the recipe's.
         """
@@ -166,6 +168,8 @@ class Recipe:
         # nine digits are more devices than there are, and Python refuses to read thousands
         whole = all(len(p) == 2 and p[1].strip().removeprefix("-")[:10].isdecimal() and len(p[1]) < 10 for p in pairs)
         sizes = {pair[0].strip(): int(pair[1]) for pair in pairs} if whole else {}
+        if SEQUENCE in sizes and SEQUENCE not in self.mesh.axes:
+            return self._with_split_rows().with_mesh(text)
         if sizes.keys() != self.mesh.axes.keys() or len(pairs) > len(sizes):
             wrong = next((axis for axis in sizes if axis not in self.mesh.axes), None)
             raise UserError(
@@ -175,6 +179,21 @@ class Recipe:
                 instead=",".join(f"{axis}={size}" for axis, size in self.mesh.axes.items()),
             )
         return replace(self, mesh=Mesh(dcn=self.mesh.dcn, **{axis: sizes[axis] for axis in self.mesh.axes}))
+
+    def _with_split_rows(self) -> Recipe:
+        """This recipe with an innermost axis that splits the tokens of each row.
+
+        It splits the activations that the batch axes split, and with them the weights that the first of these splits.
+        """
+        mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
+        first = self.batch[0] if self.batch else SEQUENCE
+
+        def cut(lines: Mapping[str, Layout]) -> dict[str, Layout]:
+            return {k: {**line, SEQUENCE: line[first]} if first in line else line for k, line in lines.items()}
+
+        activations = {pattern: {**layout, SEQUENCE: Shard(1)} for pattern, layout in self.activations.items()}
+        parameters, optional = cut(self.parameters), cut(self.optional)
+        return replace(self, mesh=mesh, parameters=parameters, optional=optional, activations=activations)
 
     def with_compute(self, text: str) -> Recipe:
         """This recipe with another compute policy, e.g. ``remat=offload,capacity_factor=1.25``.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from models import jax_call, mixers, scopes
 from models.attention import interface as attention
-from models.attention.splash import KernelLayout
+from models.attention.kernel_layout import KernelLayout
 from models.experts import interface as experts
 from models.experts.capacity import Capacity
 from models.experts.dropless import Dropless
@@ -28,6 +28,7 @@ from models.partial_gradients import SUFFIX, Tensors
 from models.stored_layout import as_stored
 from trainer.arrays import Array, Stack
 from trainer.job import Job
+from trainer.layout.mesh import SEQUENCE
 from trainer.layout.partition import partition_spec
 from trainer.layout.plan import ShardingPlan
 from trainer.layout.recipe import Layout, matches
@@ -43,6 +44,7 @@ from trainer.step.placed import Placed
 from trainer.step.preference import Preference
 from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
 from trainer.step.routing import make_routing, router_losses, watch_routing
+from trainer.step.row_pieces import RowPieces
 from trainer.step.spikes import spike_watch
 from trainer.step.train_step import StepOptions, TrainStep
 from trainer.weights.live import LiveWeights
@@ -125,7 +127,7 @@ def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: 
         UserError: the model has not as many positions as ``shape``.
     """
     mesh, batch = step.placed.mesh, job.recipe.batch
-    heads = tuple(axis for axis in job.plan.mesh if axis not in batch)
+    heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
     check_positions(job.model, shape.length)
     if not can_cache(job.model):
         return Generator(RowDecoder(step.loss, step.placed, shape, sampling), shape)
@@ -143,6 +145,7 @@ def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: 
         return unstacked(job.stored, step.placed.parameters)
 
     loss = _make_loss(plain, model, mesh, None)
+    loss.pieces = None
     loss.inside = prepare_in_turn(model, loss.prepare)
     return Generator(CachedDecoder(loss, parameters, mesh, (batch, heads), shape, sampling), shape)
 
@@ -197,8 +200,8 @@ def _with_zeros(job: Job, restored: Source) -> Source:
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Tell the model's kernels how their tensors lie on ``mesh``."""
     plan, axes, order = job.plan, tuple(job.plan.mesh.items()), device_order(mesh)
-    heads = tuple(axis for axis in plan.mesh if axis not in plan.batch)
-    attention.bind(model, KernelLayout(axes, plan.batch, heads, order))
+    heads = tuple(axis for axis in plan.mesh if axis not in (*plan.batch, SEQUENCE))
+    attention.bind(model, KernelLayout(axes, plan.batch, heads, order, plan.sequence))
     mixers.bind(model)
     watch_routing(job, model, mesh)
     names = experts_modules(job.model)
@@ -209,8 +212,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     if job.recipe.compute.experts == "capacity":
         kernel = Capacity(
             factor=job.recipe.compute.capacity_factor,
-            groups=plan.batch_shards,
-            batch_axes=plan.batch,
+            groups=plan.token_shards,
+            batch_axes=plan.token_axes,
             expert_axes=expert_axes,
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
@@ -239,7 +242,9 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunc
     kept = partials if compute.reduce_gradients == "step" else {}
     inside |= frozenset(name + SUFFIX for name in kept if name in inside)
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own, _objective(job))
+    axis = job.plan.sequence
+    pieces = None if axis is None else RowPieces(mesh, job.plan.batch, axis)
+    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own, _objective(job), pieces)
 
 
 def _objective(job: Job) -> Preference | None:
@@ -304,7 +309,7 @@ class _Prepare:
         entry, recipe = self.job.plan[first_name(name)], self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
             return placed  # the kernel gathers it itself
-        split = token_axes(name, entry, recipe, self.experts_inside)
+        split = (*token_axes(name, entry, recipe, self.experts_inside), SEQUENCE)
         return self._constrain(placed, {axis: place for axis, place in entry.layout.items() if axis not in split})
 
     def _as_stored(self, name: str, parameter: torch.Tensor) -> torch.Tensor:

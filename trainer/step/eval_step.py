@@ -144,7 +144,10 @@ class EvalStep:
         scored = scored_tokens(batch["labels"])
         # of a person's own loss it can't be told whether it is divided by what it is given, or is a mean by itself
         share = torch.ones((), device=scored.device) if self.loss.compute is None else scored.clamp(min=1)
-        loss, recorded = self.loss(self.placed.parameters, batch, share, training=False, measure=measure)
+        counts = not values and self.measures.compute is None
+        loss, recorded = self.loss(
+            self.placed.parameters, batch, share, training=False, measure=measure, by_counts=counts
+        )
         total = loss.to(torch.float32) * (1 if self.loss.compute is None else scored)
         counted = torch.stack([total, scored, recorded[CORRECT]])
         return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from models import partial_gradients, randomness, side_outputs
 from models.attention.interface import masks_without_reads
@@ -18,10 +19,16 @@ from models.partial_gradients import Tensors
 from trainer.errors import UserError
 from trainer.step.preference import REFERENCE
 from trainer.step.reduction import PartialGradient
+from trainer.step.row_pieces import RowPieces
 
 IGNORE = -100  # the label of what is not scored
+CORRECT = "correct_tokens"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _HeadInUse(Exception):
+    """The model makes more of its head's output than the loss."""
 
 
 class Objective(Protocol):
@@ -44,6 +51,7 @@ class Loss:
         router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
         compute: a loss of the caller's own, in place of the model's; traced, as all else.
         objective: what stands in the place of the mean cross entropy, where ``compute`` is None; None: nothing.
+        pieces: how the tokens of a row lie on the devices that share it; None: each device has whole rows.
 
     Attributes:
         draws: whether the model has drawn random numbers in training so far.
@@ -59,11 +67,13 @@ class Loss:
         router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
         compute: LossFunction | None = None,
         objective: Objective | None = None,
+        pieces: RowPieces | None = None,
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
         self.router_loss, self.router_losses = router_loss, router_losses
-        self.compute, self.objective = compute, objective
+        self.compute, self.objective, self.pieces = compute, objective, pieces
         self.draws = False
+        self._plain_head = True  # until it is seen that more is made of the logits than the loss
         self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
 
     def __call__(
@@ -75,6 +85,7 @@ class Loss:
         training: bool,
         random_key: torch.Tensor | None = None,
         measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
+        by_counts: bool = False,
     ) -> tuple[torch.Tensor, Tensors]:
         """The loss, and by name what else is logged: the router losses, and of the experts what `count` records; and
         what the objective adds.
@@ -86,11 +97,16 @@ class Loss:
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
             measure: (logits, labels) → what else is wanted by name.
+            by_counts: of that, only :data:`CORRECT` is wanted, which needs no logits.
 
         Raises:
             UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
                 loss is none.
         """
+        length, whole = batch["input_ids"].shape[1], batch
+        if self.pieces is not None:
+            batch = self.pieces.inputs({k: t for k, t in batch.items() if k not in ("labels", REFERENCE)}, length)
+            batch["labels"] = self.pieces.targets(targets(whole["labels"]), IGNORE)
         inputs: dict[str, Any] = {name: tensor for name, tensor in batch.items() if name != REFERENCE}
         inputs["num_items_in_batch"] = tokens
         if self.compute is not None:
@@ -105,13 +121,20 @@ class Loss:
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
         measured: Tensors = {}
-        with self._with_objective(batch, tokens, measured):
-            output, recorded = self._forward(parameters, inputs, real, random_key, training=training)
+
+        def forward() -> tuple[Any, dict[str, list[torch.Tensor]]]:
+            with self._with_objective(whole, tokens, measured):
+                return self._forward(parameters, inputs, real, random_key, training=training)
+
+        counted: Tensors = {}
+        output, recorded = self._without_logits(forward, counted) if by_counts or measure is None else forward()
         logged = {name: sum(v[1:], v[0]).detach() for name, v in recorded.items() if name.endswith((LOAD, DROPPED))}
         logged |= {name: value.detach() for name, value in measured.items()}
+        if self.pieces is not None and not counted and (measure is not None or self.compute is not None):
+            output.logits = self.pieces.restored(output.logits, length)
         if measure is not None:
-            logged |= measure(output.logits, batch["labels"])
-        loss = output.loss if self.compute is None else self._own(output, batch["labels"], tokens)
+            logged |= counted or measure(output.logits, whole["labels"])
+        loss = output.loss if self.compute is None else self._own(output, whole["labels"], tokens)
         if not (self.router_losses.any and training and real is not None):
             return loss, logged
         added = self.router_losses.values(recorded, real)
@@ -124,7 +147,11 @@ class Loss:
         Raises:
             UserError: as a call.
         """
-        return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
+        if self.pieces is None:
+            return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
+        length = inputs["input_ids"].shape[1]
+        cut = self.pieces.inputs(inputs, length)
+        return self.pieces.restored(self._forward(parameters, cut, None, None, training=False)[0].logits, length)
 
     def _forward(
         self,
@@ -175,21 +202,26 @@ class Loss:
 
     @contextlib.contextmanager
     def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
-        """Inside, the model computes the objective where it would compute the loss of tokens; its own router loss it
-        adds as ever. What the objective measures goes to ``measured``.
+        """Inside, the model computes the objective where it would compute the loss of tokens, or the loss of tokens in
+        pieces, whose labels are targets; its own router loss it adds as ever. What the objective measures goes to
+        ``measured``.
 
         Raises:
             UserError: the model has a loss that can't be replaced.
         """
-        if self.objective is None:
+        objective, pieces, calls = self.objective, self.pieces, 0
+        if self.compute is not None or (objective is None and pieces is None):
             yield
             return
-        objective, calls = self.objective, 0
+        own = self.model.loss_function
 
-        def loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             nonlocal calls
             calls += 1
-            value, found = objective(logits, batch, counts)
+            if objective is None:
+                return own(logits, labels, *args, **{**kwargs, "shift_labels": labels})
+            whole = logits if pieces is None else pieces.restored(logits, batch["labels"].shape[1])
+            value, found = objective(whole, batch, counts)
             measured.update(found)
             return value
 
@@ -204,11 +236,50 @@ class Loss:
                 self.model.loss_function = before
         if calls != 1:
             raise UserError(
-                asked=f"another objective than sft with {type(self.model).__name__}",
+                asked=f"{'another objective than sft' if objective else 'split rows'} with {type(self.model).__name__}",
                 found=f"a forward that calls its loss function {calls} times",
                 why="its loss can't be replaced",
-                instead="a model such as llama or mixtral, or --objective sft",
+                instead="a model such as llama or mixtral, or " + ("--objective sft" if objective else "whole rows"),
             )
+
+    def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
+        """What ``forward`` returns. Where rows are in pieces, the loss of tokens is computed without whole logits, if
+        nothing but the loss is made of them: this is known once the model was traced. Then ``counted`` gets the number
+        of scored targets with the highest logit.
+        """
+        head = self.model.get_output_embeddings()
+        plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
+        if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective:
+            return forward()
+        assert isinstance(head, torch.nn.Linear)  # checked just above; this tells mypy
+        given: list[torch.Tensor] = []
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            given.append(hidden)
+            return hidden
+
+        # semi-private: `loss_function`, transformers/modeling_utils.py; its arguments, transformers/loss/loss_utils.py,
+        # transformers 5.23
+        own, pieces = self.model.loss_function, self.pieces
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            tokens = kwargs.get("num_items_in_batch")
+            if own is not ForCausalLMLoss or tokens is None or len(given) != 1 or logits is not given[0]:
+                raise _HeadInUse
+            total, counted[CORRECT] = pieces.head_loss(logits, head.weight, labels, IGNORE)
+            return total / tokens
+
+        before = self.model.__dict__.get("_loss_function")
+        vars(head)["forward"], self.model.loss_function = keep, loss
+        try:
+            return forward()
+        except _HeadInUse:
+            self._plain_head = False
+        finally:
+            del vars(head)["forward"], self.model._loss_function
+            if before is not None:
+                self.model.loss_function = before
+        return forward()
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
         """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""

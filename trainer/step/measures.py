@@ -15,9 +15,9 @@ import torch
 from models.partial_gradients import Tensors
 from trainer.errors import UserError
 from trainer.model import in_short
-from trainer.step.loss import IGNORE, targets
+from trainer.step.loss import CORRECT, IGNORE, targets
 
-CORRECT, IDS, LOG_PROBS = "correct_tokens", "ids", "log_probs"
+IDS, LOG_PROBS = "ids", "log_probs"
 
 
 class Predictions(NamedTuple):

@@ -1,0 +1,71 @@
+"""How query, key and value lie on the mesh while an attention kernel runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from models.jax_call import Axes, Manual, Spec
+
+
+@dataclass(frozen=True)
+class KernelLayout:
+    """How query, key and value lie on the mesh while the kernel runs.
+
+    Args:
+        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
+        batch_axes: the axes that split the batch. Their sizes divide it.
+        head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
+            If they do not divide the key heads, these are repeated until they do, and devices that share a key head
+            each hold a copy.
+        order: the device ids in mesh order; None: 0, 1, 2, …
+        sequence_axis: the axis that splits the tokens of a row, which lie in the order of
+            :mod:`models.attention.pieces`; None: rows are whole.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    batch_axes: Axes = ()
+    head_axes: Axes = ()
+    order: tuple[int, ...] | None = None
+    sequence_axis: str | None = None
+
+    @property
+    def sequence_shards(self) -> int:
+        """The number of devices that share a row's tokens."""
+        return 1 if self.sequence_axis is None else dict(self.axes)[self.sequence_axis]
+
+    def split(self, heads: int) -> int:
+        """The number of shards that ``heads`` query heads are cut into."""
+        shards = math.prod(dict(self.axes)[axis] for axis in self.head_axes)
+        return shards if heads % shards == 0 else 1
+
+    def manual(self, heads: int, inputs: str, outputs: str) -> Manual | None:
+        """Where tensors lie when there are ``heads`` query heads; None on one device.
+
+        Args:
+            inputs: a word for each input, with a letter for each of its leading dimensions: ``"bhs b h"`` is
+                [batch, heads, sequence, …], [batch, …] and [heads, …].
+            outputs: likewise for each output.
+        """
+        if not self.axes:
+            return None
+        heads_split = self.head_axes if self.split(heads) > 1 else None
+        split = {"b": self.batch_axes or None, "h": heads_split or None, "s": self.sequence_axis}
+
+        def specs(letters: str) -> tuple[Spec, ...]:
+            return tuple(tuple(split[letter] for letter in word) for word in letters.split())
+
+        return Manual(self.axes, specs(inputs), specs(outputs), self.order)
+
+    def shared_heads(self, heads: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Key and value ``[B, K, S, D]`` for ``heads`` query heads, repeated until the axes divide their heads."""
+        keys, shards = tensors[0].shape[1], self.split(heads)
+        assert heads % keys == 0
+        copies = shards // math.gcd(keys, shards)
+        if copies == 1:
+            return tensors
+        return tuple(
+            t.unsqueeze(2).expand(-1, -1, copies, -1, -1).reshape(t.shape[0], -1, *t.shape[2:]) for t in tensors
+        )

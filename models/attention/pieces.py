@@ -1,0 +1,31 @@
+"""The order in which a row's tokens lie on the devices of an axis that splits rows.
+
+Under a causal mask a row's last tokens have the most work. So a row is cut into 2·n pieces for n devices, and device i
+holds pieces i and 2n-1-i: together they see equally many tokens on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def to_pieces(row: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
+    """``row`` with the tokens of dimension ``dim`` in the devices' order; 2 · ``devices`` divides their number."""
+    parts = _parts(row, (2 * devices,), dim)
+    first, last = parts.split(devices, dim)
+    return torch.stack([first, last.flip(dim)], dim + 1).reshape(row.shape)
+
+
+def from_pieces(pieces: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
+    """The inverse of :func:`to_pieces`."""
+    first, last = _parts(pieces, (devices, 2), dim).unbind(dim + 1)
+    return torch.cat([first, last.flip(dim)], dim).reshape(pieces.shape)
+
+
+def numbers(devices: int, device: torch.device) -> torch.Tensor:
+    """The numbers of the pieces in the devices' order, int32 [2 · devices]: 0, 2n-1, 1, 2n-2, …"""
+    return to_pieces(torch.arange(2 * devices, dtype=torch.int32, device=device), devices, 0)
+
+
+def _parts(tensor: torch.Tensor, counts: tuple[int, ...], dim: int) -> torch.Tensor:
+    return tensor.reshape(*tensor.shape[:dim], *counts, -1, *tensor.shape[dim + 1 :])

@@ -1,0 +1,292 @@
+"""Causal attention where a row's tokens are split over devices: keys and values go round, each device to the next.
+
+Tokens lie in the order of :mod:`models.attention.pieces`, two pieces a device. Of the keys that arrive, one device
+sees two of four pairs of pieces, whole, and so does every other; the pairs that the mask empties are not computed.
+Keys and values are sent on while they are used. In the backward their gradients follow them, one device behind (Liu,
+Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order:
+Brandon et al., "Striped Attention", 2023, and the zigzag order in use since). Nothing is saved but the inputs, the
+output and the logarithm of each row's sum of exponents: memory is linear in a device's tokens.
+
+Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), D head
+dimension of query and key, E that of value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from models.attention import pieces
+from models.attention.piece_pairs import Pair, Pairs, without_chunk
+from models.attention.splash import Settings, causal_flops, present
+from models.jax_call import jax_call, target
+from models.op_arguments import as_text, from_text
+
+# isort: split
+import jax
+import jax.numpy as jnp
+
+
+def attend(
+    query_BHSD: torch.Tensor,
+    key_BKSD: torch.Tensor,
+    value_BKSE: torch.Tensor,
+    segments_BS: torch.Tensor | None,
+    sinks_H: torch.Tensor | None,
+    settings: Settings,
+) -> torch.Tensor:
+    """Attention ``[B, H, S, E]``, differentiable in query, key, value and sinks, of tokens in the pieces' order.
+
+    Segment 0 is padding: rows of zeros, with zero gradients. Twice the layout's `sequence_shards` divides S.
+    """
+    layout, chunk = settings.layout, settings.scoring.chunk
+    B, H, S, _ = query_BHSD.shape
+    key_BKSD, value_BKSE = layout.shared_heads(H, key_BKSD, value_BKSE)
+    length = S // (2 * layout.sequence_shards)
+    starts = pieces.numbers(layout.sequence_shards, query_BHSD.device) * length
+    segments = None if segments_BS is None else segments_BS.to(torch.int32)
+    if chunk is not None:
+        within = torch.arange(length, dtype=torch.int32, device=starts.device)
+        chunks = ((starts.unsqueeze(1) + within) // chunk).flatten().expand(B, S)
+        segments = chunks if segments is None else segments * (-(-S // chunk)) + chunks
+    out_BHSE, _ = _ring(query_BHSD, key_BKSD, value_BKSE, starts, segments, sinks_H, as_text(without_chunk(settings)))
+    if segments_BS is None:
+        return out_BHSE
+    # as in splash.attend: to the ring padding is a segment, and no comparison here
+    present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
+    return out_BHSE * present_BS[:, None, :, None]
+
+
+@torch.library.custom_op("shardwright::ring", mutates_args=())
+def _ring(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    segments: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    settings_text: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
+    settings: Settings = from_text(settings_text)
+    extra, letters = present(segments, sinks, "bs")
+    manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs s {letters}", "bhs bhs")
+    tensors = (query, key, value, starts, *extra)
+    out, logsumexp = jax_call(_forward, *tensors, manual=manual, extra=letters, **_static(settings))
+    return out, logsumexp
+
+
+@_ring.register_fake
+def _(query, key, value, starts, segments, sinks, settings_text):
+    rows = query.shape[:-1]
+    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
+
+
+# the signature is a torch.library schema: tensors one by one
+@torch.library.custom_op("shardwright::ring_backward", mutates_args=())
+def _ring_backward(
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    segments: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    settings_text: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value, and what each device's tokens add to that of the sinks, ``[B, H, n]``."""
+    settings: Settings = from_text(settings_text)
+    extra, letters = present(segments, sinks, "bs")
+    manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs bhs bhs bhs s {letters}", "bhs bhs bhs bhs")
+    tensors = (grad_out, out, logsumexp, query, key, value, starts, *extra)
+    grads = jax_call(_backward, *tensors, manual=manual, extra=letters, **_static(settings))
+    grad_query, grad_key, grad_value, grad_sinks = grads
+    return grad_query, grad_key, grad_value, grad_sinks
+
+
+@_ring_backward.register_fake
+def _(grad_out, out, logsumexp, query, key, value, starts, segments, sinks, settings_text):
+    grads = (t.new_empty(t.shape) for t in (query, key, value))
+    return *grads, logsumexp.new_empty(*logsumexp.shape[:2], from_text(settings_text).layout.sequence_shards)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.settings_text = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
+    sinks = ctx.saved_tensors[-1]
+    *grads, grad_sinks = _ring_backward(grad_out, *ctx.saved_tensors, ctx.settings_text)
+    return *grads, None, None, None if sinks is None else grad_sinks.sum((0, 2)).to(sinks.dtype), None
+
+
+_ring.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.shardwright.ring)
+def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **_: Any) -> int:
+    return causal_flops(query, value, from_text(others[-1]).scoring)
+
+
+def _static(settings: Settings) -> dict[str, Any]:
+    return {"settings": settings, "kernel": target() == "tpu" or settings.interpret > 0}
+
+
+class _Keys(NamedTuple):
+    """What goes round: two pieces of keys with their values and segments, and the pieces' first positions [2]."""
+
+    key: jax.Array
+    value: jax.Array
+    starts: jax.Array
+    segments: jax.Array | None
+
+    def sent_on(self, settings: Settings) -> _Keys:
+        segments = None if self.segments is None else _next(self.segments, settings)
+        key, value, starts = (_next(x, settings) for x in (self.key, self.value, self.starts))
+        return _Keys(key, value, starts, segments)
+
+
+def _next(x: jax.Array, settings: Settings) -> jax.Array:
+    """``x`` of the device before, in the ring."""
+    axis, count = settings.layout.sequence_axis, settings.layout.sequence_shards
+    return jax.lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
+
+
+class _Rows(NamedTuple):
+    """What stays: queries ``BHSD``, the pieces' first positions [2], segments ``BS``."""
+
+    query: jax.Array
+    starts: jax.Array
+    segments: jax.Array | None
+
+    def own(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, Pair]]:
+        """The pairs with the device's own keys, as (piece of queries, piece of keys, pair)."""
+        later = self.starts[1] - self.starts[0]
+        return [self._pair(keys, 0, 0, None), self._pair(keys, 1, 1, None), self._pair(keys, 1, 0, later)]
+
+    def others(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, Pair]]:
+        """The pairs with another device's keys: of a device before, its first piece; of one behind, both."""
+        behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
+        distance = self.starts[behind] - keys.starts[behind]
+        return [
+            self._pair(keys, 1, 0, self.starts[1] - keys.starts[0]),
+            self._pair(keys, behind, behind, distance),
+        ]
+
+    def _pair(
+        self, keys: _Keys, of_queries: jax.Array | int, of_keys: jax.Array | int, distance: jax.Array | None
+    ) -> tuple[jax.Array | int, jax.Array | int, Pair]:
+        segments = None
+        if self.segments is not None and keys.segments is not None:
+            segments = _piece(self.segments, of_queries, 1), _piece(keys.segments, of_keys, 1)
+        key, value = (_piece(x, of_keys) for x in (keys.key, keys.value))
+        return of_queries, of_keys, Pair(_piece(self.query, of_queries), key, value, segments, distance)
+
+
+def _piece(x: jax.Array, which: jax.Array | int, dim: int = 2) -> jax.Array:
+    length = x.shape[dim] // 2
+    return jax.lax.dynamic_slice_in_dim(x, which * length, length, dim)
+
+
+def _with(x: jax.Array, which: jax.Array | int, piece: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, piece, which * piece.shape[2], 2)
+
+
+def _forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    starts: jax.Array,
+    *optional: jax.Array,
+    extra: str,
+    settings: Settings,
+    kernel: bool,
+) -> tuple[jax.Array, jax.Array]:
+    named = dict(zip(extra.split(), optional, strict=True))
+    pairs, segments, sinks = Pairs(settings, kernel), named.get("bs"), named.get("h")
+    rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
+    *same, later = rows.own(keys)
+    parts = [pairs.forward(pair) for _, _, pair in same]
+    out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
+
+    def merged(found: tuple[jax.Array, jax.Array], which: jax.Array | int, pair: Pair) -> tuple[jax.Array, jax.Array]:
+        old_out, old = (_piece(x, which) for x in found)
+        new_out, new = pairs.forward(pair)
+        total = jnp.logaddexp(old, new)
+        joined = old_out * jnp.exp(old - total)[..., None] + new_out * jnp.exp(new - total)[..., None]
+        return _with(found[0], which, joined), _with(found[1], which, total)
+
+    found = merged((out, logsumexp), later[0], later[2])
+
+    def turn(carry: tuple[_Keys, tuple[jax.Array, jax.Array]], _: None) -> tuple[Any, None]:
+        keys, found = carry
+        for which, _of_keys, pair in rows.others(keys):
+            found = merged(found, which, pair)
+        return (keys.sent_on(settings), found), None
+
+    turns = settings.layout.sequence_shards - 1
+    (_, (out, logsumexp)), _ = jax.lax.scan(turn, (keys.sent_on(settings), found), None, length=turns)
+    if sinks is not None:
+        total = jnp.logaddexp(logsumexp, sinks.astype(jnp.float32)[:, None])
+        out, logsumexp = out * jnp.exp(logsumexp - total)[..., None], total
+    return out.astype(query.dtype), logsumexp
+
+
+def _backward(
+    grad_out: jax.Array,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    starts: jax.Array,
+    *optional: jax.Array,
+    extra: str,
+    settings: Settings,
+    kernel: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The gradients that `_ring_backward` returns."""
+    named = dict(zip(extra.split(), optional, strict=True))
+    pairs, segments, sinks = Pairs(settings, kernel), named.get("bs"), named.get("h")
+    rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
+    dot = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
+    grad_sinks = jnp.zeros(dot.shape[:2], jnp.float32)
+    if sinks is not None:
+        grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot).sum(2)
+    Grads = tuple[jax.Array, jax.Array, jax.Array]
+
+    def added(grads: Grads, found: Sequence[tuple[jax.Array | int, jax.Array | int, Pair]]) -> Grads:
+        grad_query, grad_key, grad_value = grads
+        for of_queries, of_keys, pair in found:
+            own = _piece(logsumexp, of_queries), _piece(dot, of_queries)
+            more = pairs.backward(pair, own, _piece(grad_out, of_queries))
+            grad_query = _add(grad_query, of_queries, more[0])
+            grad_key, grad_value = _add(grad_key, of_keys, more[1]), _add(grad_value, of_keys, more[2])
+        return grad_query, grad_key, grad_value
+
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
+    grads = added((zeros[0], zeros[1], zeros[2]), rows.own(keys))
+
+    def turn(carry: tuple[_Keys, Grads], _: None) -> tuple[Any, None]:
+        keys, (grad_query, *behind) = carry
+        # those of the keys that are here now: they come while this device's part is computed
+        arrived = [_next(x, settings) for x in behind]
+        grad_query, own_key, own_value = added((grad_query, zeros[1], zeros[2]), rows.others(keys))
+        return (keys.sent_on(settings), (grad_query, arrived[0] + own_key, arrived[1] + own_value)), None
+
+    turns = settings.layout.sequence_shards - 1
+    (_, (grad_query, *others)), _ = jax.lax.scan(turn, (keys.sent_on(settings), grads), None, length=turns)
+    grad_key, grad_value = (_next(x, settings) for x in others)  # home
+    grad_key, grad_value = grad_key.astype(key.dtype), grad_value.astype(value.dtype)
+    return grad_query.astype(query.dtype), grad_key, grad_value, grad_sinks[..., None]
+
+
+def _add(x: jax.Array, which: jax.Array | int, piece: jax.Array) -> jax.Array:
+    return _with(x, which, _piece(x, which) + piece)
