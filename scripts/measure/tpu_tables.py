@@ -116,7 +116,7 @@ TABLES: dict[str, dict[str, str]] = {
     "layouts_v6e": _layouts("v6e:16x16", 2),
     "remat": {
         f"mixtral_ep, remat {remat}": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY},remat={remat}"
-        for remat in ("full", "offload", "save_matmuls", "auto")
+        for remat in ("full", "offload", "save_matmuls")
     }
     | {
         f"llama_fsdp, remat {remat}": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2 --compute remat={remat}"
