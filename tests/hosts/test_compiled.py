@@ -70,9 +70,10 @@ def first(jobs) -> tuple[list[int], str]:
     return jobs.run("first")
 
 
-def test_the_first_run_compiles_on_every_host_and_the_first_host_keeps_it(jobs, first):
+def test_the_first_run_compiles_and_the_first_host_keeps_it(jobs, first):
     (compiled, other), log = first
-    assert compiled == other > 1
+    assert compiled > 1
+    assert other <= compiled  # a host that is late finds what the first has kept meanwhile
     assert len(os.listdir(jobs.compiled)) == compiled
     assert f"compile: {compiled} programs, 0 loaded from {jobs.compiled}" in log.splitlines()
 
