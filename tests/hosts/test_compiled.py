@@ -100,8 +100,9 @@ def test_what_is_damaged_or_of_another_program_is_compiled_again_with_a_notice_a
     whole = one.read_bytes(), two.read_bytes()
     one.write_bytes(whole[0][: len(whole[0]) // 2])
     two.write_bytes(whole[0])
-    compiled, log = jobs.run("damaged")
-    assert compiled == [2] * HOSTS
+    (compiled, other), log = jobs.run("damaged")
+    assert compiled == 2
+    assert other <= 2  # as above
     for file in (one, two):
         assert f"{file} is damaged, and compiled again" in log
     assert f"compile: {count} programs, {count - 2} loaded from {jobs.compiled}" in log.splitlines()
