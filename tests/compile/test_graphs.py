@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -19,10 +18,9 @@ from models.jax_call import xla_client
 from tests.support.chats import byte_tokenizer, write_records
 from tests.support.jobs import job_of
 from tests.support.lives import TINY
-from tests.support.tpu_compiler import needs_libtpu
+from tests.support.tpu_compiler import asked_of, needs_libtpu
 from trainer.arguments import TrainingArguments
 from trainer.compile import command
-from trainer.compile import job as compile_job
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.command import DOES_NOT_FIT
 from trainer.compile.libtpu import Target, compile_for
@@ -263,19 +261,6 @@ def test_an_evaluation_with_a_capacity_takes_as_many_rows_as_twice_the_steps_slo
     job = job_of(recipe, per_device_train_batch_size=rows, sequence_length=length)
     assert job.evaluation_rows == expected * job.plan.batch_shards
     assert job.micro_batch_rows == rows * job.plan.batch_shards
-
-
-def asked_of(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Job], CompileReport]) -> list[str]:
-    """Has ``answer`` say what a job's graph takes, in place of minutes of libtpu; the graphs asked, as they come."""
-    asked: list[str] = []
-
-    def compiled(graph_of: tuple[str, Job], *_: Any) -> CompileReport:
-        asked.append(graph_of[0])
-        return answer(*graph_of)
-
-    monkeypatch.setattr(compile_job, "lower", lambda job, graph=TRAIN_STEP: (graph, job))
-    monkeypatch.setattr(compile_job, "compile_for", compiled)
-    return asked
 
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64)

@@ -1,13 +1,33 @@
-"""The mark of tests that compile for a TPU, and the one reason to skip them: there is no libtpu."""
+"""The mark of tests that compile for a TPU, and answers in its compiler's place for what asks it many times."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+
+from trainer.compile import job as compile_job
+from trainer.compile.lowered import TRAIN_STEP
+from trainer.compile.report import CompileReport
+from trainer.job import Job
 
 # `[test]` installs libtpu, but it has wheels for x86-64 Linux alone.
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="LIBTPU IS NOT INSTALLED: no TPU compile is tested. pip install -e '.[tpu]'",
 )
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Job], CompileReport]) -> list[str]:
+    """Has ``answer`` say what a job's graph takes, in place of minutes of libtpu; the graphs asked, as they come."""
+    asked: list[str] = []
+
+    def compiled(graph_of: tuple[str, Job], *_: Any) -> CompileReport:
+        asked.append(graph_of[0])
+        return answer(*graph_of)
+
+    monkeypatch.setattr(compile_job, "lower", lambda job, graph=TRAIN_STEP: (graph, job))
+    monkeypatch.setattr(compile_job, "compile_for", compiled)
+    return asked

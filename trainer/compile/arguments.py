@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.arguments.values import check_values, option
+from trainer.errors import UserError
 
 
 @dataclass
@@ -17,6 +18,11 @@ class CompileArguments:
         False,
         "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches. "
         "Minutes for each; what was tried is on the page and in the JSON too.",
+    )
+    tune: int = option(
+        0,
+        "Search so many minutes for the fastest recipe, mesh, batch and remat, by the estimate, and report on what is "
+        "found; the same command goes on with the search. 60 are a good beginning.",
     )
     report: str | None = option(None, "Write the report as an HTML page to this file.")
     json: str | None = option(None, "Write the report as JSON to this file.")
@@ -37,3 +43,10 @@ class CompileArguments:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.tune < 0:
+            raise UserError(
+                asked=f"--tune {self.tune}",
+                found="a negative number",
+                why="it is the minutes that a search may take",
+                instead="--tune 60, or 0 for no search",
+            )

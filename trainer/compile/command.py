@@ -49,6 +49,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     from trainer.compile.search import search
     from trainer.compile.share import compile_auto
     from trainer.compile.terminal import print_report
+    from trainer.compile.tune import tune
     from trainer.remat import is_auto
 
     console = console or Console()
@@ -61,7 +62,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
         )
     for path in filter(None, (options.report, options.json)):
         _check_writable(path)
-    job = CompileJob.of(args, options)
+    job = tune(args, options, console) if options.tune else CompileJob.of(args, options)
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
     if is_auto(job.job):

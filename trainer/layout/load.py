@@ -27,10 +27,10 @@ def load_recipe(name_or_path: str) -> Recipe:
                 asked=f"recipe file {name_or_path}",
                 found=f"no file {path.resolve()}",
                 why="a recipe that ends in .py is read from that path",
-                instead=f"a path that exists, or one of: {', '.join(_shipped_recipes())}",
+                instead=f"a path that exists, or one of: {', '.join(shipped_recipes())}",
             )
     else:
-        shipped = _shipped_recipes()
+        shipped = shipped_recipes()
         if name_or_path not in shipped:
             raise UserError(
                 asked=f"recipe {name_or_path!r}",
@@ -50,7 +50,7 @@ def load_recipe(name_or_path: str) -> Recipe:
     return replace(recipe, name=path.stem)
 
 
-def _shipped_recipes() -> dict[str, Path]:
+def shipped_recipes() -> dict[str, Path]:
     """Name → file of each recipe in ``recipes/``."""
     folder = importlib.resources.files("recipes")
     files = sorted(Path(str(folder)).glob("[!_]*.py"))

@@ -1,0 +1,144 @@
+"""Searches that compile many neighbours of a job: `remat=auto`, `--tune`. The compiler's answers are made up here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.tpu_compiler import asked_of
+from trainer.arguments import TrainingArguments
+from trainer.compile import command
+from trainer.compile.arguments import CompileArguments
+from trainer.compile.command import DOES_NOT_FIT
+from trainer.compile.lowered import TRAIN_STEP
+from trainer.compile.lowering import EVALUATION
+from trainer.compile.report import CompileReport
+from trainer.errors import UserError
+from trainer.job import Job
+from trainer.layout.load import load_recipe
+from trainer.remat import Platform, answer, with_remat
+
+ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
+TOPOLOGY = "v5p:2x2x2"
+Answer = Callable[[str, Job], CompileReport]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def taking(report: CompileReport) -> Callable[[float, float], CompileReport]:
+    """A report of a step that takes such a part of the chip, and so many tokens/s."""
+
+    def made(part: float, rate: float) -> CompileReport:
+        needed, estimate = (
+            int(part * report.chip_hbm_bytes),
+            dataclasses.replace(report.estimate, tokens_per_second=rate),
+        )
+        graph = dataclasses.replace(report.graphs[0], required_bytes=needed, fits=part <= 1)
+        more = {"required_bytes": needed, "fits": part <= 1, "graphs": (graph,), "estimate": estimate}
+        return dataclasses.replace(report, **more)
+
+    return made
+
+
+def run(args: TrainingArguments, **options: object) -> tuple[int, str]:
+    out = StringIO()
+    return command.run(
+        args, CompileArguments(topology=TOPOLOGY, **options), Console(file=out, width=200)
+    ), out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("full", "all_kept", "share"), [(0.2, 0.9, 1), (0.2, 1.8, 0.4375), (0.97, 2.0, 0), (1.2, 3, 0)]
+)
+def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full, all_kept, share):
+    def needs(graph: str, job: Job) -> CompileReport:
+        kept = job.recipe.compute.remat
+        return taking(full + (all_kept - full) * kept if graph == TRAIN_STEP else 0.1, 1.0)
+
+    asked = asked_of(monkeypatch, needs)
+    args = dataclasses.replace(ARGS, compute="remat=auto")
+    code, out = run(args)
+    assert code == (DOES_NOT_FIT if full > 1 else 0)
+    assert f"--compute remat={share:g}" in out
+    assert asked.count(TRAIN_STEP) <= 6
+    job = Job.resolve(args, lambda: 8)
+    assert answer(job, Platform("TPU", "v5p"))[0] == ("full" if full > 1 else share)
+    assert with_remat(job, share).recipe.compute.remat == share
+
+
+def landscape(taking: Callable[[float, float], CompileReport]) -> Answer:
+    """Memory grows with rows and with what is kept; a larger expert axis, more rows and less to compute are faster."""
+
+    def found(graph: str, job: Job) -> CompileReport:
+        rows, kept = job.args.per_device_train_batch_size, float(job.recipe.compute.remat)
+        if graph != TRAIN_STEP:
+            return taking(0.1, 0.0)
+        expert = job.plan.mesh.get("expert", 1)
+        return taking(rows * (1 + kept) / 8, 1000 * expert * rows / (rows + 1) * (1 + kept / 4))
+
+    return found
+
+
+def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(taking, monkeypatch, tmp_path):
+    asked_of(monkeypatch, landscape(taking))
+    (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
+    code, out = run(dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json")), tune=60)
+    assert code == 0
+    # 8 experts a row of devices; 8 rows without anything kept, or 4 with all of it
+    assert "--recipe mixtral_ep --mesh fsdp=1,expert=8 --per_device_train_batch_size 4 --compute remat=1" in out
+    assert "gemma3_fsdp does not take this model" in out
+
+
+def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):
+    asked = asked_of(monkeypatch, landscape(taking))
+    _, first = run(ARGS, tune=60)
+    tried = asked.count(TRAIN_STEP)
+    asked.clear()
+    _, second = run(ARGS, tune=60)
+    assert asked.count(TRAIN_STEP) == 2 < tried  # the best with all its graphs, and its report
+    assert "settings were tried before" in second
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+
+
+def test_tune_takes_another_setting_where_the_fastest_one_s_evaluation_does_not_fit(taking, monkeypatch):
+    found = landscape(taking)
+
+    def evaluated(graph: str, job: Job) -> CompileReport:
+        large = job.args.per_device_train_batch_size >= 4 and graph == EVALUATION
+        return taking(1.5, 0.0) if large else found(graph, job)
+
+    asked_of(monkeypatch, evaluated)
+    code, out = run(ARGS, tune=60)
+    assert code == 0
+    assert "--per_device_train_batch_size 2 --compute remat=1" in out
+
+
+def test_tune_without_anything_that_fits_says_what_is_nearest(taking, monkeypatch):
+    asked_of(monkeypatch, lambda *_: taking(2.0, 1.0))
+    with pytest.raises(UserError, match="no setting that fits; nearest is"):
+        run(ARGS, tune=60)
+
+
+def test_tune_without_time_left_reports_the_best_so_far(taking, monkeypatch):
+    asked = asked_of(monkeypatch, landscape(taking))
+    run(ARGS, tune=60)
+    asked.clear()
+    monkeypatch.setattr("trainer.compile.tune.time.monotonic", iter(range(0, 10**9, 3600)).__next__)
+    with pytest.raises(UserError, match="0 were tried"):
+        run(dataclasses.replace(ARGS, sequence_length=32), tune=1)
+    assert not asked
+
+
+def test_minutes_below_nothing_are_refused():
+    with pytest.raises(UserError, match="--tune 60"):
+        CompileArguments(topology=TOPOLOGY, tune=-1)

@@ -1,0 +1,237 @@
+"""The search for the fastest way to run a job on a slice: recipe, mesh, batch and remat, by the estimate of each step.
+
+From the best of the recipes that take the model it climbs: of all settings that are near to the best, the first that is
+faster becomes the best. Each setting is compiled, which takes minutes, so what was found is kept in the
+cache, and the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer.arguments import TrainingArguments
+from trainer.cache import cache_root, digest
+from trainer.compile.arguments import CompileArguments
+from trainer.compile.job import CompileJob
+from trainer.errors import UserError
+from trainer.facts import code_digest
+from trainer.layout.load import shipped_recipes
+from trainer.report.lines import say, waiting
+from trainer.report.units import size
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of remat
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the job.
+
+    Args:
+        mesh: axis and size of all axes within a slice, in mesh order.
+        batch: rows a device.
+        remat: the share of the layers' values that is kept.
+    """
+
+    recipe: str
+    mesh: tuple[tuple[str, int], ...]
+    batch: int
+    remat: float
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What the command line says of it."""
+        return {
+            "recipe": self.recipe,
+            "mesh": ",".join(f"{axis}={n}" for axis, n in self.mesh),
+            "per_device_train_batch_size": str(self.batch),
+            "compute": f"remat={self.remat:g}",
+        }
+
+    def of(self, args: TrainingArguments) -> TrainingArguments:
+        """``args`` with this setting."""
+        options = self.options
+        compute = ",".join(filter(None, [args.compute, options["compute"]]))  # what comes later wins
+        return replace(
+            args, recipe=self.recipe, mesh=options["mesh"], compute=compute, per_device_train_batch_size=self.batch
+        )
+
+    def neighbours(self) -> Iterator[Setting]:
+        """The settings that differ in one thing, or trade rows for what is kept; the likeliest to be faster first."""
+        yield replace(self, batch=2 * self.batch)
+        at = SHARES.index(self.remat)
+        if at + 1 < len(SHARES):
+            yield replace(self, remat=SHARES[at + 1])
+        sizes = dict(self.mesh)
+        for giver, taker in itertools.permutations(sizes, 2):
+            if sizes[giver] % 2 == 0:
+                moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
+                yield replace(self, mesh=tuple(moved.items()))
+        if self.batch > 1:
+            yield replace(self, batch=self.batch // 2, remat=SHARES[-1])
+            yield replace(self, batch=self.batch // 2)
+        if at:
+            yield replace(self, batch=2 * self.batch, remat=SHARES[0])
+            yield replace(self, remat=SHARES[at - 1])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a setting's compile found of the train step.
+
+    Args:
+        needed: bytes of HBM.
+        tokens_per_second: of one chip, estimated.
+        refused: why it can't be; empty if it can.
+    """
+
+    fits: bool = False
+    needed: int = 0
+    tokens_per_second: float = 0.0
+    refused: str = ""
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """The greater, the better: what fits by its speed, what does not by how little it needs."""
+        return not self.refused, self.fits, self.tokens_per_second if self.fits else -self.needed
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"can't be: {self.refused}"
+        fits = f"{self.tokens_per_second:,.0f} tokens/s a chip (estimate)" if self.fits else "does not fit"
+        return f"{size(self.needed)}, {fits}"
+
+
+@dataclass
+class Tuning:
+    """The settings that were tried, in a file of the cache.
+
+    Args:
+        minutes: after which no other is tried, of this process's own time.
+    """
+
+    args: TrainingArguments
+    options: CompileArguments
+    console: Console
+    minutes: float
+    tried: dict[Setting, Found] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._until = time.monotonic() + 60 * self.minutes
+        self.options = replace(self.options, only_train_step=True)
+        asked = {**self.args.as_dict(), **asdict(self.options), "output_dir": None, "json": None, "report": None}
+        asked |= {"tune": None, "compile_timeout": None}
+        self.path = cache_root() / "tuned" / f"{digest([json.dumps(asked, default=str), code_digest()])}.json"
+        self.path.parent.mkdir(exist_ok=True)
+        self.tried |= _read(self.path)
+        if self.tried:
+            say(self.console, f"tune:    {len(self.tried)} settings were tried before")
+
+    def best(self) -> Setting | None:
+        """The fastest setting that was found to fit, in the time that there is; None: none fits."""
+        for setting in self._starts():
+            self.attempt(setting)
+        while self.tried:
+            best = max(self.tried, key=lambda setting: self.tried[setting].rank)
+            rank = self.tried[best].rank
+            if any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
+                continue
+            if not self.tried[best].fits:
+                return None
+            whole = self._compiled(best, replace(self.options, only_train_step=False))
+            if whole.fits:
+                return best
+            self.tried[best] = replace(whole, refused="another graph of the run does not fit")
+            self._write()
+        return None
+
+    def _starts(self) -> Iterator[Setting]:
+        """The job's own recipe and all others that take its model, each with its own mesh."""
+        others = shipped_recipes() if self.args.model else ()  # without one the model is the recipe's own
+        for name in dict.fromkeys([str(self.args.recipe), *others]):
+            mesh = self.args.mesh if name == self.args.recipe else None
+            try:
+                job = CompileJob.of(replace(self.args, recipe=name, mesh=mesh), self.options).job
+            except UserError as error:
+                if name == self.args.recipe:
+                    raise
+                say(self.console, f"tune:    {name} does not take this model: {str(error.found).splitlines()[0]:.120}")
+                continue
+            sizes = job.recipe.mesh.ici_sizes(job.devices)
+            yield Setting(name, tuple(sizes.items()), self.args.per_device_train_batch_size, 0.0)
+
+    def _worth(self, setting: Setting) -> bool:
+        """Whether ``setting`` needs to be tried: not, if with less of the same it already did not fit."""
+        for other, found in self.tried.items():
+            same = (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
+            less = other.batch <= setting.batch and other.remat <= setting.remat
+            if same and less and not found.fits and other != setting:
+                return False
+        return True
+
+    def attempt(self, setting: Setting) -> Found:
+        """What is found of ``setting``; without time for it, as if it could not be."""
+        if setting not in self.tried:
+            if time.monotonic() > self._until:
+                return Found(refused="no time")
+            words = " ".join(setting.options.values())
+            with waiting(self.console, f"compiling {words} …"):
+                self.tried[setting] = self._compiled(setting, self.options)
+            say(self.console, f"tune:    {words}: {self.tried[setting]}")
+            self._write()
+        return self.tried[setting]
+
+    def _compiled(self, setting: Setting, options: CompileArguments) -> Found:
+        try:
+            report = CompileJob.of(setting.of(self.args), options).compile()
+        except UserError as error:
+            return Found(refused=str(error.found).splitlines()[0])
+        return Found(report.fits, report.required_bytes, report.estimate.tokens_per_second or 0.0)
+
+    def _write(self) -> None:
+        content = [[asdict(setting), asdict(found)] for setting, found in self.tried.items()]
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as made:
+            json.dump(content, made)
+        os.replace(made.name, self.path)
+
+
+def _read(path: Path) -> dict[Setting, Found]:
+    """What an earlier process has tried; what can't be read is tried again."""
+    try:
+        return {
+            Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Found(**found)
+            for setting, found in json.loads(path.read_text())
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> CompileJob:
+    """The job of ``args`` in the fastest setting that is found, and a word of how to run it.
+
+    Raises:
+        UserError: as :meth:`CompileJob.of`; nothing that was tried fits.
+    """
+    tuning = Tuning(args, options, console, options.tune)
+    best = tuning.best()
+    if best is None:
+        least = max(tuning.tried, key=lambda setting: tuning.tried[setting].rank, default=None)
+        raise UserError(
+            asked=f"--tune {options.tune}",
+            found="no setting that fits"
+            + (f"; nearest is {' '.join(least.options.values())}: {tuning.tried[least]}" if least else ""),
+            why=f"{len(tuning.tried)} were tried on {options.topology}",
+            instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
+        )
+    words = [word for name, value in best.options.items() for word in (f"--{name}", value)]
+    say(console, f"tune:    of {len(tuning.tried)} settings the fastest: {shlex.join(words)}")
+    return CompileJob.of(best.of(args), options)
