@@ -7,6 +7,7 @@ as well: a computation over all of them runs in all the processes at once, and i
 from __future__ import annotations
 
 import os
+import random
 import resource
 import runpy
 import socket
@@ -16,16 +17,18 @@ ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFOR
 
 
 def free_ports() -> int:
-    """The first of four ports in a row that nobody listens at."""
+    """The first of four ports in a row that nobody listens at.
+
+    They lie below those that the system gives to whoever connects (32,768 and up): one of these may be taken by any
+    connection between this and the host's own start.
+    """
     while True:
-        with socket.socket() as found:
-            found.bind(("localhost", 0))
-            port = found.getsockname()[1]
+        port = random.SystemRandom().randrange(10_000, 32_000)
         try:
             for number in range(port, port + 4):
                 with socket.socket() as tried:
                     tried.bind(("localhost", number))
-        except (OSError, OverflowError):
+        except OSError:
             continue
         return port
 
