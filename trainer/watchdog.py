@@ -77,11 +77,11 @@ class Watchdog:
     @contextlib.contextmanager
     def over(self, hang_timeout: float, clock: Busy) -> Iterator[None]:
         """Inside, a run without progress for so many seconds is ended; ``clock`` says what it does."""
-        self.hang_timeout, self._clock = hang_timeout, clock
+        self.hang_timeout, self._clock, self._step = hang_timeout, clock, None
         try:
             yield
         finally:
-            self.hang_timeout, self._step = 0.0, None
+            self.hang_timeout = 0.0  # the step stays known: what ends the run may wait for the verdict on another host
 
     @property
     def activity(self) -> str:
