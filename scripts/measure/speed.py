@@ -2,6 +2,7 @@
 
 python scripts/measure/speed.py speed      our step on 8 virtual CPU devices, and transformers' Trainer on the plain CPU
 python scripts/measure/speed.py depth      time to trace and to compile 2, 8 and 32 layers, with the scan and without
+python scripts/measure/speed.py busy       the same two, alone and beside four processes that never wait
 python scripts/measure/speed.py threads    how the number of XLA's CPU threads changes speed and cores kept busy
 
 Each measurement is a process of its own. The sides of a table take turns, round by round; it shows the medians.
@@ -11,6 +12,7 @@ docs/numbers.md has the tables as they were on one machine. Reading and writing 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -30,11 +32,13 @@ from trainer.errors import exit_code
 
 SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
 DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 2, "hidden_size": 64, "intermediate_size": 128}
+SIDES = {"ours": "this trainer, 8 virtual CPU devices", "theirs": "transformers' Trainer, plain CPU, eager"}
+BUSY = 4  # processes that never wait
 STARVED = "starved: aborted"  # XLA aborts the process if a collective waits for 10 s
 
 
 def main() -> int:
-    return run({"speed": speed, "depth": depth, "threads": threads}, {"ours": ours, "theirs": theirs}, str(__doc__))
+    return run({"speed": speed, "depth": depth, "busy": busy, "threads": threads}, {"ours": ours, "theirs": theirs}, str(__doc__))
 
 
 def run(
@@ -75,10 +79,7 @@ def speed(recipe: str, rounds: int) -> Table:
         "", "tokens/s", "cores busy", "ratio", title=f"{recipe}, {SPEED['rows']} rows of {SPEED['sequence_length']}"
     )
     base = medians["theirs"]["tokens_per_second"]
-    for side, name in (
-        ("ours", "this trainer, 8 virtual CPU devices"),
-        ("theirs", "transformers' Trainer, plain CPU, eager"),
-    ):
+    for side, name in SIDES.items():
         rate = medians[side]["tokens_per_second"]
         table.add_row(name, f"{rate:,.0f}", f"{medians[side]['cores']:.2f}", f"{rate / base:.2f}")
     return table
@@ -93,6 +94,40 @@ def depth(recipe: str, rounds: int) -> Table:
             first, trace = f"{result['first']:.1f} s", f"{result['trace'] * 1000:.0f} ms"
             table.add_row(str(layers), "yes" if scan else "no", first, trace)
     return table
+
+
+def busy(recipe: str, rounds: int) -> Table:
+    """Seconds a step of both sides, alone and beside processes that never wait; medians, and how they compare.
+
+    A machine that shares its cores evenly would slow a side that keeps all of them busy by (cores + BUSY) / cores, if
+    each of its threads got a process's share.
+    """
+    found: dict[tuple[str, int], list[float]] = {(side, load): [] for side in SIDES for load in (0, BUSY)}
+    for _ in range(rounds):
+        for (side, load), seconds in found.items():
+            with busy_neighbours(load):
+                result = worker(recipe, {"side": side, **SPEED})
+            if not result:
+                raise RuntimeError(f"a worker beside {load} busy processes {STARVED}")
+            seconds.append(SPEED["rows"] * SPEED["sequence_length"] / result["tokens_per_second"])
+    title = f"{recipe}, {SPEED['rows']} rows of {SPEED['sequence_length']}, {os.cpu_count()} cores"
+    table = Table("", "a step alone", f"beside {BUSY} busy processes", "times as long", title=title)
+    for side, name in SIDES.items():
+        alone, beside = (statistics.median(found[side, load]) for load in (0, BUSY))
+        table.add_row(name, f"{alone:.2f} s", f"{beside:.2f} s", f"{beside / alone:.1f}")
+    return table
+
+
+@contextlib.contextmanager
+def busy_neighbours(count: int) -> Iterator[None]:
+    """Inside, ``count`` processes run that never wait."""
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
 
 
 def threads(recipe: str, rounds: int) -> Table:
