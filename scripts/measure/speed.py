@@ -38,7 +38,8 @@ STARVED = "starved: aborted"  # XLA aborts the process if a collective waits for
 
 
 def main() -> int:
-    return run({"speed": speed, "depth": depth, "busy": busy, "threads": threads}, {"ours": ours, "theirs": theirs}, str(__doc__))
+    tables = {"speed": speed, "depth": depth, "busy": busy, "threads": threads}
+    return run(tables, {"ours": ours, "theirs": theirs}, str(__doc__))
 
 
 def run(
@@ -99,8 +100,7 @@ def depth(recipe: str, rounds: int) -> Table:
 def busy(recipe: str, rounds: int) -> Table:
     """Seconds a step of both sides, alone and beside processes that never wait; medians, and how they compare.
 
-    A machine that shares its cores evenly would slow a side that keeps all of them busy by (cores + BUSY) / cores, if
-    each of its threads got a process's share.
+    In proportion would be (cores + BUSY) / cores: as if a process ran on each core, and the cores were shared evenly.
     """
     found: dict[tuple[str, int], list[float]] = {(side, load): [] for side in SIDES for load in (0, BUSY)}
     for _ in range(rounds):
