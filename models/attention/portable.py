@@ -172,31 +172,30 @@ def _attention_backward(
         constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         key_BKTD, value_BKTE, *_ = constants
-        grad_key_BKDT, grad_value_BKET = carry
+        grad_key, grad_value = carry
         *x, grad_blocks = x
         query_BKGCD, grad_BKGCE = x[0].float(), grad_blocks.float()
         weights, weight_sink, slope = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights, scoring)
-        grad_value_BKET = grad_value_BKET + torch.einsum("bkgce,bkgct->bket", grad_BKGCE, _times(weights, kept))
+        # scores come second in both sums over queries: so a small tensor is turned, and no copy of scores is made
+        grad_value = grad_value + torch.einsum("bkgce,bkgct->bkte", grad_BKGCE, _times(weights, kept))
         grad_weights = _times(torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float()), kept)
         mean_BKGC1 = (weights * grad_weights).sum(-1, keepdim=True)
         grad_biased = weights * (grad_weights - mean_BKGC1)
         grad_scores = grad_biased * scoring.scale
         if slope is not None:
             grad_scores = grad_scores * slope
-        grad_key_BKDT = grad_key_BKDT + torch.einsum("bkgcd,bkgct->bkdt", query_BKGCD, grad_scores)
+        grad_key = grad_key + torch.einsum("bkgcd,bkgct->bktd", query_BKGCD, grad_scores)
         grad_query = torch.einsum("bkgct,bktd->bkgcd", grad_scores, key_BKTD.float())
         ys = [grad_query.to(query.dtype), _summed(-weight_sink * mean_BKGC1, x[3])]
         if with_bias:
             ys.append(_summed(grad_biased, x[4]))
-        return [grad_key_BKDT, grad_value_BKET], ys
+        return [grad_key, grad_value], ys
 
-    # With the keys last, no product wants the scores turned: XLA's CPU backend would copy them, with stride
-    zeros = [torch.zeros_like(t, dtype=torch.float32).transpose(2, 3) for t in (key, value)]
+    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value)]
     xs = [query, positions, query_segments, sinks, *_given(bias), grad_out]
     constants = [key, value, segments, *_given(random_key)]
-    (grad_key_BKDT, grad_value_BKET), (grad_query, *others) = _loop(body, constants, zeros, xs)
-    grad_key, grad_value = grad_key_BKDT.transpose(2, 3), grad_value_BKET.transpose(2, 3)
+    (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, xs)
     return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), *others]
 
 
