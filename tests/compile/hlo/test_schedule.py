@@ -90,6 +90,44 @@ custom_call_target="tpu_custom_call"
     }
 
 
+# of a batch of one sequence the kernels have no dimension; a ring's pair of two pieces has no positions
+@pytest.mark.parametrize(
+    ("masks", "reach"),
+    [("", None), (", %s, %t", None), (", %i", 3), (", %s, %t, %i", 3)],
+    ids=["earlier keys", "earlier keys, documents", "causal", "causal, documents"],
+)
+def test_a_rings_pairs_count_each_block_that_runs(masks: str, reach: int | None) -> None:
+    module = parse(
+        f"""HloModule ring
+ENTRY %main (n: s8[1,4,4], q: bf16[8,4096,128], k: bf16[2,4096,128], v: bf16[2,4096,64], i: s32[4096,128], \
+s: s32[4096,128], t: s32[8,4096], r: f32[8,1,4096], g: bf16[8,4096,64]) -> (f32[1024,128], bf16[8,4096,128]) {{
+  %n = s8[1,4,4]{{2,1,0}} parameter(0)
+  %q = bf16[8,4096,128]{{2,1,0}} parameter(1)
+  %k = bf16[2,4096,128]{{2,1,0}} parameter(2)
+  %v = bf16[2,4096,64]{{2,1,0}} parameter(3)
+  %i = s32[4096,128]{{1,0}} parameter(4)
+  %s = s32[4096,128]{{1,0}} parameter(5)
+  %t = s32[8,4096]{{1,0}} parameter(6)
+  %r = f32[8,1,4096]{{2,1,0}} parameter(7)
+  %g = bf16[8,4096,64]{{2,1,0}} parameter(8)
+  %forward = (f32[1024,128]{{1,0}}, f32[1024,128]{{1,0}}, f32[1024,64]{{1,0}}, bf16[8,4096,64]{{2,1,0}}, \
+f32[8,4096,128]{{2,1,0}}) custom-call(%n, %n, %q, %k, %v{masks}), custom_call_target="tpu_custom_call"
+  %dkv = (f32[1024,128]{{1,0}}, f32[1024,64]{{1,0}}, bf16[2,4096,128]{{2,1,0}}, bf16[2,4096,64]{{2,1,0}}) \
+custom-call(%n, %n, %q, %k, %v, %r, %g, %r{masks}), custom_call_target="tpu_custom_call"
+  ROOT %dq = (f32[1024,128]{{1,0}}, bf16[8,4096,128]{{2,1,0}}) custom-call(%n, %n, %q, %k, %v, %r, %g, %r{masks}), \
+custom_call_target="tpu_custom_call"
+}}
+"""
+    )
+    phases = ("forward", "dkv", "dq")
+    found = [kernel_work(module.entry, module.entry.by_name[phase]) for phase in phases]
+    heads = Heads(8, 4096, 128, 64, 2)
+    assert found == [attention_work(phase, heads, 1024, reach) for phase in phases]
+    assert found[0] is not None
+    # 16 pairs of blocks, of which a causal mask leaves 10
+    assert found[0].flops == 2 * 8 * (16 if reach is None else 10) * 1024**2 * (128 + 64)
+
+
 def test_the_ring_model() -> None:
     link = V5P.link_bandwidth
     ring, plane = [0, 1, 2, 3], list(range(16))
