@@ -42,8 +42,8 @@ def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf], masked: b
         return None
     *rows, length, width = numbers[0].dims
     heads = Heads(math.prod(rows), length, width, numbers[2].dims[-1], dtype_bits(numbers[0].dtype) // 8)
-    # a list has as many entries as the farthest block needs: one more than a block's reach. Without a mask all keys of a
-    # ring's piece are seen. With one and a window the device alone knows which blocks are: taken for a causal piece
+    # A list has as many entries as the farthest block needs: one more than a block's reach. Without a mask all keys of
+    # a ring's piece are seen; with a window the device alone knows which blocks are: taken for those of a causal piece.
     reach = min(blocks.dims[1:]) - 1 if masked else None
     return attention_work(phase, heads, scratch[0].dims[-2], reach)
 
