@@ -167,8 +167,8 @@ TABLES: dict[str, dict[str, str]] = {
         for layers in (4, 32, 80)
     },
     "optimizers": {
-        optim: f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=8 --sequence_length 4096 --topology "
-        f"v5p:2x2x1 {_BATCH} 1 --optim {optim}"
+        optim: f"--recipe llama_fsdp --model docs/configs/llama3_8b.json --sequence_length 4096 --topology v5p:2x2x2 "
+        f"{_BATCH} 1 --only_train_step --optim {optim}"
         for optim in ("adamw", "adafactor", "lion", "muon")
     },
     "flags": _flags("v5p:2x2x4", 2, *(name for name in list(_FLAGS)[1:] if not name.startswith("80")))
@@ -183,7 +183,7 @@ TABLES: dict[str, dict[str, str]] = {
     "sequence": {
         "131,072 tokens, v5p:2x2x1": f"{_LONG} 131072 --mesh fsdp=1,sequence=4 --topology v5p:2x2x1 {_BATCH} 1",
         "1,048,576 tokens, v5p:2x2x2": f"{_LONG} 1048576 --mesh fsdp=1,sequence=8 --topology v5p:2x2x2 {_BATCH} 1 "
-        "--compute remat=offload",
+        "--compute remat=offload --only_train_step",
     },
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"
