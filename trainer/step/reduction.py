@@ -28,6 +28,7 @@ from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16
+_LONGEST_PASSED = 4  # fewer steps for the same bytes, and as long as the shortest dimension of a torus
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class PartialGradient:
         return rings > 1 or (rings == 1 and self.rank == 2)
 
     @property
+    def passed(self) -> bool:
+        """Whether the sum is passed on from device to device: in the loop over layers, which computes meanwhile."""
+        return self.dim == 0 and is_stacked(self.parameter)
+
+    @property
     def layer(self) -> PartialGradient:
         """The same for one layer of a stack."""
         return replace(self, dim=0)
@@ -78,7 +84,8 @@ class PartialGradient:
     def sum(self) -> partial_gradients.Sum:
         """The collectives: scatters, ring by ring, along the axes that split the parameter; sums along the others."""
         sizes = self.mesh.shape()
-        rings = {axis: _rings(axis, size, math.prod(sizes.values())) for axis, size in sizes.items()}
+        longest = _LONGEST_PASSED if self.passed else min(_LONGEST_RING, math.prod(sizes.values()) - 1)
+        rings = {axis: _rings(axis, size, longest) for axis, size in sizes.items()}
         before = [axes_of(entry) for entry in self.spec]
         scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
         # The axis that is scattered last is innermost, also where a later axis of the mesh splits the dimension.
@@ -91,9 +98,13 @@ class PartialGradient:
             self.dim,
             scatter=tuple((ring, dim) for axis, dim in scatter for ring in rings[axis]),
             add=tuple(ring for axis in self.axes if axis not in self.layout for ring in rings[axis]),
+            passed=self.passed,
             manual=Manual(
                 tuple(pair for sizes in rings.values() for pair in sizes.items()),
-                (tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),),
+                (
+                    tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),
+                    *(((ring,) for axis, _ in scatter for ring in rings[axis]) if self.passed else ()),
+                ),
                 (tuple(tuple(group) or None for group in out),),
                 device_order(self.mesh),
             ),
@@ -120,13 +131,12 @@ class PartialGradient:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
 
 
-def _rings(axis: str, size: int, devices: int) -> dict[str, int]:
-    """``axis`` cut into rings: name → size, outermost first. A ring has at most 16 devices, and fewer than there are.
+def _rings(axis: str, size: int, longest: int) -> dict[str, int]:
+    """``axis`` cut into rings of at most ``longest`` devices: name → size, outermost first.
 
     A reduce-scatter that ran over all the chips of a torus would be turned into an all-reduce by libtpu.
     """
     sizes = []
-    longest = min(_LONGEST_RING, devices - 1)
     while size > longest and (ring := max((d for d in range(1, longest + 1) if size % d == 0), default=1)) > 1:
         sizes.append(ring)
         size //= ring
