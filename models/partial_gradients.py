@@ -87,7 +87,7 @@ class Sum:
     scatter: tuple[tuple[str, int], ...]
     add: tuple[str, ...]
     manual: Manual
-    passed: bool = False
+    exchanged: bool = False
 
 
 def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
@@ -135,12 +135,9 @@ def _embedding_grad(g_DtH: torch.Tensor, ids_Dt: torch.Tensor, w_VH: torch.Tenso
 @torch.library.custom_op("shardwright::total", mutates_args=())
 def _total(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
     how: Sum = from_text(sum_text)
-    static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name}
-    sizes, rings = dict(how.manual.axes), how.scatter if how.passed else ()
-    # as data, since a device's position in a ring does not follow from its id
-    positions = [torch.arange(sizes[axis], dtype=torch.int32, device=partial.device) for axis, _ in rings]
+    static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name, "exchanged": how.exchanged}
     with scopes.scope(how.name.rpartition(".")[0]):
-        return jax_call(_sum_shards, partial, *positions, manual=how.manual, **static)[0]
+        return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
 
 
 @_total.register_fake
@@ -150,20 +147,13 @@ def _(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
 
 
 def _sum_shards(
-    x: jax.Array,
-    *positions: jax.Array,
-    dim: int,
-    scatter: tuple[tuple[str, int], ...],
-    add: tuple[str, ...],
-    name: str,
+    x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
 ) -> jax.Array:
-    """The sum on one device; with its positions in the rings it is passed on. ``name`` only keeps the computations of
-    two parameters apart.
-    """
+    """The sum on one device. ``name`` only keeps the computations of two parameters apart."""
     x = x.squeeze(dim)  # this device has one entry
-    if positions:
-        for (axis, scattered), position in zip(scatter, positions, strict=True):
-            x = _pass_on(x, axis, scattered, position[0])
+    if exchanged:
+        for axis, scattered in scatter:
+            x = _exchange(x, axis, scattered)
         return jax.lax.psum(x, add) if add else x
     last = x.ndim - 1
     # libtpu turns a reduce-scatter along the minor dimension into an all-reduce, so another dimension is made minor
@@ -176,20 +166,13 @@ def _sum_shards(
     return x.swapaxes(last - 1, last) if turned else x
 
 
-def _pass_on(x: jax.Array, axis: str, dim: int, position: jax.Array) -> jax.Array:
-    """``psum_scatter`` along ``dim`` in steps: each part's sum goes once round the ring, and ends where it belongs."""
+def _exchange(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """``psum_scatter`` along ``dim``: each device gets all parts of its own and adds them up, in float32."""
     count = jax.lax.axis_size(axis)
-    size = x.shape[dim] // count
-
-    def part(before: int) -> jax.Array:
-        """The part of the device that stands so many places before this one."""
-        return jax.lax.dynamic_slice_in_dim(x, (position + count - before) % count * size, size, dim)
-
-    total = part(1 % count)
-    for step in range(1, count):
-        total = jax.lax.ppermute(total, axis, [(i, (i + 1) % count) for i in range(count)])
-        total = total + part((step + 1) % count)
-    return total
+    parts = jax.lax.all_to_all(x, axis, split_axis=dim, concat_axis=dim, tiled=True)
+    # added one by one: on a TPU a reduction over so short a dimension is slow
+    total, *others = (part.astype(jax.numpy.float32) for part in jax.numpy.split(parts, count, axis=dim))
+    return sum(others, start=total).astype(x.dtype)
 
 
 @torch.library.custom_op("shardwright::add_rows", mutates_args=())

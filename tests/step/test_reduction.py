@@ -35,7 +35,7 @@ CASES = {
 def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, name, parameter):
     axes, layout, dim = CASES[name]
     partial = PartialGradient(parameter, dim, axes, layout, 2, mesh)
-    assert partial.passed == (parameter != "weight" and dim == 0)
+    assert partial.exchanged == (parameter != "weight" and dim == 0)
     values = torch.randn((3,) * dim + (partial.shards, 8, 12), generator=torch.Generator().manual_seed(0))
     placed = sharding.place("a partial gradient", values, mesh, partial.spec)
     total = partial.total(placed)

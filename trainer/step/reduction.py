@@ -28,7 +28,7 @@ from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16
-_LONGEST_PASSED = 4  # fewer steps for the same bytes, and as long as the shortest dimension of a torus
+_LONGEST_EXCHANGE = 4  # fewer steps for the same bytes, and as long as the shortest dimension of a torus
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PartialGradient:
         return rings > 1 or (rings == 1 and self.rank == 2)
 
     @property
-    def passed(self) -> bool:
+    def exchanged(self) -> bool:
         """Whether the sum is passed on from device to device: in the loop over layers, which computes meanwhile."""
         return self.dim == 0 and is_stacked(self.parameter)
 
@@ -84,7 +84,7 @@ class PartialGradient:
     def sum(self) -> partial_gradients.Sum:
         """The collectives: scatters, ring by ring, along the axes that split the parameter; sums along the others."""
         sizes = self.mesh.shape()
-        longest = _LONGEST_PASSED if self.passed else min(_LONGEST_RING, math.prod(sizes.values()) - 1)
+        longest = _LONGEST_EXCHANGE if self.exchanged else min(_LONGEST_RING, math.prod(sizes.values()) - 1)
         rings = {axis: _rings(axis, size, longest) for axis, size in sizes.items()}
         before = [axes_of(entry) for entry in self.spec]
         scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
@@ -98,13 +98,10 @@ class PartialGradient:
             self.dim,
             scatter=tuple((ring, dim) for axis, dim in scatter for ring in rings[axis]),
             add=tuple(ring for axis in self.axes if axis not in self.layout for ring in rings[axis]),
-            passed=self.passed,
+            exchanged=self.exchanged,
             manual=Manual(
                 tuple(pair for sizes in rings.values() for pair in sizes.items()),
-                (
-                    tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),
-                    *(((ring,) for axis, _ in scatter for ring in rings[axis]) if self.passed else ()),
-                ),
+                (tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),),
                 (tuple(tuple(group) or None for group in out),),
                 device_order(self.mesh),
             ),
