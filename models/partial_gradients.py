@@ -77,9 +77,9 @@ class Sum:
         dim: the dimension of the batch shards.
         scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
         add: mesh axes to sum over by all-reduce: all their devices get the sum.
-        manual: the layouts of the partial gradient, of each position if ``passed``, and of the sum.
-        passed: whether devices pass sums on to their neighbours in place of a reduce-scatter: the same bytes in steps
-            of a ring, beside which a TPU computes. libtpu 0.0.21 runs a reduce-scatter alone.
+        manual: the layouts of the partial gradient and of the sum.
+        exchanged: whether devices exchange parts and add them up, in place of a reduce-scatter. The bytes are the same;
+            a TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone.
     """
 
     name: str

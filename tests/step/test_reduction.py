@@ -30,12 +30,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("parameter", ["weight", "layers.*.weight"])
+@pytest.mark.parametrize("exchanges", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, name, parameter):
+def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, name, exchanges):
     axes, layout, dim = CASES[name]
-    partial = PartialGradient(parameter, dim, axes, layout, 2, mesh)
-    assert partial.exchanged == (parameter != "weight" and dim == 0)
+    partial = PartialGradient("layers.*.weight", dim, axes, layout, 2, mesh, exchanges)
+    assert partial.exchanged == (exchanges and dim == 0)
     values = torch.randn((3,) * dim + (partial.shards, 8, 12), generator=torch.Generator().manual_seed(0))
     placed = sharding.place("a partial gradient", values, mesh, partial.spec)
     total = partial.total(placed)
@@ -45,12 +45,12 @@ def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, nam
     sharding.check_placed({name: total}, mesh, {name: spec})
 
 
-@pytest.mark.parametrize("parameter", ["weight", "layers.*.weight"])
+@pytest.mark.parametrize("exchanges", [False, True])
 @pytest.mark.parametrize("order", [range(8), (3, 1, 4, 0, 5, 7, 2, 6)])
-def test_a_sum_ring_by_ring_is_the_sum(monkeypatch, parameter, order):
+def test_a_sum_ring_by_ring_is_the_sum(monkeypatch, exchanges, order):
     monkeypatch.setattr(reduction, "_LONGEST_RING", 4)
     mesh = DeviceMesh(list(order), (8,), ("fsdp",))
-    partial = PartialGradient(parameter, 0, ("fsdp",), {"fsdp": Shard(1)}, 2, mesh)
+    partial = PartialGradient("layers.*.weight", 0, ("fsdp",), {"fsdp": Shard(1)}, 2, mesh, exchanges)
     assert len(partial.sum.scatter) == 2
     values = torch.randn((8, 8, 16), generator=torch.Generator().manual_seed(0))
     total = partial.total(sharding.place("a partial gradient", values, mesh, partial.spec))

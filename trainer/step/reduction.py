@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from models import partial_gradients
+from models import jax_call, partial_gradients
 from models.jax_call import Manual
 from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of, partition_spec, shards_of
@@ -28,7 +28,7 @@ from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16
-_LONGEST_EXCHANGE = 4  # fewer steps for the same bytes, and as long as the shortest dimension of a torus
+_LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class PartialGradient:
         axes: the axes that split the tokens where the parameter meets them.
         layout: axis → the dimension that it splits, of one layer's parameter.
         rank: dimensions of one layer's parameter.
+        exchanges: whether the devices exchange parts where they compute meanwhile: in the loop over layers.
     """
 
     parameter: str
@@ -49,6 +50,7 @@ class PartialGradient:
     layout: Mapping[str, Shard]
     rank: int
     mesh: DeviceMesh
+    exchanges: bool = False
 
     @property
     def shards(self) -> int:
@@ -72,8 +74,8 @@ class PartialGradient:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the sum is passed on from device to device: in the loop over layers, which computes meanwhile."""
-        return self.dim == 0 and is_stacked(self.parameter)
+        """Whether the sum is one of the loop over layers, by an exchange of parts."""
+        return self.exchanges and self.dim == 0 and is_stacked(self.parameter)
 
     @property
     def layer(self) -> PartialGradient:
@@ -163,7 +165,8 @@ def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> 
             continue  # the kernel leaves its gradients reduced
         axes = token_axes(name, entry, job.recipe, experts_inside)
         dim = int(is_stacked(name))
-        partial = PartialGradient(name, dim, axes, shards_of(entry.layout), len(entry.shape), mesh)
+        layout, exchanges = shards_of(entry.layout), jax_call.exchanges_beside()
+        partial = PartialGradient(name, dim, axes, layout, len(entry.shape), mesh, exchanges)
         if partial.shards > 1:
             found[name] = partial
     return found
