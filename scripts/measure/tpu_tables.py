@@ -63,6 +63,18 @@ _FLAGS = {
 }
 
 
+# what hides a gradient's reduce-scatter, slice by slice
+_LEVERS = {
+    "v5p:2x2x2": {
+        "asynchronous reduce-scatter, by itself": "xla_enable_async_reduce_scatter_fusion=true",
+        "the same, fused with what is computed": _FLAGS["asynchronous reduce-scatter"],
+        "collectives on the sparse cores, 16 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib= "
+        + _FLAGS["collectives on the sparse cores"],
+        "products and reduce-scatters in steps": "xla_tpu_reduce_scatter_collective_matmul_mode=post_spmd",
+    },
+    "v5e:4x4": {"this trainer's": "", "asynchronous all-to-all": _FLAGS["asynchronous all-to-all"]},
+}
+
 # models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP; without
 # layer_types (null), which names as many layers as the model has, a config's first layer is of that kind
 _MIXERS = {
@@ -192,14 +204,15 @@ TABLES: dict[str, dict[str, str]] = {
         "--compute remat=offload",
     },
     "exposed": {
-        f"{name}, {topology}, {batch} × 4,096": f"--recipe {recipe} {model} --only_train_step --topology {topology} "
+        f"Llama-3-8B, {batch} × 4,096": f"--recipe llama_fsdp {_DENSE8} 4096 --only_train_step --topology v5p:2x2x2 "
         f"{_BATCH} {batch}"
-        for name, recipe, model, topologies in (
-            ("Llama-3-8B", "llama_fsdp", f"{_DENSE8} 4096", ("v5p:2x2x2", "v5e:4x4", "v6e:4x4")),
-            ("Mixtral-8x7B", "mixtral_ep", f"{_MIXTRAL} {_CAPACITY}", ("v5p:2x2x4",)),
-        )
-        for topology in topologies
         for batch in (1, 2, 4)
+    },
+    "exposed_levers": {
+        f"{topology}, {name}": "--recipe llama_fsdp --model @llama3_8b.json,vocab_size=8192 --sequence_length 4096 "
+        f"{_BATCH} 1 --only_train_step --topology {topology} --compiler_options '{flags}'"
+        for topology, rows in _LEVERS.items()
+        for name, flags in rows.items()
     },
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"

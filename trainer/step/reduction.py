@@ -74,8 +74,8 @@ class PartialGradient:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the sum is one of the loop over layers, by an exchange of parts."""
-        return self.exchanges and self.dim == 0 and is_stacked(self.parameter)
+        """Whether the sum is by an exchange of parts: that of a matrix, in the loop over layers."""
+        return self.exchanges and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
 
     @property
     def layer(self) -> PartialGradient:
