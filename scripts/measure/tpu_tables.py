@@ -63,17 +63,18 @@ _FLAGS = {
 }
 
 
-# what hides a gradient's reduce-scatter, slice by slice
+# what else hides a gradient's reduce-scatter
 _LEVERS = {
-    "v5p:2x2x2": {
-        "asynchronous reduce-scatter, by itself": "xla_enable_async_reduce_scatter_fusion=true",
-        "the same, fused with what is computed": _FLAGS["asynchronous reduce-scatter"],
-        "collectives on the sparse cores, 16 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib= "
-        + _FLAGS["collectives on the sparse cores"],
-        "products and reduce-scatters in steps": "xla_tpu_reduce_scatter_collective_matmul_mode=post_spmd",
-    },
-    "v5e:4x4": {"this trainer's": "", "asynchronous all-to-all": _FLAGS["asynchronous all-to-all"]},
+    "asynchronous reduce-scatter, by itself": "xla_enable_async_reduce_scatter_fusion=true",
+    "the same, fused with what is computed": _FLAGS["asynchronous reduce-scatter"],
+    "collectives on the sparse cores, 16 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib= "
+    + _FLAGS["collectives on the sparse cores"],
+    "products and reduce-scatters in steps": "xla_tpu_reduce_scatter_collective_matmul_mode=post_spmd",
 }
+_LAYERS8 = (
+    "--recipe llama_fsdp --model @llama3_8b.json,vocab_size=8192 --sequence_length 4096 --only_train_step "
+    f"{_BATCH} 1 --topology"
+)
 
 # models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP; without
 # layer_types (null), which names as many layers as the model has, a config's first layer is of that kind
@@ -208,12 +209,8 @@ TABLES: dict[str, dict[str, str]] = {
         f"{_BATCH} {batch}"
         for batch in (1, 2, 4)
     },
-    "exposed_levers": {
-        f"{topology}, {name}": "--recipe llama_fsdp --model @llama3_8b.json,vocab_size=8192 --sequence_length 4096 "
-        f"{_BATCH} 1 --only_train_step --topology {topology} --compiler_options '{flags}'"
-        for topology, rows in _LEVERS.items()
-        for name, flags in rows.items()
-    },
+    "exposed_levers": {name: f"{_LAYERS8} v5p:2x2x2 --compiler_options '{flags}'" for name, flags in _LEVERS.items()},
+    "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"
         f"vocab_size=256 --sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
