@@ -2,6 +2,7 @@
 
 python scripts/measure/tpu_tables.py remat depth   two of the tables
 python scripts/measure/tpu_tables.py --list        every table's rows, with the command that compiles each
+python scripts/measure/tpu_tables.py exposed --at 4dff923   the same rows, compiled by the code of that commit
 python scripts/measure/tpu_tables.py               all tables: hours, but for what was compiled before and is cached
 
 Nothing in them has run on a TPU. Cycles are the compiler's estimate, without those of kernels (Pallas).
@@ -9,12 +10,16 @@ Nothing in them has run on a TPU. Cycles are the compiler's estimate, without th
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +39,8 @@ _64 = "--topology v5p:4x4x4"
 _BF16 = "--weight_dtype bfloat16 --optimizer_dtype bfloat16"
 _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
-_LONG = "--recipe llama_cp --model docs/configs/llama3_8b.json --sequence_length"
+_DENSE8 = "--model docs/configs/llama3_8b.json --sequence_length"
+_LONG = f"--recipe llama_cp {_DENSE8}"
 _BATCH = "--per_device_train_batch_size"
 
 # What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
@@ -56,6 +62,19 @@ _FLAGS = {
     f"{_SPARSE_CORE}_all_reduce=true",
 }
 
+
+# what else hides a gradient's reduce-scatter
+_LEVERS = {
+    "asynchronous reduce-scatter, by itself": "xla_enable_async_reduce_scatter_fusion=true",
+    "the same, fused with what is computed": _FLAGS["asynchronous reduce-scatter"],
+    "collectives on the sparse cores, 16 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib= "
+    + _FLAGS["collectives on the sparse cores"],
+    "products and reduce-scatters in steps": "xla_tpu_reduce_scatter_collective_matmul_mode=post_spmd",
+}
+_LAYERS8 = (
+    "--recipe llama_fsdp --model @llama3_8b.json,vocab_size=8192 --sequence_length 4096 --only_train_step "
+    f"{_BATCH} 1 --topology"
+)
 
 # models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP; without
 # layer_types (null), which names as many layers as the model has, a config's first layer is of that kind
@@ -185,6 +204,13 @@ TABLES: dict[str, dict[str, str]] = {
         "1,048,576 tokens, v5p:2x2x2": f"{_LONG} 1048576 --mesh fsdp=1,sequence=8 --topology v5p:2x2x2 {_BATCH} 1 "
         "--compute remat=offload --only_train_step",
     },
+    "exposed": {
+        f"Llama-3-8B, {batch} × 4,096": f"--recipe llama_fsdp {_DENSE8} 4096 --only_train_step --topology v5p:2x2x2 "
+        f"{_BATCH} {batch}"
+        for batch in (1, 2, 4)
+    },
+    "exposed_levers": {name: f"{_LAYERS8} v5p:2x2x2 --compiler_options '{flags}'" for name, flags in _LEVERS.items()},
+    "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"
         f"vocab_size=256 --sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
@@ -200,6 +226,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", metavar="table", help=f"which to print (default: all): {known}")
     parser.add_argument("--list", action="store_true", help="print the tables' rows and commands; compile nothing")
     parser.add_argument("--jobs", type=int, default=2, help="how many compiles run at a time (default: 2)")
+    parser.add_argument("--at", metavar="COMMIT", help="compile with the code of this commit (default: this one)")
     parser.add_argument("--json", metavar="FILE", help="also write every row's whole report to this file")
     arguments = parser.parse_args()
     names = arguments.tables or list(TABLES)
@@ -214,25 +241,45 @@ def main() -> int:
     found: dict[str, Any] = {}
     console = Console(stderr=True)
     rows = [(name, row, options) for name in names for row, options in TABLES[name].items()]
-    with ThreadPoolExecutor(arguments.jobs) as pool, waiting(console, f"compiling {len(rows)} steps …"):
-        for (name, row, _), report in zip(rows, pool.map(lambda r: compile_one(r[2]), rows), strict=True):
+    with (
+        _code(arguments.at) as code,
+        ThreadPoolExecutor(arguments.jobs) as pool,
+        waiting(console, f"compiling {len(rows)} steps …"),
+    ):
+        for (name, row, _), report in zip(rows, pool.map(lambda r: compile_one(r[2], code), rows), strict=True):
             say(console, f"{name}: {row}: {report.get('failed') or 'done'}")
             found.setdefault(name, {})[row] = report
     for name in names:
-        table = graph_markdown if name.startswith("graphs") else markdown
+        kind = name.partition("_")[0]
+        table = {"graphs": graph_markdown, "exposed": exposed_markdown}.get(kind, markdown)
         print(f"\n### {name}\n\n{table(found[name])}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def compile_one(options: str) -> dict[str, Any]:
-    """What ``scripts/compile.py --json`` writes with these options; {"failed": why} if it can't be compiled."""
+@contextlib.contextmanager
+def _code(commit: str | None) -> Iterator[Path]:
+    """The folder of this code, or of that of a commit, checked out while it is needed."""
+    if commit is None:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
+        archive = subprocess.run(made, check=True, capture_output=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def compile_one(options: str, code: Path = ROOT) -> dict[str, Any]:
+    """What ``scripts/compile.py --json`` of ``code`` writes with these options; {"failed": why} if it can't compile."""
     with tempfile.TemporaryDirectory() as folder:
         words = [_file(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"
-        command = [sys.executable, str(ROOT / "scripts" / "compile.py"), *words, "--json", str(out)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        command = [sys.executable, str(code / "scripts" / "compile.py"), *words, "--json", str(out)]
+        path = os.environ | {"PYTHONPATH": str(code)}  # else the installed code
+        done = subprocess.run(command, cwd=code, env=path, capture_output=True, text=True, check=False)
         if not out.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
             found = next((number for number, line in enumerate(lines) if "found:" in line), len(lines) - 1)
@@ -270,6 +317,12 @@ def graph_markdown(rows: dict[str, dict[str, Any]]) -> str:
     return _table(header, [[row, *_graph_cells(report, graphs)] for row, report in rows.items()])
 
 
+def exposed_markdown(rows: dict[str, dict[str, Any]]) -> str:
+    """The table of traffic: what of it is exposed, and what the estimate says of the waiting and of the whole step."""
+    header = ["", "HBM, GiB", "sent, GiB", "exposed", "waiting, s", "step, s", "compile, s of CPU"]
+    return _table(header, [[row, *_exposed_cells(report)] for row, report in rows.items()])
+
+
 def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *rows])
 
@@ -281,6 +334,14 @@ def _graph_cells(report: dict[str, Any], graphs: Sequence[str]) -> Sequence[str]
     needed = {name: (graph["required_bytes"] + graph["held_bytes"]) / GIB for name, graph in found.items()}
     first, *others = (graph["compile_seconds"] for graph in found.values())
     return [*(f"{needed[g]:.1f}" if g in needed else "" for g in graphs), f"{first:.0f}", f"{sum(others):.0f}"]
+
+
+def _exposed_cells(report: dict[str, Any]) -> Sequence[str]:
+    if "failed" in report or not report["graphs"][0]["fits"]:
+        return [*_cells(report)[0:1], *[""] * 5] if "failed" in report else [_cells(report)[1], *[""] * 5]
+    _, needed, _, sent, exposed, *_, seconds = _cells(report)
+    estimate = report["estimate"]
+    return needed, sent, exposed, f"{estimate['shares']['ici']:.3f}", f"{estimate['seconds']:.3f}", seconds
 
 
 def _cells(report: dict[str, Any]) -> Sequence[str]:
