@@ -13,7 +13,7 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
-from models.jax_call import Axes, jax
+from models.jax_call import Axes, jax, target
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -95,7 +95,7 @@ class Local:
         """How tokens [T, H] with choices [T, k] get to the experts."""
         rows = max(self.buffer_bytes // (x_TH.shape[1] * x_TH.dtype.itemsize), 1)
         (T, k), n = index_Tk.shape, self.expert_shards
-        return exchange.plan(T, k, n, len(held), max(rows // k, 1))
+        return exchange.plan(T, k, n, len(held), max(rows // k, 1), overlaps=target() == "tpu")
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:

@@ -32,11 +32,14 @@ Array = Any
 # where a window of a device's tokens starts, and where it ends
 Window = tuple[Array, Array]
 
-# So many rounds, if tokens are enough: the first exchange and the last have no products beside them.
+# So many rounds, if tokens are enough: the first exchange and the last have no products beside them, and with each
+# goes one that carries nothing.
 _ROUNDS = 8
 # So many rows of each expert in a round at least. A round reads and writes every expert's sums of gradients, 8 bytes of
 # HBM for each 2 FLOPs a row: with fewer rows that takes longer than the products.
 _ROWS = 512
+# But two rounds, where that leaves an expert so many rows, a tile: with one, nothing is computed beside an exchange.
+_FEWEST = 128
 # By how many standard deviations of a random routing a pair of devices may exceed its mean without a shorter window.
 _DEVIATIONS = 4
 
@@ -58,7 +61,7 @@ class Plan:
     rows: int
 
 
-def plan(tokens: int, top_k: int, shards: int, experts: int, most: int) -> Plan:
+def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool = True) -> Plan:
     """The form that sends less, with as many rounds as pay.
 
     Args:
@@ -66,10 +69,12 @@ def plan(tokens: int, top_k: int, shards: int, experts: int, most: int) -> Plan:
         shards: how many devices share the experts.
         experts: of a device.
         most: tokens that a device can hold in a round.
+        overlaps: whether devices exchange tokens beside their products, so that rounds pay.
     """
     rounds = -(-tokens * shards // most)
-    if shards > 1:
-        rounds = max(rounds, min(_ROUNDS, tokens * top_k // (_ROWS * experts)))
+    if overlaps and shards > 1:
+        rows = tokens * top_k // experts
+        rounds = max(rounds, min(_ROUNDS, rows // _ROWS), min(2, rows // _FEWEST))
     rounds = min(max(rounds, 1), tokens)
     # rather somewhat more rounds that the tokens fill: else windows are padded, and their size suits no tile
     rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)
@@ -142,7 +147,7 @@ def in_rounds(
 
     out = empty(len(tensors[0]) + planned.window)
     state: Any = (zero, first, carry, out)
-    if planned.rounds == 1:
+    if planned.rounds == 1 or not axes[0]:
         _, _, carry, out = lax.while_loop(more, alone, state)
     else:
         state = (*state, (zero, zero), exchange.send(first), empty(planned.rows))
