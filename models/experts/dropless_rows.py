@@ -1,6 +1,6 @@
 """The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see `models.experts.dropless`).
 
-Shape suffixes: T tokens (of a device, or of a chunk), H hidden width, k experts a token, N = T*k (token, choice) pairs,
+Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
 E experts held by a device, R rows = N rounded up to whole blocks, B rows of a block, F and I widths of the first
 projection's result and of the activation's.
 """
@@ -139,9 +139,7 @@ def backward(
 
     axes = (local.expert_axes, local.axes)
     tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
-    sums, (grad_x, grad_weight) = exchange.in_rounds(
-        compute, zeros, tensors, (x_TH, weight_Tk), held, planned, axes
-    )
+    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, (x_TH, weight_Tk), held, planned, axes)
     gradients = [
         local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
     ]
