@@ -79,6 +79,7 @@ def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overl
     # rather somewhat more rounds that the tokens fill: else windows are padded, and their size suits no tile
     rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)
     window = -(-tokens // rounds)
+    rounds = -(-tokens // window)
     share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens, that need a given device
     slots = window * share + _DEVIATIONS * math.sqrt(window * share * (1 - share))
     slots = math.ceil(slots / 8) * 8  # a TPU lays rows out in eights

@@ -189,6 +189,17 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(given, expected):
     assert planned.rounds * planned.window == given[0]
 
 
+def test_tokens_cross_two_axes_by_need():
+    specs = {name: (("expert", "inner"), None, "fsdp") for name in ("gate_up_proj", "down_proj")}
+    sizes = {"fsdp": 2, "expert": 2, "inner": 2}
+    kernel, mesh = bound(sizes, tuple(sizes), specs, ("expert", "inner"))
+    check(kernel, "mixtral", "skewed", mesh, tokens=1024)
+
+
+def test_windows_that_tokens_do_not_fill():
+    assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.Plan(33, 3, None, 12)
+
+
 def _grouped_products(tile):
     """The products of 256 rows: 4 groups, one of them empty, some ending within a tile, and 56 rows behind the last."""
     random = np.random.default_rng(0)
