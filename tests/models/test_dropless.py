@@ -190,7 +190,7 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(given, expected):
 
 
 def test_tokens_cross_two_axes_by_need():
-    specs = {name: (("expert", "inner"), None, "fsdp") for name in ("gate_up_proj", "down_proj")}
+    specs = dict.fromkeys(("gate_up_proj", "down_proj"), (("expert", "inner"), None, "fsdp"))
     sizes = {"fsdp": 2, "expert": 2, "inner": 2}
     kernel, mesh = bound(sizes, tuple(sizes), specs, ("expert", "inner"))
     check(kernel, "mixtral", "skewed", mesh, tokens=1024)
