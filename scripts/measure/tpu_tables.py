@@ -120,7 +120,7 @@ def _families(*rows: tuple[str, str, str, str, str]) -> dict[str, str]:
 TABLES: dict[str, dict[str, str]] = {
     "anchor": {
         "dropless, bf16 state, 36 sequences": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 36 {_BF16}",
-        "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 --compute experts=dropless",
+        "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12",
         "capacity 1.25, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY}",
         "capacity 1.25, 12, torch_xla's flags": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY} "
         f"--compiler_options '{_NONE_OF_OURS}'",
@@ -156,13 +156,21 @@ TABLES: dict[str, dict[str, str]] = {
         ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x4", "fsdp=4,expert=16"),
     ),
+    "experts": {
+        f"{name}, {mesh}": f"--recipe mixtral_ep --model {config} --sequence_length 4096 --topology v5p:2x2x2 --mesh "
+        f"{mesh} {_BATCH} 1 {_BF16}"
+        for name, config, mesh in (
+            ("64 experts", "@qwen3_30b_a3b.json,num_experts=64", "fsdp=1,expert=8"),
+            ("128 experts", "docs/configs/qwen3_30b_a3b.json", "fsdp=2,expert=4"),
+        )
+    },
     "lora": {
         f"{experts}, {topology}": f"--recipe mixtral_ep {_MIXTRAL} {_BATCH} 1 --lora_r 16 --topology {topology} "
         f"{compute}"
         for experts, compute, *topologies in (
             ("capacity 1.25", _CAPACITY, "v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2"),
             ("capacity 1.25, int8", f"{_CAPACITY} --base_dtype int8", "v5e:2x2"),
-            ("dropless", "--compute experts=dropless", "v6e:2x2"),
+            ("dropless", "", "v6e:2x2"),
         )
         for topology in topologies
     },
