@@ -35,6 +35,7 @@ class Local:
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
         buffer_bytes: see `models.experts.dropless.Dropless`.
+        keep: whether the forward returns the first projection's results too, and the backward takes them.
     """
 
     activation: activation.Activation
@@ -47,6 +48,17 @@ class Local:
     expert_shards: int
     specs: tuple[tuple[Axes, ...], ...]
     buffer_bytes: int
+    keep: bool = False
+
+    def at_once(self, pairs: int, first_hidden: int, width: int, itemsize: int) -> bool:
+        """Whether a device's rows are multiplied in one block: no tokens come from others, and the buffers suffice.
+
+        Args:
+            pairs: (token, choice) pairs of the device.
+            first_hidden, width: of the first projection's result, and of the hidden state.
+        """
+        rows = -(-pairs // grouped.LARGEST_TILE) * grouped.LARGEST_TILE
+        return not self.expert_axes and rows * max(first_hidden, width) * itemsize <= self.buffer_bytes
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
         """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
@@ -97,14 +109,19 @@ class Local:
         return lax.psum_scatter(y, self.expert_axes, scatter_dimension=0, tiled=True) if self.expert_axes else y
 
 
-def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:
-    """The experts' output for this device's tokens, [T, H].
+def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
+    """The experts' output for this device's tokens, [T, H]; with ``local.keep`` also what the first projection gives
+    for each of its pairs, sorted by expert, [N, F].
 
     Args:
         held: the numbers of the experts held here, [E].
         shards: this device's shard of each parameter.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    if local.keep:
+        rows = _Rows.sort(index_Tk, held, _block_rows(x_TH, index_Tk, parameters, local), local)
+        y, h_BF = _experts_at_once(x_TH, rows, parameters, local)
+        return rows.combine(y, weight_Tk).astype(x_TH.dtype), h_BF[: index_Tk.size]
 
     def chunk(_: None, tokens: tuple[Array, ...]) -> tuple[None, Array]:
         x, index, weight = (local.gather_tokens(t) for t in tokens)
@@ -118,8 +135,23 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local
 ) -> tuple[Array, ...]:
-    """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient."""
+    """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient.
+
+    Args:
+        shards: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
+    """
+    kept_NF = shards[-1] if local.keep else None
+    shards = shards[: len(local.names)]
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    F = parameters[0].shape[1 if local.contract_last(0) else 2]
+    if local.at_once(index_Tk.size, F, x_TH.shape[1], x_TH.dtype.itemsize):  # one sum is all: no zeros to add it to
+        rows = _Rows.sort(index_Tk, held, _block_rows(x_TH, index_Tk, parameters, local), local)
+        sums: list[Any] = [None] * len(parameters)
+        grad_rows, grad_row_weights, sums = _experts_backward(
+            grad_TH, x_TH, weight_Tk, rows, parameters, sums, local, kept_NF
+        )
+        grad_x, grad_weight = rows.combine(grad_rows).astype(x_TH.dtype), rows.of_choices(grad_row_weights)
+        return grad_x, grad_weight.astype(weight_Tk.dtype), *_reduced(sums, shards, local)
     # of a frozen parameter nothing is summed, and nothing is returned
     zeros = [jnp.zeros(p.shape, jnp.float32) if t else None for p, t in zip(parameters, local.trained, strict=True)]
 
@@ -132,10 +164,13 @@ def backward(
         return sums, (local.scatter_tokens(grad_x), local.scatter_tokens(grad_weight))
 
     sums, (grad_x, grad_weight) = _by_chunk(chunk, zeros, (grad_TH, x_TH, index_Tk, weight_Tk), held, local)
-    gradients = [
-        local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
-    ]
-    return grad_x, grad_weight, *gradients
+    return grad_x, grad_weight, *_reduced(sums, shards, local)
+
+
+def _reduced(sums: Sequence[Any], shards: Sequence[Array], local: Local) -> list[Array]:
+    """The gradient of each trained parameter, from this device's sums."""
+    found = zip(sums, local.specs, shards, strict=True)
+    return [local.reduced(gradient, spec, p.dtype) for gradient, spec, p in found if gradient is not None]
 
 
 def _by_chunk(
@@ -258,16 +293,20 @@ class _Block:
     def bias(self, bias_E: Array) -> Array:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
-    def outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``."""
+    def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``.
+
+        Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
+        """
         pair = (out_B, in_B) if contract_last else (in_B, out_B)
         return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
 
-    def add_rows(self, sums_E: Array, grad_B: Array) -> Array:
-        """``sums`` plus what these rows add to a bias's gradient."""
-        mine_BE = (self.expert_B[:, None] == jnp.arange(len(sums_E))).astype(grad_B.dtype)
+    def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
+        """``sums``, if there are any, plus what these rows add to a bias's gradient."""
+        mine_BE = (self.expert_B[:, None] == jnp.arange(len(self.sizes_E))).astype(grad_B.dtype)
         grad_B = jnp.where(self.matters_B1, grad_B, 0)
-        return sums_E + jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+        added_E = jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+        return added_E if sums_E is None else sums_E + added_E
 
 
 class _Projection:
@@ -332,6 +371,14 @@ def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local
     return rows.fold(body, grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E))
 
 
+def _experts_at_once(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> tuple[Array, Array]:
+    """As :func:`_experts` for one block of rows; and what the first projection gives, [R, F]."""
+    first, second = (_Projection(parameters, local, number) for number in (0, 1))
+    block = _Block(rows, jnp.int32(0))
+    h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
+    return second.forward(block, local.activation(h_BF)), h_BF
+
+
 def _experts_backward(
     grad_TH: Array,
     x_TH: Array,
@@ -340,8 +387,14 @@ def _experts_backward(
     parameters: Sequence[Array],
     sums: list[Any],
     local: Local,
+    kept_NF: Array | None = None,
 ) -> tuple[Array, Array, list[Any]]:
-    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters."""
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
+
+    Args:
+        sums: None for a parameter without a sum yet, where one block is all.
+        kept_NF: what the first projection gave; None: it is computed again.
+    """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
     weight_N = weight_Tk.T.reshape(-1)
 
@@ -349,7 +402,7 @@ def _experts_backward(
         grad_rows, grad_row_weights, sums = carry
         weight_B1 = _at(weight_N, block.take(rows.choice_R))[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-        h_BF = first.forward(block, x_BH)
+        h_BF = first.forward(block, x_BH) if kept_NF is None else _lengthened(kept_NF, rows.block)
         a_BI = local.activation(h_BF)
         # the gradient of the activation's result, before it is multiplied by the routing weight
         grad_BI = second.back(block, grad_BH)
@@ -374,6 +427,11 @@ def _experts_backward(
 def _at(x: Array, index: Array) -> Array:
     """``x[index]``, without a check: every index is in bounds."""
     return x.at[index].get(mode="promise_in_bounds")
+
+
+def _lengthened(x_NF: Array, rows: int) -> Array:
+    """``x`` with rows of zeros behind, so many in all."""
+    return jnp.pad(x_NF, ((0, rows - len(x_NF)), (0, 0)))
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:
