@@ -1,7 +1,8 @@
 """Which of our kernels a custom call is, and what work it does, told from the shapes of its operands and outputs.
 
 A kernel's name is not in the module's text. But splash attention alone takes lists of blocks, and its three kernels
-keep three, one and two arrays of three dimensions; a grouped product puts out a matrix or one for each group.
+keep three, one and two arrays of three dimensions; a grouped product puts out a matrix or one for each group;
+and the kernel with one small operand makes an array whose entries are arbitrary.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def kernel_work(computation: Computation, kernel: Instruction) -> Work | None:
     operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
     outputs = list(kernel.leaves)
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
+    if len(operands) == 1 and 100 * operands[0].bytes < outputs[0].bytes:  # an array that is made and not written
+        return Work("unwritten", 0.0, 0.0, 0)
     lists = [leaf for leaf in operands[:2] if _whole(leaf) and len(leaf.dims) == 3]
     if len(lists) == 2 and len(numbers) >= 3 and all(len(leaf.dims) == 4 for leaf in numbers[:3]):
         return _attention(lists[0], numbers, outputs)
