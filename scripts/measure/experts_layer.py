@@ -6,7 +6,6 @@ python scripts/measure/experts_layer.py             # a minute or two of CPU; th
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,7 +37,8 @@ def main() -> int:
     for row in ROWS:
         command = [sys.executable, __file__, "--chip", arguments.chip, "--tokens", str(arguments.tokens), "--row", row]
         with waiting(Console(stderr=True), f"compiling {row} …"):
-            found = json.loads(subprocess.check_output(command, env=_environment() | {"PJRT_DEVICE": "CPU"}).splitlines()[-1])
+            printed = subprocess.check_output(command, env=_environment() | {"PJRT_DEVICE": "CPU"})
+        found = json.loads(printed.splitlines()[-1])
         shares = ", ".join(f"{CAUSES[cause]} {1e3 * seconds:.1f}" for cause, seconds in found["seconds"].items())
         rows.append([row, f"{1e3 * sum(found['seconds'].values()):.1f}", shares, f"{found['temporaries'] / 2**30:.1f}"])
     print(_markdown(rows))
