@@ -107,6 +107,10 @@ TABLES: dict[str, dict[str, str]] = {
         f"--compiler_options '{_NONE_OF_OURS}'",
     },
     "levers": {
+        "Llama-3-70B, 1 sequence, all kept (remat 1.0)": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 1 "
+        "--compute remat=1.0 --only_train_step"
+    }
+    | {
         f"{name}, v5p:4x4x4": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BF16} {_BATCH} {options} --only_train_step"
         for name, options in (
             ("36 sequences, remat full", "36"),
