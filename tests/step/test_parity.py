@@ -61,10 +61,6 @@ def test_scan_remat_and_experts_change_no_number(compute):
     check_gradients(make_case("mixtral_ep", **compute))
 
 
-def test_what_dropless_experts_keep_changes_no_number():
-    check_gradients(make_case("mixtral_fsdp", experts="dropless", remat="none"))
-
-
 @pytest.mark.parametrize("mesh", ["fsdp=1,expert=8", "fsdp=4,expert=2", "fsdp=8,expert=1"])
 def test_meshes_that_differ_only_in_factors_agree(mesh):
     check_gradients(make_case("mixtral_ep", mesh=mesh))

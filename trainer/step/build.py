@@ -225,7 +225,6 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
-            keep=job.recipe.compute.remat in ("none", 1.0),  # with a smaller share a layer might compute both again
         )
     experts.bind(model, experts_modules(model), kernel)
 
