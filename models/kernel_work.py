@@ -20,7 +20,7 @@ class Work:
     """What one run of a kernel does on one chip.
 
     Args:
-        kind: ``attention_forward``, ``attention_backward``, ``gmm`` or ``tgmm``.
+        kind: ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing.
         width: the narrowest dimension of its matrix products, as far as the kernel can't choose it: a head's.
     """
 

@@ -125,6 +125,28 @@ TABLES: dict[str, dict[str, str]] = {
         "capacity 1.25, 12, torch_xla's flags": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY} "
         f"--compiler_options '{_NONE_OF_OURS}'",
     },
+    "levers": {
+        "Llama-3-70B, 1 sequence, all kept (remat 1.0)": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 1 "
+        "--compute remat=1.0 --only_train_step"
+    }
+    | {
+        f"{name}, v5p:4x4x4": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BF16} {_BATCH} {options} --only_train_step"
+        for name, options in (
+            ("36 sequences, remat full", "36"),
+            ("3, remat full", "3"),
+            ("3, all kept (remat 1.0)", "3 --compute remat=1.0"),
+            ("4, all kept (remat 1.0)", "4 --compute remat=1.0"),
+        )
+    }
+    | {
+        f"4 layers, {name}, v6e:8x8": f"--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=4 "
+        f"--sequence_length 4096 --topology v6e:8x8 {_BATCH} 2 --compute {options} --only_train_step"
+        for name, options in (
+            ("capacity 2.0", "experts=capacity,capacity_factor=2.0"),
+            ("capacity 1.25", "experts=capacity,capacity_factor=1.25"),
+            ("dropless", "experts=dropless"),
+        )
+    },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)
     | {
         "mixtral_ep_tp, v5p:4x4x4": f"--recipe mixtral_ep_tp {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY}",
@@ -313,8 +335,12 @@ def _file(word: str, folder: Path) -> str:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """The table of train steps; all numbers are of one chip, those of traffic, FLOPs and cycles of one step."""
-    header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles", "compile, s of CPU"]
+    """The table of train steps; all numbers are of one chip, those of traffic, FLOPs and cycles of one step.
+
+    Seconds, tokens and model FLOPs utilisation are what the step is estimated to take, with a kernel's time.
+    """
+    header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles"]
+    header += ["step, s", "tokens/s", "MFU", "compile, s of CPU"]
     return _table(header, [[row, *_cells(report)] for row, report in rows.items()])
 
 
@@ -354,7 +380,8 @@ def _exposed_cells(report: dict[str, Any]) -> Sequence[str]:
 
 def _cells(report: dict[str, Any]) -> Sequence[str]:
     if "failed" in report:
-        return [report["failed"], *[""] * 7]
+        return [report["failed"], *[""] * 10]
+    found = report["estimate"]
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
     needed, fits = f"{report['required_bytes'] / GIB:.1f}", report["graphs"][0]["fits"]  # the train step's
     return (
@@ -365,6 +392,9 @@ def _cells(report: dict[str, Any]) -> Sequence[str]:
         f"{exposed / GIB:.1f}" if fits else "",
         f"{report['flops']:.2e}" if fits else "",
         f"{report['estimated_cycles'] / 1e9:#.4g}e9" if fits else "",
+        f"{found['seconds']:.3f}" if fits else "",
+        f"{found['tokens_per_second']:,.0f}" if fits else "",
+        f"{found['mfu']:.1%}" if fits else "",
         f"{report['compile_seconds']:.0f}",
     )
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from models.kernel_work import Heads, attention_work, gmm_work, met_blocks, tgmm_work
+from models.kernel_work import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work
 from tests.support.captured import V5P
 from tests.support.paths import ROOT
 from trainer.compile.efficiency import EFFICIENCIES, efficiencies
@@ -72,14 +72,18 @@ f32[3,8,4096,128]{3,2,1,0}) custom-call(%n, %n, %q, %k, %k, %i), custom_call_tar
 custom-call(%n, %n, %q, %k, %k, %i), custom_call_target="tpu_custom_call"
   %dq = (f32[3,1024,128]{2,1,0}, bf16[3,8,4096,128]{3,2,1,0}) custom-call(%n, %n, %q, %k, %k, %i), \
 custom_call_target="tpu_custom_call"
+  %p = bf16[8,4096,128]{2,1,0} bitcast(%q)
+  %one = (f32[1024,128]{1,0}, bf16[8,4096,128]{2,1,0}) custom-call(%n, %n, %p, %p, %p, %i), \
+custom_call_target="tpu_custom_call"
   %tgmm = f32[4,256,512]{2,1,0} custom-call(%t, %x, %y, %s), custom_call_target="tpu_custom_call"
   %strange = f32[4,256]{1,0} custom-call(%s), custom_call_target="tpu_custom_call"
+  %unwritten = bf16[2048,512]{1,0} custom-call(%t), custom_call_target="tpu_custom_call"
   ROOT %gmm = bf16[2048,512]{1,0} custom-call(%t, %x, %w), custom_call_target="tpu_custom_call"
 }
 """
     )
     entry = module.entry
-    names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange")
+    names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange", "unwritten", "one")
     found = {name: kernel_work(entry, entry.by_name[name]) for name in names}
     heads = Heads(24, 4096, 128, 128, 2)
     assert found == {
@@ -87,6 +91,8 @@ custom_call_target="tpu_custom_call"
         "gmm": gmm_work(2048, 256, 512, 7, 2),
         "tgmm": tgmm_work(2048, 256, 512, 4, 2, 4),
         "strange": None,
+        "one": attention_work("dq", Heads(8, 4096, 128, 128, 2), 1024, reach=1),  # of one sequence
+        "unwritten": Work("unwritten", 0.0, 0.0, 0),
     }
 
 

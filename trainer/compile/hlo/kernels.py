@@ -1,8 +1,9 @@
 """Which of our kernels a custom call is, and what work it does, told from the shapes of its operands and outputs.
 
 A kernel's name is not in the module's text. But splash attention alone takes lists of blocks, and its three kernels
-keep three, one and two arrays of one dimension less than the queries; a grouped product puts out a matrix or one for
-each group. A batch of one sequence has no dimension of its own.
+put out three, one and two arrays of scratch, which have a dimension less than the queries; a grouped product puts out
+a matrix or one for each group; and the kernel with one small operand makes an array whose entries are arbitrary. A
+batch of one sequence has no dimension of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def kernel_work(computation: Computation, kernel: Instruction) -> Work | None:
     operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
     outputs = list(kernel.leaves)
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
+    if len(operands) == 1 and 100 * operands[0].bytes < outputs[0].bytes:  # an array that is made and not written
+        return Work("unwritten", 0.0, 0.0, 0)
     lists = [leaf for leaf in operands[:2] if _whole(leaf) and len(leaf.dims) == 3]
     if len(lists) == 2 and len(numbers) >= 3 and {len(leaf.dims) for leaf in numbers[:3]} in ({3}, {4}):
         # beside the lists: two arrays of segments if there are documents, and one of positions if there is a mask
