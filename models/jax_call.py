@@ -38,8 +38,10 @@ Axes = tuple[str, ...]
 # for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
 Spec = tuple[str | Axes | None, ...]
 
-# not a ContextVar: autograd builds backwards on threads of its own
-_target: list[str] = []
+# platform, and whether exchanges run beside what is computed; not a ContextVar: autograd builds backwards on threads of
+# its own
+_target: list[tuple[str, bool]] = []
+_ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all=true"
 
 _DTYPES = {
     torch.float32: "float32",
@@ -53,13 +55,22 @@ _DTYPES = {
 
 def target() -> str:
     """The platform that the graph is being built for: ``tpu`` or ``cpu``."""
-    return _target[-1] if _target else str(xr.device_type()).lower()
+    return _target[-1][0] if _target else str(xr.device_type()).lower()
+
+
+def exchanges_beside() -> bool:
+    """Whether the compiler lets an all-to-all run beside what is computed."""
+    return _target[-1][1] if _target else _ASYNCHRONOUS in os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 @contextlib.contextmanager
-def lowering_for(platform: str) -> Iterator[None]:
-    """Inside, kernels are chosen and lowered for ``platform``, whatever devices this process has."""
-    _target.append(platform)
+def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
+    """Inside, kernels are chosen and lowered for ``platform``, whatever devices this process has.
+
+    Args:
+        compiler_flags: as LIBTPU_INIT_ARGS holds them.
+    """
+    _target.append((platform, _ASYNCHRONOUS in compiler_flags))
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ class Work:
     """What one run of a kernel does on one chip.
 
     Args:
-        kind: ``attention_forward``, ``attention_backward``, ``gmm`` or ``tgmm``.
+        kind: ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing.
         width: the narrowest dimension of its matrix products, as far as the kernel can't choose it: a head's.
     """
 
@@ -30,13 +30,16 @@ class Work:
     width: int
 
 
-def met_blocks(count: int, reach: int) -> int:
-    """How many blocks of keys the blocks of queries meet in all, under a causal mask.
+def met_blocks(count: int, reach: int | None) -> int:
+    """How many blocks of keys the blocks of queries meet in all.
 
     Args:
         count: blocks of queries, and of keys.
-        reach: how many blocks before its own a block of queries sees; without a window ``count - 1``.
+        reach: how many blocks before its own a block of queries sees, under a causal mask; without a window
+            ``count - 1``. None: there is no mask (two pieces of a row, one before the other).
     """
+    if reach is None:
+        return count**2
     return sum(min(own, reach) + 1 for own in range(count))
 
 
@@ -59,7 +62,7 @@ class Heads:
     itemsize: int
 
 
-def attention_work(phase: str, heads: Heads, block: int, reach: int) -> Work:
+def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
     """Splash attention's forward, or one of its two backward kernels.
 
     In the forward and in ``dq`` a block of queries stays in VMEM while the blocks of keys and values that it meets pass

@@ -100,8 +100,8 @@ class Keep:
         self.kept += [value for node, value in values.items() if node in chosen and value not in self.kept]
         if not chosen:
             return _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        # of an operation with several results, what can be kept are the results
-        saved = {n for node in chosen for n in (node.users if _is_many(node) else [node])}
+        # of an operation with several results, what can be kept are the results; but the partitioner asks the operation
+        saved = chosen | {user for node in chosen if _is_many(node) for user in node.users}
 
         def policy(node: torch.fx.Node) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -7,7 +7,8 @@ command:   python scripts/train.py --recipe llama_cp
 hardware:  8 devices as fsdp=2 × sequence=4; 8 virtual CPU devices where there is no TPU
 memory:    2.89 MiB a device for weights, gradients and AdamW state, by scripts/plan.py
            Llama-3-70B on 64 devices: 16.45 GiB
-expected:  the losses of llama_fsdp on the same rows: with --per_device_train_batch_size four times as large
+expected:  the losses of llama_fsdp on the same rows: with --per_device_train_batch_size 4 --max_steps 50 held-out loss
+           7.66 -> 6.13 nats a token on the default data, as there
 """
 
 from trainer import Compute, Mesh, Recipe, Shard

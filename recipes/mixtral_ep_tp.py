@@ -29,7 +29,7 @@ recipe = Recipe(
         "model.layers.*.self_attn.[qk]_norm.weight": {},  # Qwen3-MoE
     },
     activations={"model.layers.*": {"fsdp": Shard(0), "expert": Shard(0)}},
-    compute=Compute(experts="capacity", capacity_factor=2.0, router_loss=True, remat="full", scan=True),
+    compute=Compute(experts="dropless", router_loss=True, remat="full", scan=True),
     model={
         "model_type": "mixtral",
         "hidden_size": 128,

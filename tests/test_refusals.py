@@ -85,7 +85,7 @@ PLAN: dict[str, tuple[dict[str, Any], str]] = {
     "a dimension that does not divide": ({"model": "narrow.json"}, "is not divisible by 8"),
     "a dimension out of range": ({"recipe": "deep.py"}, "dimension 3 is out of range"),
     "tokens that dropless experts can't share": (
-        {"recipe": "mixtral_ep_tp", "model": None, "compute": "experts=dropless", "sequence_length": 27},
+        {"recipe": "mixtral_ep_tp", "model": None, "sequence_length": 27},
         "× 27 tokens on 8 devices",
     ),
     "an activation of no module": ({"recipe": "activations.py"}, "no module of the model has such a name"),

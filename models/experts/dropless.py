@@ -7,11 +7,9 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
-- Over the axes that split the experts, tokens are gathered a chunk at a time. Each device adds up what its experts make
-  of them, and the sum is scattered back. So the largest buffer is a chunk's, whatever the routing: if all tokens want
-  one expert, its device takes longer and holds no more. With n such devices 2(n-1) rows a token cross. An all-to-all
-  that serves each choice by itself would move 2k(n-1)/n rows, but in as many rounds as the fullest pair of devices
-  needs, and on a torus over n/4 hops on average. At k = 8, n = 8 the two cost the same.
+- Over the axes that split the experts, tokens cross in rounds (`models.experts.exchange`): by need, or gathered where
+  that sends less. Each device adds up what its experts make of a token, and sends it back. So the largest buffer is a
+  round's, whatever the routing: if all tokens want one expert, its device takes longer and holds no more.
 
 The factors of LoRA (`models.adapters.lora`) are parameters like the others; a token goes through one and then through
 the other. A weight that is frozen has no gradient, and no product is made for one.
@@ -52,7 +50,7 @@ class Dropless:
         expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
         order: the device ids in mesh order; None: 0, 1, 2, …
-        buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a chunk's rows
+        buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
             of hidden width, and for a block's rows of the first projection's width.
     """
 

@@ -1,6 +1,6 @@
 """The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see `models.experts.dropless`).
 
-Shape suffixes: T tokens (of a device, or of a chunk), H hidden width, k experts a token, N = T*k (token, choice) pairs,
+Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
 E experts held by a device, R rows = N rounded up to whole blocks, B rows of a block, F and I widths of the first
 projection's result and of the activation's.
 """
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.adapters.lora import A, B
-from models.experts import activation, grouped
-from models.jax_call import Axes, jax
+from models.experts import activation, exchange, grouped
+from models.jax_call import Axes, jax, target
 
 jnp, lax = jax.numpy, jax.lax
 
 # a jax.Array, when it is traced
 Array = Any
+
+# A block has room for 1/8 more rows than a balanced routing gives.
+_SPARE = 8
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,11 @@ class Local:
         axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
-    def gather_tokens(self, x: Array) -> Array:
-        """The rows of all devices along the expert axes."""
-        return lax.all_gather(x, self.expert_axes, axis=0, tiled=True) if self.expert_axes else x
-
-    def scatter_tokens(self, y: Array) -> Array:
-        """The sum over the devices along the expert axes, of which each device gets its own rows."""
-        return lax.psum_scatter(y, self.expert_axes, scatter_dimension=0, tiled=True) if self.expert_axes else y
+    def exchange(self, x_TH: Array, index_Tk: Array, held: Array) -> exchange.Plan:
+        """How tokens [T, H] with choices [T, k] get to the experts."""
+        rows = max(self.buffer_bytes // (x_TH.shape[1] * x_TH.dtype.itemsize), 1)
+        (T, k), n = index_Tk.shape, self.expert_shards
+        return exchange.plan(T, k, n, len(held), max(rows // k, 1), overlaps=target() == "tpu")
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:
@@ -106,13 +107,17 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
 
-    def chunk(_: None, tokens: tuple[Array, ...]) -> tuple[None, Array]:
-        x, index, weight = (local.gather_tokens(t) for t in tokens)
-        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local), local)
-        y = _experts(x, rows, parameters, local)
-        return None, local.scatter_tokens(rows.combine(y, weight).astype(x.dtype))
+    planned = local.exchange(x_TH, index_Tk, held)
 
-    return _by_chunk(chunk, None, (x_TH, index_Tk, weight_Tk), held, local)[1]
+    def compute(_: None, tokens: tuple[Array, ...]) -> tuple[None, tuple[Array]]:
+        x, index, weight = tokens
+        rows = _Rows.sort(index, held, _block_rows(planned, x, index, parameters, local), local)
+        y = _experts(x, rows, parameters, local)
+        return None, (rows.combine(y, weight).astype(x.dtype),)
+
+    axes = (local.expert_axes, local.axes)
+    tensors = (x_TH, index_Tk, weight_Tk)
+    return exchange.in_rounds(compute, None, tensors, (x_TH,), held, planned, axes)[1][0]
 
 
 def backward(
@@ -123,54 +128,38 @@ def backward(
     # of a frozen parameter nothing is summed, and nothing is returned
     zeros = [jnp.zeros(p.shape, jnp.float32) if t else None for p, t in zip(parameters, local.trained, strict=True)]
 
-    def chunk(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
-        grad, x, index, weight = (local.gather_tokens(t) for t in tokens)
-        rows = _Rows.sort(index, held, _block_rows(x, index, parameters, local), local)
+    planned = local.exchange(x_TH, index_Tk, held)
+
+    def compute(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
+        grad, x, index, weight = tokens
+        rows = _Rows.sort(index, held, _block_rows(planned, x, index, parameters, local), local)
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
-        grad_weight = rows.of_choices(grad_row_weights).astype(weight.dtype)
-        return sums, (local.scatter_tokens(grad_x), local.scatter_tokens(grad_weight))
+        return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
 
-    sums, (grad_x, grad_weight) = _by_chunk(chunk, zeros, (grad_TH, x_TH, index_Tk, weight_Tk), held, local)
+    axes = (local.expert_axes, local.axes)
+    tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
+    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, (x_TH, weight_Tk), held, planned, axes)
     gradients = [
         local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
     ]
     return grad_x, grad_weight, *gradients
 
 
-def _by_chunk(
-    function: Callable[..., Any], carry: Any, tensors: tuple[Array, ...], held: Array, local: Local
-) -> tuple[Any, Any]:
-    """Scan ``function`` over equal chunks of tokens. The last chunk is filled with tokens of an expert that nobody has.
+def _block_rows(
+    planned: exchange.Plan, x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local
+) -> tuple[int, int]:
+    """How many rows a block has, and how many each tile of it.
 
-    The last two tensors are routing indices and weights, and the one before has hidden width.
+    A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks.
     """
-    (T, H), k, itemsize = tensors[-3].shape, tensors[-1].shape[1], tensors[-3].dtype.itemsize
-    rows = max(local.buffer_bytes // (H * itemsize), 1)
-    count = min(-(-T * local.expert_shards * k // rows), T)
-    # rather somewhat more chunks that the tokens fill: else chunks are padded, and their size suits no tile
-    count = next((c for c in range(count, 2 * count) if T % c == 0), count)
-    if count == 1:
-        return function(carry, tensors)
-    size = -(-T // count)
-
-    def split(t: Array, fill: int) -> Array:
-        t = t if count * size == T else jnp.pad(t, ((0, count * size - T), (0, 0)), constant_values=fill)
-        return t.reshape(count, size, t.shape[1])
-
-    nobody = len(held) * local.expert_shards
-    fills = [0] * (len(tensors) - 2) + [nobody, 0]
-    carry, ys = lax.scan(function, carry, tuple(split(t, fill) for t, fill in zip(tensors, fills, strict=True)))
-    return carry, jax.tree.map(lambda y: y.reshape(count * size, y.shape[2])[:T], ys)
-
-
-def _block_rows(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> tuple[int, int]:
-    """How many rows a block has, and how many each tile of it."""
     E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last(0) else 2]
-    rows = index_Tk.size
+    rows, k = index_Tk.size, index_Tk.shape[1]
+    balanced = planned.window * k if local.expert_axes else rows
     most = max(local.buffer_bytes // (F * x_TH.dtype.itemsize), 1)
-    tile = grouped.tile_rows(min(rows, most), E)
-    blocks = -(-rows // max(most // tile * tile, tile))
+    tile = grouped.tile_rows(min(balanced, most), E)
+    most = max(min(most, balanced + balanced // _SPARE if local.expert_axes else rows) // tile * tile, tile)
+    blocks = -(-rows // most)
     return -(-rows // (blocks * tile)) * tile, tile
 
 

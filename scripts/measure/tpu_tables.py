@@ -2,6 +2,7 @@
 
 python scripts/measure/tpu_tables.py remat depth   two of the tables
 python scripts/measure/tpu_tables.py --list        every table's rows, with the command that compiles each
+python scripts/measure/tpu_tables.py exposed --at 4dff923   the same rows, compiled by the code of that commit
 python scripts/measure/tpu_tables.py               all tables: hours, but for what was compiled before and is cached
 
 Nothing in them has run on a TPU. Cycles are the compiler's estimate, without those of kernels (Pallas).
@@ -9,12 +10,16 @@ Nothing in them has run on a TPU. Cycles are the compiler's estimate, without th
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +39,8 @@ _64 = "--topology v5p:4x4x4"
 _BF16 = "--weight_dtype bfloat16 --optimizer_dtype bfloat16"
 _CAPACITY = "--compute experts=capacity,capacity_factor=1.25"
 _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
-_LONG = "--recipe llama_cp --model docs/configs/llama3_8b.json --sequence_length"
+_DENSE8 = "--model docs/configs/llama3_8b.json --sequence_length"
+_LONG = f"--recipe llama_cp {_DENSE8}"
 _BATCH = "--per_device_train_batch_size"
 
 # What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
@@ -56,6 +62,19 @@ _FLAGS = {
     f"{_SPARSE_CORE}_all_reduce=true",
 }
 
+
+# what else hides a gradient's reduce-scatter
+_LEVERS = {
+    "asynchronous reduce-scatter, by itself": "xla_enable_async_reduce_scatter_fusion=true",
+    "the same, fused with what is computed": _FLAGS["asynchronous reduce-scatter"],
+    "collectives on the sparse cores, 16 MiB of VMEM for a fusion": "xla_tpu_scoped_vmem_limit_kib= "
+    + _FLAGS["collectives on the sparse cores"],
+    "products and reduce-scatters in steps": "xla_tpu_reduce_scatter_collective_matmul_mode=post_spmd",
+}
+_LAYERS8 = (
+    "--recipe llama_fsdp --model @llama3_8b.json,vocab_size=8192 --sequence_length 4096 --only_train_step "
+    f"{_BATCH} 1 --topology"
+)
 
 # models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP; without
 # layer_types (null), which names as many layers as the model has, a config's first layer is of that kind
@@ -101,10 +120,32 @@ def _families(*rows: tuple[str, str, str, str, str]) -> dict[str, str]:
 TABLES: dict[str, dict[str, str]] = {
     "anchor": {
         "dropless, bf16 state, 36 sequences": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BATCH} 36 {_BF16}",
-        "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 --compute experts=dropless",
+        "dropless, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12",
         "capacity 1.25, 12": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY}",
         "capacity 1.25, 12, torch_xla's flags": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 12 {_CAPACITY} "
         f"--compiler_options '{_NONE_OF_OURS}'",
+    },
+    "levers": {
+        "Llama-3-70B, 1 sequence, all kept (remat 1.0)": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 1 "
+        "--compute remat=1.0 --only_train_step"
+    }
+    | {
+        f"{name}, v5p:4x4x4": f"--recipe mixtral_fsdp {_MIXTRAL} {_64} {_BF16} {_BATCH} {options} --only_train_step"
+        for name, options in (
+            ("36 sequences, remat full", "36"),
+            ("3, remat full", "3"),
+            ("3, all kept (remat 1.0)", "3 --compute remat=1.0"),
+            ("4, all kept (remat 1.0)", "4 --compute remat=1.0"),
+        )
+    }
+    | {
+        f"4 layers, {name}, v6e:8x8": f"--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=4 "
+        f"--sequence_length 4096 --topology v6e:8x8 {_BATCH} 2 --compute {options} --only_train_step"
+        for name, options in (
+            ("capacity 2.0", "experts=capacity,capacity_factor=2.0"),
+            ("capacity 1.25", "experts=capacity,capacity_factor=1.25"),
+            ("dropless", "experts=dropless"),
+        )
     },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)
     | {
@@ -137,13 +178,21 @@ TABLES: dict[str, dict[str, str]] = {
         ("GLM-4.5", "glm_4_5", "qwen3_moe_ep", "v5p:2x4x4", "fsdp=8,expert=4"),
         ("DeepSeek-V3", "deepseek_v3", "deepseek_v3_ep", "v5p:4x4x4", "fsdp=4,expert=16"),
     ),
+    "experts": {
+        f"{name}, {mesh}": f"--recipe mixtral_ep --model {config} --sequence_length 4096 --topology v5p:2x2x2 --mesh "
+        f"{mesh} {_BATCH} 1 {_BF16}"
+        for name, config, mesh in (
+            ("64 experts", "@qwen3_30b_a3b.json,num_experts=64", "fsdp=1,expert=8"),
+            ("128 experts", "docs/configs/qwen3_30b_a3b.json", "fsdp=2,expert=4"),
+        )
+    },
     "lora": {
         f"{experts}, {topology}": f"--recipe mixtral_ep {_MIXTRAL} {_BATCH} 1 --lora_r 16 --topology {topology} "
         f"{compute}"
         for experts, compute, *topologies in (
             ("capacity 1.25", _CAPACITY, "v5e:4x4", "v5e:2x4", "v6e:2x4", "v6e:2x2"),
             ("capacity 1.25, int8", f"{_CAPACITY} --base_dtype int8", "v5e:2x2"),
-            ("dropless", "--compute experts=dropless", "v6e:2x2"),
+            ("dropless", "", "v6e:2x2"),
         )
         for topology in topologies
     },
@@ -167,8 +216,8 @@ TABLES: dict[str, dict[str, str]] = {
         for layers in (4, 32, 80)
     },
     "optimizers": {
-        optim: f"--recipe llama_fsdp --model @llama3_70b.json,num_hidden_layers=8 --sequence_length 4096 --topology "
-        f"v5p:2x2x1 {_BATCH} 1 --optim {optim}"
+        optim: f"--recipe llama_fsdp --model docs/configs/llama3_8b.json --sequence_length 4096 --topology v5p:2x2x2 "
+        f"{_BATCH} 1 --only_train_step --optim {optim}"
         for optim in ("adamw", "adafactor", "lion", "muon")
     },
     "flags": _flags("v5p:2x2x4", 2, *(name for name in list(_FLAGS)[1:] if not name.startswith("80")))
@@ -183,8 +232,15 @@ TABLES: dict[str, dict[str, str]] = {
     "sequence": {
         "131,072 tokens, v5p:2x2x1": f"{_LONG} 131072 --mesh fsdp=1,sequence=4 --topology v5p:2x2x1 {_BATCH} 1",
         "1,048,576 tokens, v5p:2x2x2": f"{_LONG} 1048576 --mesh fsdp=1,sequence=8 --topology v5p:2x2x2 {_BATCH} 1 "
-        "--compute remat=offload",
+        "--compute remat=offload --only_train_step",
     },
+    "exposed": {
+        f"Llama-3-8B, {batch} × 4,096": f"--recipe llama_fsdp {_DENSE8} 4096 --only_train_step --topology v5p:2x2x2 "
+        f"{_BATCH} {batch}"
+        for batch in (1, 2, 4)
+    },
+    "exposed_levers": {name: f"{_LAYERS8} v5p:2x2x2 --compiler_options '{flags}'" for name, flags in _LEVERS.items()},
+    "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"
         f"vocab_size=256 --sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
@@ -200,6 +256,7 @@ def main() -> int:
     parser.add_argument("tables", nargs="*", metavar="table", help=f"which to print (default: all): {known}")
     parser.add_argument("--list", action="store_true", help="print the tables' rows and commands; compile nothing")
     parser.add_argument("--jobs", type=int, default=2, help="how many compiles run at a time (default: 2)")
+    parser.add_argument("--at", metavar="COMMIT", help="compile with the code of this commit (default: this one)")
     parser.add_argument("--json", metavar="FILE", help="also write every row's whole report to this file")
     arguments = parser.parse_args()
     names = arguments.tables or list(TABLES)
@@ -214,25 +271,45 @@ def main() -> int:
     found: dict[str, Any] = {}
     console = Console(stderr=True)
     rows = [(name, row, options) for name in names for row, options in TABLES[name].items()]
-    with ThreadPoolExecutor(arguments.jobs) as pool, waiting(console, f"compiling {len(rows)} steps …"):
-        for (name, row, _), report in zip(rows, pool.map(lambda r: compile_one(r[2]), rows), strict=True):
+    with (
+        _code(arguments.at) as code,
+        ThreadPoolExecutor(arguments.jobs) as pool,
+        waiting(console, f"compiling {len(rows)} steps …"),
+    ):
+        for (name, row, _), report in zip(rows, pool.map(lambda r: compile_one(r[2], code), rows), strict=True):
             say(console, f"{name}: {row}: {report.get('failed') or 'done'}")
             found.setdefault(name, {})[row] = report
     for name in names:
-        table = graph_markdown if name.startswith("graphs") else markdown
+        kind = name.partition("_")[0]
+        table = {"graphs": graph_markdown, "exposed": exposed_markdown}.get(kind, markdown)
         print(f"\n### {name}\n\n{table(found[name])}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def compile_one(options: str) -> dict[str, Any]:
-    """What ``scripts/compile.py --json`` writes with these options; {"failed": why} if it can't be compiled."""
+@contextlib.contextmanager
+def _code(commit: str | None) -> Iterator[Path]:
+    """The folder of this code, or of that of a commit, checked out while it is needed."""
+    if commit is None:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
+        archive = subprocess.run(made, check=True, capture_output=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def compile_one(options: str, code: Path = ROOT) -> dict[str, Any]:
+    """What ``scripts/compile.py --json`` of ``code`` writes with these options; {"failed": why} if it can't compile."""
     with tempfile.TemporaryDirectory() as folder:
         words = [_file(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"
-        command = [sys.executable, str(ROOT / "scripts" / "compile.py"), *words, "--json", str(out)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        command = [sys.executable, str(code / "scripts" / "compile.py"), *words, "--json", str(out)]
+        path = os.environ | {"PYTHONPATH": str(code)}  # else the installed code
+        done = subprocess.run(command, cwd=code, env=path, capture_output=True, text=True, check=False)
         if not out.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
             found = next((number for number, line in enumerate(lines) if "found:" in line), len(lines) - 1)
@@ -258,8 +335,12 @@ def _file(word: str, folder: Path) -> str:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """The table of train steps; all numbers are of one chip, those of traffic, FLOPs and cycles of one step."""
-    header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles", "compile, s of CPU"]
+    """The table of train steps; all numbers are of one chip, those of traffic, FLOPs and cycles of one step.
+
+    Seconds, tokens and model FLOPs utilisation are what the step is estimated to take, with a kernel's time.
+    """
+    header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles"]
+    header += ["step, s", "tokens/s", "MFU", "compile, s of CPU"]
     return _table(header, [[row, *_cells(report)] for row, report in rows.items()])
 
 
@@ -268,6 +349,12 @@ def graph_markdown(rows: dict[str, dict[str, Any]]) -> str:
     graphs = list(dict.fromkeys(graph["graph"] for report in rows.values() for graph in report.get("graphs", ())))
     header = ["HBM a chip, GiB", *graphs, "compile, s of CPU: train step", "the others"]
     return _table(header, [[row, *_graph_cells(report, graphs)] for row, report in rows.items()])
+
+
+def exposed_markdown(rows: dict[str, dict[str, Any]]) -> str:
+    """The table of traffic: what of it is exposed, and what the estimate says of the waiting and of the whole step."""
+    header = ["", "HBM, GiB", "sent, GiB", "exposed", "waiting, s", "step, s", "compile, s of CPU"]
+    return _table(header, [[row, *_exposed_cells(report)] for row, report in rows.items()])
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -283,9 +370,18 @@ def _graph_cells(report: dict[str, Any], graphs: Sequence[str]) -> Sequence[str]
     return [*(f"{needed[g]:.1f}" if g in needed else "" for g in graphs), f"{first:.0f}", f"{sum(others):.0f}"]
 
 
+def _exposed_cells(report: dict[str, Any]) -> Sequence[str]:
+    if "failed" in report or not report["graphs"][0]["fits"]:
+        return [*_cells(report)[0:1], *[""] * 5] if "failed" in report else [_cells(report)[1], *[""] * 5]
+    _, needed, _, sent, exposed, *_, seconds = _cells(report)
+    estimate = report["estimate"]
+    return needed, sent, exposed, f"{estimate['shares']['ici']:.3f}", f"{estimate['seconds']:.3f}", seconds
+
+
 def _cells(report: dict[str, Any]) -> Sequence[str]:
     if "failed" in report:
-        return [report["failed"], *[""] * 7]
+        return [report["failed"], *[""] * 10]
+    found = report["estimate"]
     sent, exposed = (sum(line[key] for line in report["collectives"]) for key in ("wire_bytes", "exposed_bytes"))
     needed, fits = f"{report['required_bytes'] / GIB:.1f}", report["graphs"][0]["fits"]  # the train step's
     return (
@@ -296,6 +392,9 @@ def _cells(report: dict[str, Any]) -> Sequence[str]:
         f"{exposed / GIB:.1f}" if fits else "",
         f"{report['flops']:.2e}" if fits else "",
         f"{report['estimated_cycles'] / 1e9:#.4g}e9" if fits else "",
+        f"{found['seconds']:.3f}" if fits else "",
+        f"{found['tokens_per_second']:,.0f}" if fits else "",
+        f"{found['mfu']:.1%}" if fits else "",
         f"{report['compile_seconds']:.0f}",
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.captured import MESH, V5P
 from trainer.compile.attribution import axes_of_dimensions, collective_lines
+from trainer.compile.hlo.collectives import Collective, Traffic
 from trainer.compile.hlo.cost import count
 from trainer.compile.hlo.text import parse
 from trainer.compile.lowered import Argument, Lowered
@@ -33,6 +34,15 @@ def test_collectives_name_the_parameters_they_are_about(report: CompileReport) -
     assert purposes["all-gather", "fsdp", experts] == "weights"
     assert purposes["all-reduce", "fsdp", experts] == "gradients"
     assert purposes["all-to-all", "expert", experts] == ""
+
+
+@pytest.mark.parametrize(("elements", "why"), [(4096 * 8192, ""), (1024 * 8192, ""), (1000 * 8192, "exchanged over")])
+def test_an_exchange_of_parts_of_a_gradient_is_told_from_one_of_tokens(elements: int, why: str) -> None:
+    weight = Argument("layers.*.weight", "weights", (3, 4096, 8192), "float32", "{devices=[1,8,1]<=[8]}", 0)
+    exchange = Collective("all-to-all", "fsdp", "", f"bf16[{elements}]", 4, "ici")
+    lowered = Lowered(b"", (weight,), (), MESH, 3)
+    (line,) = collective_lines({exchange: Traffic(1, 2**30, 2**30)}, lowered, exchange="expert")
+    assert why in line.unplanned if why else not line.unplanned
 
 
 def test_what_the_recipe_did_not_plan_is_flagged() -> None:

@@ -99,7 +99,7 @@ def test_a_run_compiles_no_graph_that_is_not_asked(tmp_path: Path) -> None:
         recipe="mixtral_ep",
         model=str(tmp_path / "config.json"),
         dataset=str(write_records(tmp_path / "text.jsonl", texts)),
-        compute="capacity_factor=0.5",
+        compute="experts=capacity,capacity_factor=0.5",
         sequence_length=24,
         max_steps=2,
         sample_prompts=prompts_in(tmp_path),
@@ -192,7 +192,7 @@ def test_a_generation_has_a_token_for_each_device_where_experts_ask_for_it(tmp_p
     recipe = load_recipe("mixtral_ep_tp")
     options = {"sample_prompts": prompts_in(tmp_path), "sample_tokens": 4, "sequence_length": 64}
     assert expected_shape(job_of(recipe.with_compute("experts=capacity"), **options)).rows == 4  # the batch's shards
-    job = job_of(recipe.with_compute("experts=dropless"), **options)
+    job = job_of(recipe, **options)
     assert expected_shape(job).rows == 8
     assert lower(job, NEXT_TOKEN).outputs
 
@@ -246,11 +246,11 @@ def test_a_tpu_gathers_the_weights_of_a_layer_when_the_one_before_it_is_done(tmp
 @pytest.mark.parametrize(
     ("compute", "rows", "length", "expected"),
     [
-        ("capacity_factor=2.0", 4, 64, 4),  # 2 × the slots in evaluation: all rows
-        ("capacity_factor=1.25", 4, 64, 2),  # 3.2 ×
-        ("capacity_factor=1.25", 12, 64, 7),
-        ("capacity_factor=0.1", 4, 64, 1),
-        ("capacity_factor=1.25", 1, 64, 1),  # less than a row there is not
+        ("experts=capacity,capacity_factor=2.0", 4, 64, 4),  # 2 × the slots in evaluation: all rows
+        ("experts=capacity", 4, 64, 2),  # 3.2 ×
+        ("experts=capacity", 12, 64, 7),
+        ("experts=capacity,capacity_factor=0.1", 4, 64, 1),
+        ("experts=capacity", 1, 64, 1),  # less than a row there is not
         ("experts=dropless", 4, 64, 4),
     ],
 )

@@ -114,18 +114,18 @@ def run_lowered(both: Both, folder: Path, before: dict[str, torch.Tensor], scala
 
 
 def case_of(name: str) -> tuple[Recipe, dict[str, Any]]:
-    """A recipe by name, ``… dropless`` or ``… accumulated``, and the options that go with it."""
+    """A recipe by name, ``… capacity`` or ``… accumulated``, and the options that go with it."""
     name, _, kind = name.partition(" ")
     recipe, options = load_recipe(name), {}
-    if kind == "dropless":
-        recipe = replace(recipe, compute=replace(recipe.compute, experts="dropless"))
+    if kind == "capacity":
+        recipe = replace(recipe, compute=replace(recipe.compute, experts="capacity"))
     if kind == "accumulated":
         options = {"gradient_accumulation_steps": 2, "isolate_documents": True}
     return replace(recipe, model={**(recipe.model or {}), "num_hidden_layers": 2}), options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["mixtral_ep", "mixtral_fsdp dropless", "llama_tp accumulated"])
+@pytest.mark.parametrize("case", ["mixtral_ep capacity", "mixtral_ep", "llama_tp accumulated"])
 def test_the_lowered_step_run_on_cpu_devices_gives_the_steps_own_numbers(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,16 @@ CHATS = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{hom
 TEXT = ["--recipe", "llama_fsdp", "--model", "{home}/dense", "--dataset", "{home}/text"]
 BEST = ["--eval_strategy", "steps", "--eval_steps", 2, "--load_best_model_at_end", "true"]
 CASES = {
-    "dropless experts, tensor parallel": [*EXPERTS, "--recipe", "mixtral_ep_tp", "--compute", "experts=dropless"],
-    "capacity experts with an adapter on 8 bits": [*EXPERTS, "--lora_r", 4, "--base_dtype", "int8"],
+    "dropless experts, tensor parallel": [*EXPERTS, "--recipe", "mixtral_ep_tp"],
+    "capacity experts with an adapter on 8 bits": [
+        *EXPERTS,
+        "--compute",
+        "experts=capacity",
+        "--lora_r",
+        4,
+        "--base_dtype",
+        "int8",
+    ],
     "pairs, against the starting weights": PAIRS,
     "one sample a row": CHATS,
     "a stream": [*TEXT, "--dataset", "{home}/long.jsonl", "--streaming", "true", "--shuffle_rows", 20],

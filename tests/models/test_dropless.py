@@ -14,7 +14,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from models.experts import grouped
+from models.experts import exchange, grouped
 from models.experts.dropless import Dropless
 from models.jax_call import jax
 
@@ -33,21 +33,26 @@ def make_experts(family):
     return experts
 
 
-def routing(kind):
-    """Top-2 indices [T, K] and normalised weights."""
-    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(1))
+def routing(kind, tokens=T):
+    """Top-2 indices [tokens, K] and normalised weights."""
+    logits = torch.randn(tokens, E, generator=torch.Generator().manual_seed(1))
     if kind == "skewed":
         logits[:, 0] += 2.0
     if kind == "all to one pair":
         logits[:, 5], logits[:, 1] = 9.0, 8.0
+    if kind == "a device's last tokens to one pair":
+        logits[tokens // 16 : tokens // 8, 2:4] += 9.0
+    if kind == "all to one device":
+        logits[:, 2:4] += 9.0
     weights, index = logits.softmax(-1).topk(K, -1)
     return index, (weights / weights.sum(-1, keepdim=True)).detach()
 
 
 def outputs_and_gradients(function, experts, index, weights, place):
     """The output and the gradients of hidden, routing weights and parameters, by name, on the CPU."""
-    x = torch.randn(T, H, generator=torch.Generator().manual_seed(2))
-    direction = place("direction", torch.randn(T, H, generator=torch.Generator().manual_seed(3)))
+    shape = (len(index), H)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    direction = place("direction", torch.randn(shape, generator=torch.Generator().manual_seed(3)))
     leaves = {"hidden": x, "router": weights, **{n: p.detach() for n, p in experts.named_parameters()}}
     leaves = {name: place(name, t.clone()).requires_grad_() for name, t in leaves.items()}
     parameters = {name: t for name, t in leaves.items() if name not in ("hidden", "router")}
@@ -59,16 +64,16 @@ def outputs_and_gradients(function, experts, index, weights, place):
     return {"output": y.cpu(), **{name: g.cpu() for name, g in zip(leaves, found, strict=True)}}
 
 
-def check(kernel, family, kind, mesh=None):
+def check(kernel, family, kind, mesh=None, tokens=T):
     """Assert that the kernel's numbers are those of the family's eager experts."""
-    experts, (index, weights) = make_experts(family), routing(kind)
+    experts, (index, weights) = make_experts(family), routing(kind, tokens)
     expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights, lambda n, t: t)
 
     def place(name, t):
         t = t.to("xla")
         if mesh is not None:
             split = (kernel.batch_axes, *[None] * (t.dim() - 1))
-            xs.mark_sharding(t, mesh, kernel.weight_specs.get(name, split if len(t) == T else (None,) * t.dim()))
+            xs.mark_sharding(t, mesh, kernel.weight_specs.get(name, split if len(t) == tokens else (None,) * t.dim()))
         return t
 
     for name, ours in outputs_and_gradients(kernel, experts, index, weights, place).items():
@@ -127,6 +132,72 @@ def test_tokens_are_split_over_an_axis_that_splits_no_batch_and_small_chunks_cro
     specs = {"gate_up_proj": ("expert", "tensor", None), "down_proj": ("expert", None, "tensor")}
     kernel, mesh = bound({"tensor": 2, "expert": 4}, ("expert",), specs, ("expert",), buffer_bytes=48 * H * 4)
     check(kernel, "mixtral", "skewed", mesh)
+
+
+# by how many devices share the experts: as many choices as devices, or fewer; one round, or several that overlap
+BY_NEED = {
+    "fsdp=2 x expert=4": ({"fsdp": 2, "expert": 4}, 1),
+    "fsdp=2 x expert=4, rounds": ({"fsdp": 2, "expert": 4}, 4),
+    "fsdp=4 x expert=2, rounds": ({"fsdp": 4, "expert": 2}, 2),
+    "fsdp=1 x expert=8, rounds": ({"fsdp": 1, "expert": 8}, 3),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
+@pytest.mark.parametrize("mesh", BY_NEED)
+def test_tokens_cross_by_need_for_any_routing(mesh, kind):
+    sizes, rounds = BY_NEED[mesh]
+    tokens, shards = 2048, sizes["expert"]
+    most = tokens // 8 * shards // rounds  # tokens that a device holds in a round
+    planned = exchange.plan(tokens // 8, K, shards, E // shards, most, overlaps=False)
+    assert planned.slots is not None
+    assert planned.rounds >= rounds
+    kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), buffer_bytes=most * K * H * 4)
+    check(kernel, "gpt_oss", kind, mesh, tokens)
+
+
+def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_one_that_needs_most():
+    jnp, axes = jax.numpy, ("expert",)
+    index = np.zeros((4, 100, 1), "int32")  # devices 0 and 1 want device 0 alone, 2 and 3 all in turn
+    index[2:] = np.arange(100)[:, None] % 4
+    planned = exchange.Plan(rounds=2, window=50, slots=20, rows=80)
+
+    def run(index_Tk):
+        tensors = (jnp.zeros((100, 8)), index_Tk, jnp.zeros((100, 1)))
+        found = exchange._ByNeed(tensors, jnp.zeros(1, "int32"), planned, axes, axes)
+        return jnp.stack([found.rounds(), found.stop(jnp.int32(0)), found.stop(jnp.int32(90))])
+
+    rounds, first, last = jax.vmap(run, axis_name="expert")(jnp.asarray(index)).T.tolist()
+    assert (rounds, first, last) == ([5] * 4, [20, 20, 50, 50], [100] * 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((49152, 2, 4, 2), (8, 2848)),  # Mixtral-8x7B over 4: a device gets 2,848 of another's 6,144 tokens
+        ((4096, 8, 16, 16), (4, 480)),  # DeepSeek-V3 over 16
+        ((4096, 4, 4, 32), (2, 1488)),  # GPT-OSS-120B over 4: a tile of rows for each expert
+        ((4096, 8, 2, 64), (2, None)),  # of 8 choices over 2 devices nearly all need both
+        ((4096, 8, 1, 128), (1, None)),
+        ((16, 2, 4, 2), (1, None)),  # too few tokens to foresee how many a device gets
+    ],
+    ids=str,
+)
+def test_the_form_that_sends_less_in_as_many_rounds_as_pay(given, expected):
+    planned = exchange.plan(*given, most=10**6)
+    assert (planned.rounds, planned.slots) == expected
+    assert planned.rounds * planned.window == given[0]
+
+
+def test_tokens_cross_two_axes_by_need():
+    specs = dict.fromkeys(("gate_up_proj", "down_proj"), (("expert", "inner"), None, "fsdp"))
+    sizes = {"fsdp": 2, "expert": 2, "inner": 2}
+    kernel, mesh = bound(sizes, tuple(sizes), specs, ("expert", "inner"))
+    check(kernel, "mixtral", "skewed", mesh, tokens=1024)
+
+
+def test_windows_that_tokens_do_not_fill():
+    assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.Plan(33, 3, None, 12)
 
 
 def _grouped_products(tile):

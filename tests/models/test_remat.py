@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from models import scopes
 from models.layer_graph import LayerGraph
 from models.remat import Keep, partitioner
 
 ROWS, WIDTH = 32, 8
+
+
+@torch.library.custom_op("test_remat::two", mutates_args=())
+def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.exp(), x.sum(1)
+
+
+@two.register_fake
+def _(x):
+    return torch.empty_like(x), x.new_empty(len(x))
+
+
+def keep_result(ctx, inputs, output):
+    ctx.save_for_backward(output[0])
+
+
+two.register_autograd(lambda ctx, a, b: a * ctx.saved_tensors[0] + b[:, None], setup_context=keep_result)
+register_flop_formula(torch.ops.test_remat.two)(lambda x, **_: x[0] * x[1])
 
 
 def layer(flat: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -46,6 +65,18 @@ def test_a_share_keeps_what_takes_most_flops_a_byte_and_fits(share, kept):
     # a gradient of each of three products takes two; of the last one's inputs none is computed again by a product
     assert products(made._forward) == 3
     assert products(made._backward) == 6 + 2 - len(kept)
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_an_operation_with_several_results_is_not_run_again_where_they_are_kept(share):
+    def both(flat):
+        exponents, sums = torch.ops.test_remat.two(torch.tanh(flat[0]))
+        return [exponents * sums[:, None]]
+
+    with scopes.tracing():
+        made = LayerGraph(both, [torch.randn(ROWS, WIDTH, requires_grad=True)], Keep(share))
+    again = sum(node.target == torch.ops.test_remat.two.default for node in made._backward.graph.nodes)
+    assert again == 1 - share
 
 
 def test_a_value_says_what_it_takes_and_what_it_saves():

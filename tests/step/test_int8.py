@@ -43,8 +43,8 @@ def test_a_weight_that_is_no_finite_number_is_refused_by_name(value):
     ("recipe", "options", "compute"),
     [
         ("llama_tp", {}, {}),
-        ("mixtral_ep", {}, {}),  # experts with capacity, whose weights are gathered as integers
-        ("mixtral_ep_tp", {}, {"experts": "dropless"}),
+        ("mixtral_ep", {}, {"experts": "capacity"}),  # experts with capacity, whose weights are gathered as integers
+        ("mixtral_ep_tp", {}, {}),
         ("gpt_oss_ep", {}, {"scan": False}),  # weights stored the other way round, and biases
     ],
     ids=str,

@@ -170,9 +170,9 @@ def test_a_device_holds_the_state_that_the_plan_counts(case):
             sharding.check_placed({name: tensor}, found.mesh, {name: spec})
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (3, 128, 64), (2, 8, 64, 48)], ids=["alone", "stack", "experts"])
+@pytest.mark.parametrize("shape", [(64, 128), (9, 128, 64), (2, 8, 64, 48)], ids=["alone", "stack", "experts"])
 def test_muon_in_bfloat16_is_torch_s(shape):
-    """[rows, columns]; [layers, rows, columns]; [layers, experts, rows, columns]."""
+    """[rows, columns]; [layers, rows, columns], two a device; [layers, experts, rows, columns]."""
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
     mesh, stacked = build_mesh(job_of("mixtral_ep").recipe.mesh), len(shape) > 2

@@ -64,8 +64,8 @@ def check(case: Case, columns: Columns) -> None:
     ("recipe", "compute"),
     [
         ("llama_fsdp", {}),
+        ("mixtral_ep", {"experts": "capacity"}),
         ("mixtral_ep", {}),
-        ("mixtral_ep", {"experts": "dropless"}),
         ("gpt_oss_ep", {}),
     ],
     ids=["full attention", "router loss, capacity", "router loss, dropless", "sinks and windows"],

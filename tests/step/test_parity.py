@@ -12,6 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from models import jax_call
 from tests.support.cases import RECIPES, SMALL, after_steps, make_batch, make_case, relative, small_config
 from trainer import Compute, Mesh, Recipe, Shard
 from trainer.layout.auto import auto_recipe
@@ -64,6 +65,12 @@ def test_scan_remat_and_experts_change_no_number(compute):
 @pytest.mark.parametrize("mesh", ["fsdp=1,expert=8", "fsdp=4,expert=2", "fsdp=8,expert=1"])
 def test_meshes_that_differ_only_in_factors_agree(mesh):
     check_gradients(make_case("mixtral_ep", mesh=mesh))
+
+
+@pytest.mark.parametrize("recipe", ["llama_fsdp", "mixtral_ep"])
+def test_gradients_summed_by_exchanges_as_on_a_tpu_equal_the_plain_model(recipe, monkeypatch):
+    monkeypatch.setattr(jax_call, "exchanges_beside", lambda: True)
+    check_gradients(make_case(recipe))
 
 
 @pytest.mark.parametrize(("recipe", "count"), [("mixtral_ep", 2), ("mixtral_ep", 4), ("llama_tp", 4)])

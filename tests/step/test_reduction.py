@@ -12,7 +12,7 @@ from trainer.layout.placement import Shard
 from trainer.step import reduction
 from trainer.step.reduction import PartialGradient
 from trainer.xla import sharding
-from trainer.xla.mesh import build_mesh
+from trainer.xla.mesh import DeviceMesh, build_mesh
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("exchanges", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, name):
+def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, name, exchanges):
     axes, layout, dim = CASES[name]
-    partial = PartialGradient(name, dim, axes, layout, 2, mesh)
+    partial = PartialGradient("layers.*.weight", dim, axes, layout, 2, mesh, exchanges)
+    assert partial.exchanged == (exchanges and dim == 0)
     values = torch.randn((3,) * dim + (partial.shards, 8, 12), generator=torch.Generator().manual_seed(0))
     placed = sharding.place("a partial gradient", values, mesh, partial.spec)
     total = partial.total(placed)
@@ -43,10 +45,12 @@ def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, nam
     sharding.check_placed({name: total}, mesh, {name: spec})
 
 
-def test_a_sum_ring_by_ring_is_the_sum(monkeypatch):
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("order", [range(8), (3, 1, 4, 0, 5, 7, 2, 6)])
+def test_a_sum_ring_by_ring_is_the_sum(monkeypatch, exchanges, order):
     monkeypatch.setattr(reduction, "_LONGEST_RING", 4)
-    mesh = build_mesh(Mesh(fsdp=8))
-    partial = PartialGradient("in two rings", 0, ("fsdp",), {"fsdp": Shard(1)}, 2, mesh)
+    mesh = DeviceMesh(list(order), (8,), ("fsdp",))
+    partial = PartialGradient("layers.*.weight", 0, ("fsdp",), {"fsdp": Shard(1)}, 2, mesh, exchanges)
     assert len(partial.sum.scatter) == 2
     values = torch.randn((8, 8, 16), generator=torch.Generator().manual_seed(0))
     total = partial.total(sharding.place("a partial gradient", values, mesh, partial.spec))
@@ -55,19 +59,20 @@ def test_a_sum_ring_by_ring_is_the_sum(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("size", "devices", "expected"),
+    ("size", "longest", "expected"),
     [
-        (8, 16, [8]),
-        (64, 64, [16, 4]),
-        (256, 256, [16, 16]),
-        (48, 48, [16, 3]),
-        (34, 34, [2, 17]),
+        (8, 15, [8]),
+        (64, 16, [16, 4]),
+        (256, 16, [16, 16]),
+        (48, 16, [16, 3]),
+        (34, 16, [2, 17]),
+        (256, 4, [4, 4, 4, 4]),
         # never all the devices at once, but for a prime number of them
-        (16, 16, [8, 2]),
-        (8, 8, [4, 2]),
-        (2, 2, [2]),
-        (1, 1, [1]),
+        (16, 15, [8, 2]),
+        (8, 7, [4, 2]),
+        (2, 1, [2]),
+        (1, 0, [1]),
     ],
 )
-def test_a_long_axis_is_summed_over_ring_by_ring(size, devices, expected):
-    assert list(reduction._rings("fsdp", size, devices).values()) == expected
+def test_a_long_axis_is_summed_over_ring_by_ring(size, longest, expected):
+    assert list(reduction._rings("fsdp", size, longest).values()) == expected

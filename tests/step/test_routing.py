@@ -176,7 +176,7 @@ def check_load(case: Case, sums: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 def test_scanned_softmax_routers_with_padding_capacity_and_the_models_own_loss_equal_the_plain_model():
-    case = make_case("mixtral_ep", small_config(load_recipe("mixtral_ep"), intermediate_size=88))
+    case = make_case("mixtral_ep", small_config(load_recipe("mixtral_ep"), intermediate_size=88), experts="capacity")
     case = under(case, router_z_loss_coef=0.1, router_balance_coef=0.2)
     check_losses(case, padded(case.config), lambda logits: logits.softmax(-1), wide=False)
 

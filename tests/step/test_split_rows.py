@@ -26,8 +26,8 @@ def check_gradients(case, batch=None, expected=None):
 @pytest.mark.parametrize(
     ("recipe", "mesh", "options"),
     [
-        ("mixtral_ep", "fsdp=2,expert=2,sequence=2", {}),
-        ("mixtral_ep", "fsdp=1,expert=2,sequence=4", {"experts": "dropless"}),
+        ("mixtral_ep", "fsdp=2,expert=2,sequence=2", {"experts": "capacity"}),
+        ("mixtral_ep", "fsdp=1,expert=2,sequence=4", {}),
         ("gpt_oss_ep", "fsdp=1,expert=4,sequence=2", {}),
         ("llama_cp", "fsdp=2,sequence=4", {"accumulation": 2, "remat": "offload"}),
     ],

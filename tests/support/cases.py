@@ -92,7 +92,7 @@ def make_case(
     config = config or small_config(recipe)
     reference = plain_model(config)
     routing = routing_of(reference, config)
-    if recipe.compute.experts == "capacity" and routing is not None:
+    if compute.get("experts", recipe.compute.experts) == "capacity" and routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
     recipe = replace(recipe, compute=replace(recipe.compute, **compute))
     options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay, **more}

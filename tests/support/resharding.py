@@ -42,8 +42,6 @@ class Setting:
 
     def arguments(self, folder: Path) -> list[object]:
         compute = f"scan={self.scan}" + ("" if self.scan else ",remat=none")
-        if self.recipe in ("mixtral_ep", "mixtral_ep_tp"):
-            compute += ",capacity_factor=4"  # 8 experts, 2 of them for a token: none can be full
         return [
             *("--recipe", self.recipe, "--model", folder / f"{self.recipe.partition('_')[0]}.json"),
             *("--dataset", folder / "text", "--sequence_length", 32, "--compute", compute),

@@ -109,7 +109,7 @@ def _unplanned(
         return f"the gradient of {names[0]} is all-reduced over an axis that shards it: a reduce-scatter moves half"
     if purpose:
         return ""
-    if key.kind == "all-to-all" and exchange is not None and key.axis != exchange:
+    if key.kind == "all-to-all" and exchange is not None and key.axis != exchange and not parameters.sums(key):
         return f"an all-to-all over {key.axis}; tokens are exchanged over {exchange}"
     gathers = key.kind in ("all-gather", "all-reduce") and _axes(key) & parameters.batch_axes
     if gathers and key.axis != exchange and parameters.holds_batch(key):
@@ -155,6 +155,17 @@ class Parameters:
             return "stack" if layers > 1 and whole in sizes and kind == "all-gather" else ""
         handed_round = kind == "collective-permute" and local // layers in sizes
         return "weights" if handed_round else ""
+
+    def sums(self, key: Collective) -> bool:
+        """Can an exchange be of the parts of a matrix's gradient, or of what is left of it after the first rings?"""
+        sizes, axes = _elements(key.shape), _axes(key)
+        for weight in self.weights:
+            layers = weight.shape[0] if is_stacked(weight.name) else 1
+            sharded = {axis for names in self._axes_of(weight) for axis in names}
+            parts = {math.prod(weight.shape) // layers // part for part in range(1, math.prod(self.mesh.values()) + 1)}
+            if layers > 1 and len(weight.shape) == 3 and axes <= sharded and sizes & parts:
+                return True
+        return False
 
     def shaped_like(self, shape: str) -> str:
         """The weight of which a chip holds a tensor of this shape (HLO's text), all layers or one; empty if none."""

@@ -72,7 +72,10 @@ class CompileJob:
             tokens=job.tokens,
             efficiency=options.efficiency,
         )
-        report = replace(compile_for(lower(job), target, expected), uncompiled=shorter_steps(job))
+        given = " ".join(f"{name}={value}" for name, value in (target.flags or {}).items())
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {given}"
+        step = lower(job, compiler_flags=flags)
+        report = replace(compile_for(step, target, expected), uncompiled=shorter_steps(job))
         if options.only_train_step or not report.fits:  # if it does not fit, the others can't change the verdict
             return report
         for graph in graphs_of(job)[1:]:

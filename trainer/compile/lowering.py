@@ -72,19 +72,21 @@ def shorter_steps(job: Job) -> tuple[str, ...]:
     return tuple(step_name(length, job.row_lengths) for length in job.row_lengths[:-1])
 
 
-def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu") -> Lowered:
+def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_flags: str = "") -> Lowered:
     """One of the job's graphs as HLO.
 
     Args:
         graph: one of :func:`graphs_of`.
         platform: what kernels are chosen and lowered for: ``tpu`` or ``cpu``.
+        compiler_flags: that it will be compiled with, as LIBTPU_INIT_ARGS holds them.
     """
     init_runtime()
     # autograd asks the device for its context, which only a first computation makes
     torch.ones(1, device=torch_xla.device()).cpu()
     mesh = AbstractMesh(job.plan.mesh)
     try:
-        return _lower(job, graph, mesh, platform)
+        with jax_call.lowering_for(platform, compiler_flags):
+            return _lower(job, graph, mesh)
     finally:
         # Tensors without data must not outlive this: a sync of all lazy tensors would try to compute them. The mesh
         # keeps some, and reference cycles keep the model.
@@ -92,12 +94,11 @@ def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu") -> Lowere
         gc.collect()
 
 
-def _lower(job: Job, graph: str, mesh: AbstractMesh, platform: str) -> Lowered:
-    with jax_call.lowering_for(platform):
-        results, layouts, kept = _TRACED[graph](job, mesh)
-        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-        context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
-        context.build(list(results.values()))
+def _lower(job: Job, graph: str, mesh: AbstractMesh) -> Lowered:
+    results, layouts, kept = _TRACED[graph](job, mesh)
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
+    context.build(list(results.values()))
     outputs = {name: number for number, name in enumerate(results)}
     known = {context.tensor_parameter_id(placeholder.tensor): placeholder.name for placeholder in mesh.placed}
     specs = {placeholder.name: placeholder.spec for placeholder in mesh.placed} | dict(layouts)

@@ -141,16 +141,17 @@ def _names(text: str) -> list[str]:
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:
-    """Full recomputation and a scan; experts by capacity where tokens travel to them, else exact."""
+    """Full recomputation and a scan; experts that drop no token, where there is a kernel for them."""
     if not experts:
         return Compute(remat="full", scan=True)
     text = model.config.get_text_config()
     balanced = hasattr(text, "router_aux_loss_coef") and hasattr(model.config, "output_router_logits")
+    # semi-private: transformers/integrations/moe.py, 5.23; dropless kernels know no norm after an expert
+    if not any(getattr(model.get_submodule(name), "has_post_expert_norm", False) for name in experts):
+        return Compute(experts="dropless", router_loss=balanced, remat="full", scan=True)
     if "expert" in mesh.axes:
         return Compute(experts="capacity", capacity_factor=2.0, router_loss=balanced, remat="full", scan=True)
-    # semi-private: transformers/integrations/moe.py, 5.23; dropless kernels know no norm after an expert
-    normed = any(getattr(model.get_submodule(name), "has_post_expert_norm", False) for name in experts)
-    return Compute(experts="dense" if normed else "dropless", router_loss=balanced, remat="full", scan=True)
+    return Compute(experts="dense", router_loss=balanced, remat="full", scan=True)
 
 
 def _layouts(model: PreTrainedModel, roles: Roles, sizes: Mapping[str, int]) -> dict[str, _Line]:

@@ -1,17 +1,20 @@
 """Muon: the momentum of a matrix, orthogonalised, is its update (https://kellerjordan.github.io/posts/muon/).
 
-It equals `torch.optim.Muon` of torch 2.9 step by step, whose coefficients and compute dtype it has. A stack of layers
-is gone through in a loop, a layer at a time, and the matrices of experts are orthogonalised each by itself. No device
-needs a whole matrix: the iteration runs on shards of its longer dimension, and what every device holds whole is the
-Gram matrix of the shorter one.
+It equals `torch.optim.Muon` of torch 2.9 step by step, whose coefficients and compute dtype it has; the matrices of
+experts are orthogonalised each by itself. Of a stack of layers each device is given some layers' matrices whole, by an
+exchange before the iteration and one after it, and goes through them one at a time: nothing crosses devices in the
+iteration. A matrix that is in no stack is never gathered: its iteration runs on shards of the longer dimension, and
+what every device holds whole is the Gram matrix of the shorter one, in each turn.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 # semi-private: torch_xla/experimental/scan.py, torch_xla 2.9: the loop of `scan` without its autograd
 from torch_xla.experimental.scan import _scan_impl_pytree
@@ -43,17 +46,28 @@ class Matrices:
     def split(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
         """Split along ``dim`` (-1 or -2) alone, by all axes that split the parameter's matrices and divide it."""
         axes: list[str] = []
-        for axis in (axis for entry in self.spec[-2:] for axis in axes_of(entry)):
+        for axis in self.axes:
             if matrix.shape[dim] % math.prod(self.mesh.shape()[a] for a in (*axes, axis)) == 0:
                 axes.append(axis)
-        ordered = tuple(axis for axis in self.mesh.shape() if axis in axes)
-        entry = ordered if len(ordered) > 1 else ordered[0] if ordered else None
-        last = (None, entry) if dim == -1 else (entry, None)
+        last = (None, self._entry(axes)) if dim == -1 else (self._entry(axes), None)
         return sharding.constrain(matrix, self.mesh, (*self.spec[:-2], *last))
 
     def whole(self, matrix: torch.Tensor) -> torch.Tensor:
         """Each matrix on every device that has a part of it."""
         return sharding.constrain(matrix, self.mesh, (*self.spec[:-2], None, None))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those that split a matrix."""
+        return tuple(axis for entry in self.spec[-2:] for axis in axes_of(entry))
+
+    def by_layers(self) -> Matrices:
+        """Of several layers, [layers, …]: what splits a matrix splits the layers, whose matrices are whole."""
+        return replace(self, spec=(self._entry(self.axes), *self.spec[:-2], None, None))
+
+    def _entry(self, axes: Sequence[str]) -> str | tuple[str, ...] | None:
+        ordered = tuple(axis for axis in self.mesh.shape() if axis in axes)
+        return ordered if len(ordered) > 1 else ordered[0] if ordered else None
 
 
 @dataclass(frozen=True)
@@ -97,11 +111,18 @@ class Muon:
     def _orthogonalised(self, update: torch.Tensor) -> torch.Tensor:
         if not self.stacked:
             return orthogonalised(update, self.ns_steps, self.matrices)
+        apart, layers = self.matrices.by_layers(), len(update)
+        shards = math.prod(self.matrices.mesh.shape()[axis] for axis in self.matrices.axes)
+        # layers of zeros, which stay zeros, make the exchange even
+        update = apart.stored(pad(update, [0, 0] * (update.dim() - 1) + [0, -layers % shards]))
+        turns = update.reshape(shards, -1, *update.shape[1:]).transpose(0, 1)
 
-        def turn(carry: torch.Tensor, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return carry, orthogonalised(layer, self.ns_steps, self.matrices)
+        def turn(carry: torch.Tensor, some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return carry, orthogonalised(some, self.ns_steps, apart)
 
-        return _scan_impl_pytree(turn, torch.zeros((), device=update.device), update)[1]
+        made = _scan_impl_pytree(turn, torch.zeros((), device=update.device), turns)[1]
+        whole = apart.stored(made.transpose(0, 1).reshape(update.shape))[:layers]
+        return sharding.constrain(whole, self.matrices.mesh, (None, *self.matrices.spec))
 
 
 def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from models import partial_gradients
+from models import jax_call, partial_gradients
 from models.jax_call import Manual
 from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of, partition_spec, shards_of
@@ -28,6 +28,7 @@ from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16
+_LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class PartialGradient:
         axes: the axes that split the tokens where the parameter meets them.
         layout: axis → the dimension that it splits, of one layer's parameter.
         rank: dimensions of one layer's parameter.
+        exchanges: whether the devices exchange parts where they compute meanwhile: in the loop over layers.
     """
 
     parameter: str
@@ -48,6 +50,7 @@ class PartialGradient:
     layout: Mapping[str, Shard]
     rank: int
     mesh: DeviceMesh
+    exchanges: bool = False
 
     @property
     def shards(self) -> int:
@@ -70,6 +73,11 @@ class PartialGradient:
         return rings > 1 or (rings == 1 and self.rank == 2)
 
     @property
+    def exchanged(self) -> bool:
+        """Whether the sum is by an exchange of parts: that of a matrix, in the loop over layers."""
+        return self.exchanges and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
+
+    @property
     def layer(self) -> PartialGradient:
         """The same for one layer of a stack."""
         return replace(self, dim=0)
@@ -78,7 +86,8 @@ class PartialGradient:
     def sum(self) -> partial_gradients.Sum:
         """The collectives: scatters, ring by ring, along the axes that split the parameter; sums along the others."""
         sizes = self.mesh.shape()
-        rings = {axis: _rings(axis, size, math.prod(sizes.values())) for axis, size in sizes.items()}
+        longest = _LONGEST_EXCHANGE if self.exchanged else min(_LONGEST_RING, math.prod(sizes.values()) - 1)
+        rings = {axis: _rings(axis, size, longest) for axis, size in sizes.items()}
         before = [axes_of(entry) for entry in self.spec]
         scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
         # The axis that is scattered last is innermost, also where a later axis of the mesh splits the dimension.
@@ -91,6 +100,7 @@ class PartialGradient:
             self.dim,
             scatter=tuple((ring, dim) for axis, dim in scatter for ring in rings[axis]),
             add=tuple(ring for axis in self.axes if axis not in self.layout for ring in rings[axis]),
+            exchanged=self.exchanged,
             manual=Manual(
                 tuple(pair for sizes in rings.values() for pair in sizes.items()),
                 (tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),),
@@ -120,13 +130,12 @@ class PartialGradient:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
 
 
-def _rings(axis: str, size: int, devices: int) -> dict[str, int]:
-    """``axis`` cut into rings: name → size, outermost first. A ring has at most 16 devices, and fewer than there are.
+def _rings(axis: str, size: int, longest: int) -> dict[str, int]:
+    """``axis`` cut into rings of at most ``longest`` devices: name → size, outermost first.
 
     A reduce-scatter that ran over all the chips of a torus would be turned into an all-reduce by libtpu.
     """
     sizes = []
-    longest = min(_LONGEST_RING, devices - 1)
     while size > longest and (ring := max((d for d in range(1, longest + 1) if size % d == 0), default=1)) > 1:
         sizes.append(ring)
         size //= ring
@@ -156,7 +165,8 @@ def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> 
             continue  # the kernel leaves its gradients reduced
         axes = token_axes(name, entry, job.recipe, experts_inside)
         dim = int(is_stacked(name))
-        partial = PartialGradient(name, dim, axes, shards_of(entry.layout), len(entry.shape), mesh)
+        layout, exchanges = shards_of(entry.layout), jax_call.exchanges_beside()
+        partial = PartialGradient(name, dim, axes, layout, len(entry.shape), mesh, exchanges)
         if partial.shards > 1:
             found[name] = partial
     return found

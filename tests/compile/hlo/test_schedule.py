@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from models.kernel_work import Heads, attention_work, gmm_work, met_blocks, tgmm_work
+from models.kernel_work import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work
 from tests.support.captured import V5P
 from tests.support.paths import ROOT
 from trainer.compile.efficiency import EFFICIENCIES, efficiencies
@@ -72,14 +72,18 @@ f32[3,8,4096,128]{3,2,1,0}) custom-call(%n, %n, %q, %k, %k, %i), custom_call_tar
 custom-call(%n, %n, %q, %k, %k, %i), custom_call_target="tpu_custom_call"
   %dq = (f32[3,1024,128]{2,1,0}, bf16[3,8,4096,128]{3,2,1,0}) custom-call(%n, %n, %q, %k, %k, %i), \
 custom_call_target="tpu_custom_call"
+  %p = bf16[8,4096,128]{2,1,0} bitcast(%q)
+  %one = (f32[1024,128]{1,0}, bf16[8,4096,128]{2,1,0}) custom-call(%n, %n, %p, %p, %p, %i), \
+custom_call_target="tpu_custom_call"
   %tgmm = f32[4,256,512]{2,1,0} custom-call(%t, %x, %y, %s), custom_call_target="tpu_custom_call"
   %strange = f32[4,256]{1,0} custom-call(%s), custom_call_target="tpu_custom_call"
+  %unwritten = bf16[2048,512]{1,0} custom-call(%t), custom_call_target="tpu_custom_call"
   ROOT %gmm = bf16[2048,512]{1,0} custom-call(%t, %x, %w), custom_call_target="tpu_custom_call"
 }
 """
     )
     entry = module.entry
-    names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange")
+    names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange", "unwritten", "one")
     found = {name: kernel_work(entry, entry.by_name[name]) for name in names}
     heads = Heads(24, 4096, 128, 128, 2)
     assert found == {
@@ -87,7 +91,47 @@ custom_call_target="tpu_custom_call"
         "gmm": gmm_work(2048, 256, 512, 7, 2),
         "tgmm": tgmm_work(2048, 256, 512, 4, 2, 4),
         "strange": None,
+        "one": attention_work("dq", Heads(8, 4096, 128, 128, 2), 1024, reach=1),  # of one sequence
+        "unwritten": Work("unwritten", 0.0, 0.0, 0),
     }
+
+
+# of a batch of one sequence the kernels have no dimension; a ring's pair of two pieces has no positions
+@pytest.mark.parametrize(
+    ("masks", "reach"),
+    [("", None), (", %s, %t", None), (", %i", 3), (", %s, %t, %i", 3)],
+    ids=["earlier keys", "earlier keys, documents", "causal", "causal, documents"],
+)
+def test_a_rings_pairs_count_each_block_that_runs(masks: str, reach: int | None) -> None:
+    module = parse(
+        f"""HloModule ring
+ENTRY %main (n: s8[1,4,4], q: bf16[8,4096,128], k: bf16[2,4096,128], v: bf16[2,4096,64], i: s32[4096,128], \
+s: s32[4096,128], t: s32[8,4096], r: f32[8,1,4096], g: bf16[8,4096,64]) -> (f32[1024,128], bf16[8,4096,128]) {{
+  %n = s8[1,4,4]{{2,1,0}} parameter(0)
+  %q = bf16[8,4096,128]{{2,1,0}} parameter(1)
+  %k = bf16[2,4096,128]{{2,1,0}} parameter(2)
+  %v = bf16[2,4096,64]{{2,1,0}} parameter(3)
+  %i = s32[4096,128]{{1,0}} parameter(4)
+  %s = s32[4096,128]{{1,0}} parameter(5)
+  %t = s32[8,4096]{{1,0}} parameter(6)
+  %r = f32[8,1,4096]{{2,1,0}} parameter(7)
+  %g = bf16[8,4096,64]{{2,1,0}} parameter(8)
+  %forward = (f32[1024,128]{{1,0}}, f32[1024,128]{{1,0}}, f32[1024,64]{{1,0}}, bf16[8,4096,64]{{2,1,0}}, \
+f32[8,4096,128]{{2,1,0}}) custom-call(%n, %n, %q, %k, %v{masks}), custom_call_target="tpu_custom_call"
+  %dkv = (f32[1024,128]{{1,0}}, f32[1024,64]{{1,0}}, bf16[2,4096,128]{{2,1,0}}, bf16[2,4096,64]{{2,1,0}}) \
+custom-call(%n, %n, %q, %k, %v, %r, %g, %r{masks}), custom_call_target="tpu_custom_call"
+  ROOT %dq = (f32[1024,128]{{1,0}}, bf16[8,4096,128]{{2,1,0}}) custom-call(%n, %n, %q, %k, %v, %r, %g, %r{masks}), \
+custom_call_target="tpu_custom_call"
+}}
+"""
+    )
+    phases = ("forward", "dkv", "dq")
+    found = [kernel_work(module.entry, module.entry.by_name[phase]) for phase in phases]
+    heads = Heads(8, 4096, 128, 64, 2)
+    assert found == [attention_work(phase, heads, 1024, reach) for phase in phases]
+    assert found[0] is not None
+    # 16 pairs of blocks, of which a causal mask leaves 10
+    assert found[0].flops == 2 * 8 * (16 if reach is None else 10) * 1024**2 * (128 + 64)
 
 
 def test_the_ring_model() -> None:

@@ -1,10 +1,14 @@
 """Which of our kernels a custom call is, and what work it does, told from the shapes of its operands and outputs.
 
 A kernel's name is not in the module's text. But splash attention alone takes lists of blocks, and its three kernels
-keep three, one and two arrays of three dimensions; a grouped product puts out a matrix or one for each group.
+put out three, one and two arrays of scratch, which have a dimension less than the queries; a grouped product puts out
+a matrix or one for each group; and the kernel with one small operand makes an array whose entries are arbitrary. A
+batch of one sequence has no dimension of its own.
 """
 
 from __future__ import annotations
+
+import math
 
 from models.kernel_work import Heads, Work, attention_work, gmm_work, tgmm_work
 from trainer.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits
@@ -22,23 +26,29 @@ def kernel_work(computation: Computation, kernel: Instruction) -> Work | None:
     operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
     outputs = list(kernel.leaves)
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
+    if len(operands) == 1 and 100 * operands[0].bytes < outputs[0].bytes:  # an array that is made and not written
+        return Work("unwritten", 0.0, 0.0, 0)
     lists = [leaf for leaf in operands[:2] if _whole(leaf) and len(leaf.dims) == 3]
-    if len(lists) == 2 and len(numbers) >= 3 and all(len(leaf.dims) == 4 for leaf in numbers[:3]):
-        return _attention(lists[0], numbers, outputs)
+    if len(lists) == 2 and len(numbers) >= 3 and {len(leaf.dims) for leaf in numbers[:3]} in ({3}, {4}):
+        # beside the lists: two arrays of segments if there are documents, and one of positions if there is a mask
+        masked = len([leaf for leaf in operands[2:] if _whole(leaf)]) % 2 == 1
+        return _attention(lists[0], numbers, outputs, masked)
     if len(outputs) == 1 and len(numbers) >= 2 and len(numbers[0].dims) == 2:
         return _grouped(operands, numbers, outputs[0])
     return None
 
 
-def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf]) -> Work | None:
-    scratch = [leaf for leaf in outputs if len(leaf.dims) == 3]
+def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf], masked: bool) -> Work | None:
+    scratch = [leaf for leaf in outputs if len(leaf.dims) == len(numbers[0].dims) - 1]
     phase = _PHASES.get(len(scratch))
     if phase is None:
         return None
-    batch, rows, length, width = numbers[0].dims
-    heads = Heads(batch * rows, length, width, numbers[2].dims[3], dtype_bits(numbers[0].dtype) // 8)
-    # a list has as many entries as the farthest block needs: one more than a block's reach
-    return attention_work(phase, heads, scratch[0].dims[1], min(blocks.dims[1:]) - 1)
+    *rows, length, width = numbers[0].dims
+    heads = Heads(math.prod(rows), length, width, numbers[2].dims[-1], dtype_bits(numbers[0].dtype) // 8)
+    # A list has as many entries as the farthest block needs: one more than a block's reach. Without a mask all keys of
+    # a ring's piece are seen; with a window the device alone knows which blocks are: taken for those of a causal piece.
+    reach = min(blocks.dims[1:]) - 1 if masked else None
+    return attention_work(phase, heads, scratch[0].dims[-2], reach)
 
 
 def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf) -> Work | None:

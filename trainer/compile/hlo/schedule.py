@@ -106,6 +106,8 @@ class _Schedule:
         """The cause of an operation's time, and its seconds."""
         chip = self.chip
         if is_kernel(instruction) and (work := kernel_work(computation, instruction)):
+            if not work.flops:
+                return "rest", work.hbm_bytes / self.bandwidth
             return ("grouped" if work.kind.endswith("gmm") else work.kind), self._kernel(work)
         if own.kernel_flops:  # another's kernel, that tells its FLOPs
             return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])

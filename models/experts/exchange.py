@@ -1,0 +1,277 @@
+"""How tokens get to the devices that hold their experts, and what the experts make of them back, in JAX.
+
+Tokens cross in rounds, each with a window of a device's tokens. In one of two forms:
+
+- *gathered*: every device gets the whole window, and the sum of what devices make of it is scattered back: of a token
+  n-1 rows cross each way, where n devices share the experts;
+- *by need*: an all-to-all takes a token to those devices alone that hold an expert it chose, once to each. With k
+  choices spread evenly that are n·(1 - (1 - 1/n)^k) devices. Shapes are static, so a round has a number of slots for
+  each pair of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all
+  tokens want one device, windows are shorter and rounds are more.
+
+:func:`plan` takes the form that sends less. While a round's tokens are computed, the next round's are on their way
+there, and those of the last round on their way back.
+
+Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
+C slots for each of them, M = n*C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models.jax_call import Axes, jax
+
+jnp, lax = jax.numpy, jax.lax
+
+# a jax.Array, when it is traced
+Array = Any
+# where a window of a device's tokens starts, and where it ends
+Window = tuple[Array, Array]
+
+# So many rounds, if tokens are enough: the first exchange and the last have no products beside them, and with each
+# goes one that carries nothing.
+_ROUNDS = 8
+# So many rows of each expert in a round at least. A round reads and writes every expert's sums of gradients, 8 bytes of
+# HBM for each 2 FLOPs a row: with fewer rows that takes longer than the products.
+_ROWS = 512
+# But two rounds, where that leaves an expert so many rows, a tile: with one, nothing is computed beside an exchange.
+_FEWEST = 128
+# By how many standard deviations of a random routing a pair of devices may exceed its mean without a shorter window.
+_DEVIATIONS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a device's tokens cross.
+
+    Args:
+        rounds: how many there are at least; more only if windows must be shorter.
+        window: tokens of a window (W).
+        slots: tokens that a window sends to each device at most (C); None: the window is gathered.
+        rows: tokens that a device gets in a round.
+    """
+
+    rounds: int
+    window: int
+    slots: int | None
+    rows: int
+
+
+def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool = True) -> Plan:
+    """The form that sends less, with as many rounds as pay.
+
+    Args:
+        tokens: of a device.
+        shards: how many devices share the experts.
+        experts: of a device.
+        most: tokens that a device can hold in a round.
+        overlaps: whether devices exchange tokens beside their products, so that rounds pay.
+    """
+    rounds = -(-tokens * shards // most)
+    if overlaps and shards > 1:
+        rows = tokens * top_k // experts
+        rounds = max(rounds, min(_ROUNDS, rows // _ROWS), min(2, rows // _FEWEST))
+    rounds = min(max(rounds, 1), tokens)
+    # rather somewhat more rounds that the tokens fill: else windows are padded, and their size suits no tile
+    rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)
+    window = -(-tokens // rounds)
+    rounds = -(-tokens // window)
+    share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens, that need a given device
+    slots = window * share + _DEVIATIONS * math.sqrt(window * share * (1 - share))
+    slots = math.ceil(slots / 8) * 8  # a TPU lays rows out in eights
+    if shards == 1 or slots >= window:
+        return Plan(rounds, window, None, window * shards)
+    return Plan(rounds, window, slots, slots * shards)
+
+
+def in_rounds(
+    compute: Callable[..., Any],
+    carry: Any,
+    tensors: tuple[Array, ...],
+    like: tuple[Array, ...],
+    held: Array,
+    planned: Plan,
+    axes: tuple[Axes, Axes],
+) -> tuple[Any, tuple[Array, ...]]:
+    """``carry`` after all rounds, and the results for this device's tokens.
+
+    Args:
+        compute: (carry, tensors of the tokens that came in) -> (carry, results for each of them). The results for a
+            token are added up over the devices that it went to.
+        tensors: [T, width] each; the last two are routing indices and weights.
+        like: for each result an array of its shape and dtype for this device's tokens.
+        held: the numbers of the experts held here.
+        axes: those that split the experts, and all of the mesh.
+    """
+    make = _Gathered if planned.slots is None else _ByNeed
+    exchange = make(tensors, held, planned, *axes)
+    zero = jnp.int32(0)
+    first = (zero, exchange.stop(zero))
+    if planned.rounds == 1 and planned.slots is None:
+        carry, results = compute(carry, exchange.send(first))
+        return carry, tuple(r[: len(t)] for r, t in zip(exchange.back(results, first), like, strict=True))
+
+    def empty(rows: int) -> tuple[Array, ...]:
+        return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
+
+    def put(out: tuple[Array, ...], results: tuple[Array, ...], window: Window) -> tuple[Array, ...]:
+        """``out`` with a window's results; what is behind the window's end is overwritten by the next."""
+        back = exchange.back(results, window)
+        return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
+
+    def following(window: Window) -> Window:
+        return window[1], exchange.stop(window[1])
+
+    def alone(state: Any) -> Any:
+        number, now, carry, out = state
+        carry, results = compute(carry, exchange.send(now))
+        return number + 1, following(now), carry, put(out, results, now)
+
+    def overlapped(state: Any) -> Any:
+        number, now, carry, out, last, came, made = state
+        ahead = following(now)
+        coming = exchange.send(ahead)
+        out = put(out, made, last)
+        carry, results = compute(carry, came)
+        return number + 1, ahead, carry, out, now, coming, results
+
+    # The first comparison is always true where the second isn't: it tells a reader of the program how often a loop
+    # runs whose length depends on data.
+    needed = exchange.rounds()
+
+    def more(state: Any) -> Array:
+        return (state[0] < planned.rounds) | (state[0] < needed)
+
+    out = empty(len(tensors[0]) + planned.window)
+    state: Any = (zero, first, carry, out)
+    if planned.rounds == 1 or not axes[0]:
+        _, _, carry, out = lax.while_loop(more, alone, state)
+    else:
+        state = (*state, (zero, zero), exchange.send(first), empty(planned.rows))
+        _, _, carry, out, last, _, made = lax.while_loop(more, overlapped, state)
+        out = put(out, made, last)
+    return carry, tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
+
+
+class _Gathered:
+    """Every device gets the whole window."""
+
+    def __init__(self, tensors: Sequence[Array], held: Array, planned: Plan, across: Axes, every: Axes) -> None:
+        self.planned, self.across = planned, across
+        self.shards = planned.rows // planned.window
+        # a window ahead of the last is sent too, if rounds overlap
+        windows = planned.rounds + (planned.rounds > 1)
+        fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # tokens of an expert that nobody has
+        self.tensors = [
+            jnp.pad(t, ((0, windows * planned.window - len(t)), (0, 0)), constant_values=fill)
+            for t, fill in zip(tensors, fills, strict=True)
+        ]
+
+    def rounds(self) -> Array:
+        return jnp.int32(self.planned.rounds)
+
+    def stop(self, start: Array) -> Array:
+        return start + self.planned.window
+
+    def send(self, window: Window) -> tuple[Array, ...]:
+        parts = (lax.dynamic_slice_in_dim(t, window[0], self.planned.window) for t in self.tensors)
+        return tuple(lax.all_gather(t, self.across, axis=0, tiled=True) if self.across else t for t in parts)
+
+    def back(self, results: tuple[Array, ...], _: Window) -> tuple[Array, ...]:
+        if not self.across:
+            return results
+        if self.planned.rounds == 1:
+            return tuple(lax.psum_scatter(r, self.across, scatter_dimension=0, tiled=True) for r in results)
+        # as many bytes as a reduce-scatter, which libtpu runs alone: an all-to-all has products beside it
+        parts = (_all_to_all(r, self.across).reshape(self.shards, -1, r.shape[1]) for r in results)
+        return tuple(p.sum(0, dtype=jnp.float32).astype(p.dtype) for p in parts)
+
+
+class _ByNeed:
+    """Each device gets the tokens that chose an expert of its own."""
+
+    def __init__(self, tensors: Sequence[Array], held: Array, planned: Plan, across: Axes, every: Axes) -> None:
+        self.tensors, self.across, self.every = tensors, across, every
+        self.window, self.slots = planned.window, planned.slots or 0
+        self.shards = planned.rows // self.slots
+        self.tokens, self.top_k = tensors[-2].shape
+        self.nobody = len(held) * self.shards
+        # behind the tokens is a window of such as need nobody
+        self.shard_Tk = jnp.pad(tensors[-2] // len(held), ((0, self.window), (0, 0)), constant_values=self.shards)
+        need_Tn = (self.shard_Tk[:, :, None] == jnp.arange(self.shards)).any(1)
+        self.before_Tn = jnp.pad(jnp.cumsum(need_Tn, 0, dtype=jnp.int32), ((1, 0), (0, 0)))
+        self.need_Tn = need_Tn
+
+    def rounds(self) -> Array:
+        """How many rounds the device needs that needs most; all devices run as many."""
+        _, count = lax.while_loop(
+            lambda state: self.tokens - state[0] > 0,
+            lambda state: (self.stop(state[0]), state[1] + 1),
+            (jnp.int32(0), jnp.int32(0)),
+        )
+        return lax.pmax(count, self.every)
+
+    def stop(self, start: Array) -> Array:
+        fit = (self._counts(start) <= self.slots).all(1).sum(dtype=jnp.int32)
+        return jnp.minimum(start + fit, self.tokens)
+
+    def send(self, window: Window) -> tuple[Array, ...]:
+        number_W1 = lax.iota(jnp.int32, self.window)[:, None]
+        number_Wn = jnp.where(self._needs(window), number_W1, self.window)
+        # the tokens for each device in their order; those that it does not get are behind them
+        number_M = lax.sort(number_Wn.T, dimension=1)[:, : self.slots].reshape(-1)
+        token_M = jnp.minimum(window[0] + number_M, self.tokens - 1)
+        *parts, index, weight = (_at(t, token_M) for t in self.tensors)
+        index = jnp.where(number_M[:, None] < self.window, index, self.nobody)
+        return tuple(_all_to_all(t, self.across) for t in (*parts, index, weight))
+
+    def back(self, results: tuple[Array, ...], window: Window) -> tuple[Array, ...]:
+        arrived = [_all_to_all(r, self.across) for r in results]
+        rows = self._rows(window)
+
+        def total(r: Array) -> Array:
+            found = (jnp.where(has[:, None], _at(r, row), 0).astype(jnp.float32) for row, has in rows)
+            return sum(found, start=jnp.zeros((), jnp.float32)).astype(r.dtype)
+
+        return tuple(total(r) for r in arrived)
+
+    def _rows(self, window: Window) -> list[tuple[Array, Array]]:
+        """(row of what comes back, whether there is one) of each token of a window, for each device it can go to."""
+        need_Wn = self._needs(window)
+        row_Wn = self._counts(window[0]) - 1 + jnp.arange(self.shards) * self.slots
+        row_Wn = jnp.where(need_Wn, row_Wn, 0)
+        if self.shards <= self.top_k:
+            return [(row_Wn[:, shard], need_Wn[:, shard]) for shard in range(self.shards)]
+        shard_Wk = lax.dynamic_slice_in_dim(self.shard_Tk, window[0], self.window)
+        among_W = lax.iota(jnp.int32, self.window) < window[1] - window[0]
+        rows = []
+        for choice in range(self.top_k):
+            shard_W1 = shard_Wk[:, choice, None]
+            again_W = (shard_Wk[:, :choice] == shard_W1).any(1)  # it went there for an earlier choice
+            row_W = jnp.where(shard_W1 == jnp.arange(self.shards), row_Wn, 0).sum(1)
+            rows.append((row_W, among_W & ~again_W))
+        return rows
+
+    def _counts(self, start: Array) -> Array:
+        """How many tokens of the window from ``start`` need each device, up to each token, [W, n]."""
+        before = lax.dynamic_slice_in_dim(self.before_Tn, start, self.window + 1)
+        return before[1:] - before[0]
+
+    def _needs(self, window: Window) -> Array:
+        """Which devices each token of a window needs, [W, n]."""
+        among_W = lax.iota(jnp.int32, self.window) < window[1] - window[0]
+        return lax.dynamic_slice_in_dim(self.need_Tn, window[0], self.window) & among_W[:, None]
+
+
+def _all_to_all(x: Array, axes: Axes) -> Array:
+    """Rows in n equal parts, part i to device i; what came from device i is part i of the result."""
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _at(x: Array, index: Array) -> Array:
+    """``x[index]``, without a check: every index is in bounds."""
+    return x.at[index].get(mode="promise_in_bounds")
