@@ -24,8 +24,9 @@ CASES: dict[str, tuple[str, int, dict[str, object]]] = {
     "llama_fsdp, 2 micro-batches": ("llama_fsdp", 2, {}),
     "llama_fsdp without scan": ("llama_fsdp", 4, {"scan": False}),
     "llama_tp without remat": ("llama_tp", 4, {"remat": "none"}),
-    "mixtral_ep": ("mixtral_ep", 4, {}),
-    "mixtral_ep_tp": ("mixtral_ep_tp", 4, {}),
+    "mixtral_ep, capacity": ("mixtral_ep", 4, {"experts": "capacity"}),
+    "mixtral_ep_tp, capacity": ("mixtral_ep_tp", 4, {"experts": "capacity"}),
+    "mixtral_ep, whose dropless experts are reduced every micro-batch": ("mixtral_ep", 4, {}),
     "reduced every micro-batch": ("llama_fsdp", 4, {"reduce_gradients": "micro_batch"}),
 }
 LENGTH = 13  # no dimension of a parameter is a multiple of it, and every activation has one that is
