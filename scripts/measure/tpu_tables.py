@@ -240,6 +240,13 @@ TABLES: dict[str, dict[str, str]] = {
         for batch in (1, 2, 4)
     },
     "exposed_levers": {name: f"{_LAYERS8} v5p:2x2x2 --compiler_options '{flags}'" for name, flags in _LEVERS.items()},
+    "exposed_64": {
+        name: f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2 --only_train_step {options}"
+        for name, options in (
+            ("exchanges", ""),
+            ("reduce-scatters", "--compiler_options xla_tpu_enable_async_all_to_all=false"),
+        )
+    },
     "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"

@@ -29,6 +29,7 @@ from trainer.xla.mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16
 _LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter
+_MOST_EXCHANGE = 8  # over 64 chips adding the parts up, ring after ring, takes longer than is saved (docs/tpu.md)
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class PartialGradient:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the sum is by an exchange of parts: that of a matrix, in the loop over layers."""
-        return self.exchanges and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
+        """Whether the sum is by an exchange of parts: that of a matrix over few devices, in the loop over layers."""
+        few = self.exchanges and self.shards <= _MOST_EXCHANGE
+        return few and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
 
     @property
     def layer(self) -> PartialGradient:
