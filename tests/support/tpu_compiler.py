@@ -28,6 +28,6 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str, Job], Compi
         asked.append(graph_of[0])
         return answer(*graph_of)
 
-    monkeypatch.setattr(compile_job, "lower", lambda job, graph=TRAIN_STEP: (graph, job))
+    monkeypatch.setattr(compile_job, "lower", lambda job, graph=TRAIN_STEP, **_: (graph, job))
     monkeypatch.setattr(compile_job, "compile_for", compiled)
     return asked
