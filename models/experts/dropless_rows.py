@@ -13,7 +13,7 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
-from models.jax_call import Axes, jax, target
+from models.jax_call import Axes, exchanges_beside, jax
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -95,7 +95,7 @@ class Local:
         """How tokens [T, H] with choices [T, k] get to the experts."""
         rows = max(self.buffer_bytes // (x_TH.shape[1] * x_TH.dtype.itemsize), 1)
         (T, k), n = index_Tk.shape, self.expert_shards
-        return exchange.plan(T, k, n, len(held), max(rows // k, 1), overlaps=target() == "tpu")
+        return exchange.plan(T, k, n, len(held), max(rows // k, 1), overlaps=exchanges_beside())
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:
@@ -209,14 +209,14 @@ class _Rows:
 
     def of_choices(self, value_R: Array) -> Array:
         """The value of each pair, [T, k]; 0 if its expert is not held here."""
-        return jnp.where(self.row_kT < self.end_E[-1], _at(value_R, self.row_kT), 0).T
+        return jnp.where(self.row_kT < self.end_E[-1], exchange.at(value_R, self.row_kT), 0).T
 
     def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
         """The sum of each token's rows, [T, H] float32; weighted, if weights are given."""
         total = jnp.zeros((), jnp.float32)
         # choice by choice: on a TPU a reduction over k takes several times longer
         for choice, row_T in enumerate(self.row_kT):
-            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], _at(y_RH, row_T), 0).astype(jnp.float32)
+            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], exchange.at(y_RH, row_T), 0).astype(jnp.float32)
             total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
         return total
 
@@ -239,7 +239,7 @@ class _Block:
         return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
 
     def gather(self, x_TH: Array) -> Array:
-        return _at(x_TH, self.take(self.rows.token_R))
+        return exchange.at(x_TH, self.take(self.rows.token_R))
 
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
         return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.tile, contract_last=contract_last)
@@ -336,7 +336,7 @@ def _experts_backward(
 
     def body(block: _Block, carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
         grad_rows, grad_row_weights, sums = carry
-        weight_B1 = _at(weight_N, block.take(rows.choice_R))[:, None]
+        weight_B1 = exchange.at(weight_N, block.take(rows.choice_R))[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
         h_BF = first.forward(block, x_BH)
         a_BI = local.activation(h_BF)
@@ -358,11 +358,6 @@ def _experts_backward(
     R = len(rows.token_R)
     grad_rows = grouped.unwritten((R, x_TH.shape[1]), first.dtype, rows.end_E)
     return rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32), sums))
-
-
-def _at(x: Array, index: Array) -> Array:
-    """``x[index]``, without a check: every index is in bounds."""
-    return x.at[index].get(mode="promise_in_bounds")
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:

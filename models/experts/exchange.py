@@ -225,7 +225,7 @@ class _ByNeed:
         # the tokens for each device in their order; those that it does not get are behind them
         number_M = lax.sort(number_Wn.T, dimension=1)[:, : self.slots].reshape(-1)
         token_M = jnp.minimum(window[0] + number_M, self.tokens - 1)
-        *parts, index, weight = (_at(t, token_M) for t in self.tensors)
+        *parts, index, weight = (at(t, token_M) for t in self.tensors)
         index = jnp.where(number_M[:, None] < self.window, index, self.nobody)
         return tuple(_all_to_all(t, self.across) for t in (*parts, index, weight))
 
@@ -234,7 +234,7 @@ class _ByNeed:
         rows = self._rows(window)
 
         def total(r: Array) -> Array:
-            found = (jnp.where(has[:, None], _at(r, row), 0).astype(jnp.float32) for row, has in rows)
+            found = (jnp.where(has[:, None], at(r, row), 0).astype(jnp.float32) for row, has in rows)
             return sum(found, start=jnp.zeros((), jnp.float32)).astype(r.dtype)
 
         return tuple(total(r) for r in arrived)
@@ -272,6 +272,6 @@ def _all_to_all(x: Array, axes: Axes) -> Array:
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _at(x: Array, index: Array) -> Array:
+def at(x: Array, index: Array) -> Array:
     """``x[index]``, without a check: every index is in bounds."""
     return x.at[index].get(mode="promise_in_bounds")

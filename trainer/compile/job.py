@@ -79,7 +79,7 @@ class CompileJob:
         if options.only_train_step or not report.fits:  # if it does not fit, the others can't change the verdict
             return report
         for graph in graphs_of(job)[1:]:
-            report = report.beside(graph, compile_for(lower(job, graph), target))
+            report = report.beside(graph, compile_for(lower(job, graph, compiler_flags=flags), target))
         return report
 
 

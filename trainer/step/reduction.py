@@ -1,4 +1,4 @@
-"""How a weight's gradient is summed over devices: by reduce-scatters, a mesh axis at a time.
+"""How a weight's gradient is summed over devices: by reduce-scatters or exchanges, a mesh axis at a time.
 
 A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner makes of that sum an
 all-reduce and then a slice, which sends twice as much. The compiler turns the two into a reduce-scatter only for some
