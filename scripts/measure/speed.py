@@ -3,6 +3,7 @@
 python scripts/measure/speed.py speed      our step on 8 virtual CPU devices, and transformers' Trainer on the plain CPU
 python scripts/measure/speed.py depth      time to trace and to compile 2, 8 and 32 layers, with the scan and without
 python scripts/measure/speed.py busy       the same two, alone and beside four processes that never wait
+python scripts/measure/speed.py devices    the same batch on 1, 2, 4 and 8 virtual devices, with remat and without
 python scripts/measure/speed.py threads    how the number of XLA's CPU threads changes speed and cores kept busy
 
 Each measurement is a process of its own. The sides of a table take turns, round by round; it shows the medians.
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -33,12 +35,13 @@ from trainer.errors import exit_code
 SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
 DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 2, "hidden_size": 64, "intermediate_size": 128}
 SIDES = {"ours": "this trainer, 8 virtual CPU devices", "theirs": "transformers' Trainer, plain CPU, eager"}
+DEVICES = (1, 2, 4, 8)  # virtual ones
 BUSY = 4  # processes that never wait
 STARVED = "starved: aborted"  # XLA aborts the process if a collective waits for 10 s
 
 
 def main() -> int:
-    tables = {"speed": speed, "depth": depth, "busy": busy, "threads": threads}
+    tables = {"speed": speed, "depth": depth, "busy": busy, "devices": devices, "threads": threads}
     return run(tables, {"ours": ours, "theirs": theirs}, str(__doc__))
 
 
@@ -130,6 +133,29 @@ def busy_neighbours(count: int) -> Iterator[None]:
             neighbour.wait()
 
 
+def devices(recipe: str, rounds: int) -> Table:
+    """Tokens/s of one global batch by the number of virtual devices; the ratio is to transformers' Trainer.
+
+    The recipe's remat computes each layer's forward twice, which the Trainer does not: so both are shown.
+    """
+    sides: dict[str, tuple[dict[str, Any], dict[str, str]]] = {"theirs": ({"side": "theirs"}, {})}
+    for count in DEVICES:
+        for remat in ("full", "none"):
+            job = {"side": "ours", "devices": count, "remat": remat}
+            sides[f"{count} devices, remat={remat}"] = job, {"CPU_NUM_DEVICES": str(count)}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, (job, environment) in sides.items():
+            found[name].append(worker(recipe, {**job, **SPEED}, environment))
+    rates = {name: statistics.median(r["tokens_per_second"] for r in results) for name, results in found.items()}
+    title = f"{recipe}, {SPEED['rows']} rows of {SPEED['sequence_length']}, {os.cpu_count()} cores"
+    table = Table("", "tokens/s", "cores busy", "ratio", title=title, box=box.MARKDOWN)
+    for name, rate in rates.items():
+        cores = statistics.median(r["cores"] for r in found[name])
+        table.add_row(SIDES.get(name, name), f"{rate:,.0f}", f"{cores:.2f}", f"{rate / rates['theirs']:.2f}")
+    return table
+
+
 def threads(recipe: str, rounds: int) -> Table:
     """Tokens/s for several sizes of the CPU client's thread pools: NPROC, which the trainer sets if nobody did."""
     concurrent = "--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_cpu_multi_thread_eigen=true"
@@ -203,19 +229,24 @@ def random_rows(job: dict[str, Any], vocab_size: int) -> Any:
 
 
 def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
-    """The trainer's Job for the worker's: its recipe on ``config`` and the 8 devices of this process."""
+    """The trainer's Job for the worker's: its recipe on ``config`` and the devices of this process."""
     from dataclasses import replace
 
     from trainer.arguments import TrainingArguments
     from trainer.job import Job
     from trainer.layout.load import load_recipe
+    from trainer.layout.mesh import Mesh
     from trainer.model import meta_model
     from trainer.xla.runtime import init_runtime
 
     init_runtime()
     recipe = load_recipe(job["recipe"])
-    recipe = replace(recipe, compute=replace(recipe.compute, scan=job.get("scan", True)))
-    return Job(recipe, TrainingArguments(recipe=job["recipe"], **options), 8, config, meta_model(config))
+    changes = {name: job[name] for name in ("scan", "remat") if name in job}
+    count = job.get("devices", 8)
+    # an axis longer than the devices are many takes them all
+    mesh = Mesh(dcn=recipe.mesh.dcn, **{axis: min(size, count) for axis, size in recipe.mesh.axes.items()})
+    recipe = replace(recipe, mesh=mesh, compute=replace(recipe.compute, **changes))
+    return Job(recipe, TrainingArguments(recipe=job["recipe"], **options), count, config, meta_model(config))
 
 
 def ours(job: dict[str, Any]) -> dict[str, float]:
@@ -232,7 +263,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
     rows = random_rows(job, config.vocab_size)
     options = {
         "sequence_length": job["sequence_length"],
-        "per_device_train_batch_size": job["rows"] // 8,
+        "per_device_train_batch_size": job["rows"] // job.get("devices", 8),
         "max_steps": job["steps"],
     }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer())
