@@ -133,6 +133,7 @@ class TrainingLoop:
             weights = weights_of(job, self.base, resume)
             built = build(job, self.mesh, weights, resume, compute_loss=compute_loss, measures=measures)
         self.model, self.placed = built.model, built.placed
+        self.watch.model = built.model
         self.train_step, told = built.step, (self._event, self._tell_evaluated)
         self.evaluator = Evaluator(job, corpus, built.evaluation, share, self.console, self.stop, *told)
         self.schedule = self.args.schedule(self.rate)

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 from trainer.compile.command import DOES_NOT_FIT
 from trainer.compile.job import compiler_flags
-from trainer.compile.search import largest_batch
+from trainer.compile.largest import largest_batch
 from trainer.xla.chips import CHIPS, FLAGS
 
 # what issue 3 says the JSON holds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -76,11 +77,29 @@ def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full
     assert with_remat(job, share).recipe.compute.remat == share
 
 
+@pytest.mark.parametrize("policy", ["full", "auto"])
+def test_search_says_of_all_that_fits_how_fast_it_is_and_ranks_it(taking, monkeypatch, tmp_path, policy):
+    asked_of(monkeypatch, landscape(taking))
+    out = tmp_path / "found.json"
+    args = dataclasses.replace(ARGS, compute=f"remat={policy}", per_device_train_batch_size=2)
+    code, said = run(args, search=True, json=str(out))
+    assert code == 0
+    tried = json.loads(out.read_text())["tried"]
+    rates = [each["tokens_per_second"] for each in tried if each["fits"]]
+    assert rates == sorted(rates, reverse=True)
+    names = {each["what"] for each in tried}
+    assert names >= {"as asked", "8 rows a device", "remat full" if policy == "auto" else "remat auto, which is 1"}
+    (fastest,) = re.findall("the fastest found: (.*): fits, .* tokens/s a chip, .* MFU", said)
+    assert fastest == tried[0]["what"] == "8 rows a device"
+    assert "the largest batch found to fit: 8 rows" in said
+
+
 def landscape(taking: Callable[[float, float], CompileReport]) -> Answer:
     """Memory grows with rows and with what is kept; a larger expert axis, more rows and less to compute are faster."""
 
     def found(graph: str, job: Job) -> CompileReport:
-        rows, kept = job.args.per_device_train_batch_size, float(job.recipe.compute.remat)
+        remat = job.recipe.compute.remat
+        rows, kept = job.args.per_device_train_batch_size, 0.0 if isinstance(remat, str) else remat
         if graph != TRAIN_STEP:
             return taking(0.1, 0.0)
         expert = job.plan.mesh.get("expert", 1)

@@ -65,7 +65,8 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     job = tune(args, options, console) if options.tune else CompileJob.of(args, options)
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
-    if is_auto(job.job):
+    auto = is_auto(job.job)
+    if auto:
         job, report = compile_auto(job, console)
     else:
         with waiting(console, f"compiling for {options.topology} …"):
@@ -73,7 +74,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     print_report(report, console)
     _write(report, options, job.title, console)
     if options.search:
-        tried, most = search(job, report, console)
+        tried, most = search(job, report, console, auto)
         _write(report, options, job.title, console, tried, most)
     return 0 if report.fits else DOES_NOT_FIT
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from trainer.compile.job import CompileJob
+from trainer.compile.largest import largest_batch
 from trainer.compile.report import CompileReport
-from trainer.compile.search import largest_batch
 from trainer.remat import keep_answer, with_remat
 from trainer.report.lines import say, waiting
 from trainer.report.units import size
@@ -46,7 +46,7 @@ def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, Compile
     share = best / PARTS
     where = find_topology(str(job.options.topology), job.options.slices)
     if reports[best].fits:
-        keep_answer(job.job, where.chip.name, share)
+        keep_answer(job.job, where.chip.name, share, reports[best].values)
     say(console, f"remat:   auto is {share:g} here: --compute remat={share:g}")
     return _with_parts(job, best), reports[best]
 
