@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from tests.support.tpu_compiler import asked_of
 from trainer.arguments import TrainingArguments
+from trainer.cli import parse
 from trainer.compile import command
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.command import DOES_NOT_FIT
@@ -103,9 +105,31 @@ def landscape(taking: Callable[[float, float], CompileReport]) -> Answer:
         if graph != TRAIN_STEP:
             return taking(0.1, 0.0)
         expert = job.plan.mesh.get("expert", 1)
-        return taking(rows * (1 + kept) / 8, 1000 * expert * rows / (rows + 1) * (1 + kept / 4))
+        return taking(rows * (1 + kept) / 8.5, 1000 * expert * rows / (rows + 1) * (1 + kept / 4))
 
     return found
+
+
+def parsed(out: str) -> TrainingArguments:
+    """What the command line says that a search ends with."""
+    (command_line,) = re.findall("python scripts/train.py (.*)", out)
+    (args,) = parse([TrainingArguments], shlex.split(command_line), None)
+    return args
+
+
+def test_the_answer_of_tune_says_all_that_was_asked_and_leaves_room(taking, monkeypatch):
+    def found(graph: str, job: Job) -> CompileReport:
+        rows = job.args.per_device_train_batch_size
+        return (
+            taking(0.48 * rows, 100.0 * rows) if graph == TRAIN_STEP else taking(0.1, 0.0)
+        )  # two rows fill it to 96 %
+
+    asked_of(monkeypatch, found)
+    given = {"packing": False, "learning_rate": 3e-4, "output_dir": "a folder", "compute": "capacity_factor=1.5"}
+    args = dataclasses.replace(ARGS, **given)
+    answered = parsed(run(args, tune=60)[1])
+    assert answered.compute.startswith("capacity_factor=1.5,remat=")
+    assert answered == dataclasses.replace(args, compute=answered.compute, mesh=answered.mesh)
 
 
 def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(taking, monkeypatch, tmp_path):
@@ -114,7 +138,10 @@ def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(tak
     code, out = run(dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json")), tune=60)
     assert code == 0
     # 8 experts a row of devices; 8 rows without anything kept, or 4 with all of it
-    assert "--recipe mixtral_ep --mesh fsdp=1,expert=8 --per_device_train_batch_size 4 --compute remat=1" in out
+    answered = parsed(out)
+    assert (answered.recipe, answered.mesh, answered.compute) == ("mixtral_ep", "fsdp=1,expert=8", "remat=1")
+    assert (answered.per_device_train_batch_size, answered.model) == (4, str(tmp_path / "config.json"))
+    assert answered.sequence_length == ARGS.sequence_length
     assert "gemma3_fsdp does not take this model" in out
 
 
@@ -139,7 +166,7 @@ def test_tune_takes_another_setting_where_the_fastest_one_s_evaluation_does_not_
     asked_of(monkeypatch, evaluated)
     code, out = run(ARGS, tune=60)
     assert code == 0
-    assert "--per_device_train_batch_size 2 --compute remat=1" in out
+    assert (parsed(out).per_device_train_batch_size, parsed(out).compute) == (2, "remat=1")
 
 
 def test_tune_without_anything_that_fits_says_what_is_nearest(taking, monkeypatch):

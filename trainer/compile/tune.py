@@ -23,6 +23,7 @@ from trainer.arguments import TrainingArguments
 from trainer.cache import cache_root, digest
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.job import CompileJob
+from trainer.compile.share import MARGIN
 from trainer.errors import UserError
 from trainer.facts import code_digest
 from trainer.layout.load import shipped_recipes
@@ -89,14 +90,16 @@ class Found:
     """What a setting's compile found of the train step.
 
     Args:
+        fits: with room to spare (:data:`trainer.compile.share.MARGIN`).
         needed: bytes of HBM.
-        tokens_per_second: of one chip, estimated.
+        tokens_per_second, mfu: of one chip, estimated.
         refused: why it can't be; empty if it can.
     """
 
     fits: bool = False
     needed: int = 0
     tokens_per_second: float = 0.0
+    mfu: float = 0.0
     refused: str = ""
 
     @property
@@ -107,8 +110,9 @@ class Found:
     def __str__(self) -> str:
         if self.refused:
             return f"can't be: {self.refused}"
-        fits = f"{self.tokens_per_second:,.0f} tokens/s a chip (estimate)" if self.fits else "does not fit"
-        return f"{size(self.needed)}, {fits}"
+        if not self.fits:
+            return f"{size(self.needed)}, does not fit"
+        return f"{size(self.needed)}, {self.tokens_per_second:,.0f} tokens/s a chip, {self.mfu:.1%} MFU (estimate)"
 
 
 @dataclass
@@ -195,7 +199,9 @@ class Tuning:
             report = CompileJob.of(setting.of(self.args), options).compile()
         except UserError as error:
             return Found(refused=str(error.found).splitlines()[0])
-        return Found(report.fits, report.required_bytes, report.estimate.tokens_per_second or 0.0)
+        needed, speed = report.largest_graph.needed_bytes, report.estimate
+        fits = report.fits and needed <= MARGIN * report.chip_hbm_bytes
+        return Found(fits, needed, speed.tokens_per_second or 0.0, speed.mfu or 0.0)
 
     def _write(self) -> None:
         content = [[asdict(setting), asdict(found)] for setting, found in self.tried.items()]
@@ -232,6 +238,16 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
             why=f"{len(tuning.tried)} were tried on {options.topology}",
             instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
         )
-    words = [word for name, value in best.options.items() for word in (f"--{name}", value)]
-    say(console, f"tune:    of {len(tuning.tried)} settings the fastest: {shlex.join(words)}")
-    return CompileJob.of(best.of(args), options)
+    found = best.of(args)
+    say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
+    say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
+    return CompileJob.of(found, options)
+
+
+def options_of(args: TrainingArguments) -> list[str]:
+    """The words of a command line that says ``args``: their recipe, and all that is not as it is by default."""
+    plain, words = TrainingArguments(recipe=args.recipe).as_dict(), ["--recipe", str(args.recipe)]
+    for name, value in args.as_dict().items():
+        if value != plain[name]:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
