@@ -103,8 +103,7 @@ class Keep:
             if value.bytes <= room:
                 room -= value.bytes
                 chosen.add(node)
-        gathered = _gathered(joint)
-        forward, backward = self._split(joint, inputs, chosen | gathered, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        forward, backward = self._split(joint, inputs, chosen, num_fwd_outputs=num_fwd_outputs, **kwargs)
         forward.meta[VALUES] = tuple(replace(value, kept=node in chosen) for node, value in values.items())
         return forward, backward
 
@@ -118,26 +117,6 @@ class Keep:
             return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         return _partition_with(policy)(joint, inputs, **kwargs)
-
-
-def _gathered(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Weights as a layer uses them: the last of the layouts that are given to what is made of one input alone."""
-
-    def lays_out(node: torch.fx.Node) -> bool:
-        return str(node.target) == "shardwright.constrain.default"
-
-    made_of: dict[torch.fx.Node, set[torch.fx.Node]] = {}
-    for node in joint.graph.nodes:
-        inputs = (made_of[source] for source in node.all_input_nodes)
-        made_of[node] = {node} if node.op == "placeholder" else set().union(*inputs)
-    found = set()
-    for node, sources in made_of.items():
-        origin = next(iter(sources), node)
-        if lays_out(node) and len(sources) == 1 and "tangents" not in origin.name and node.meta["val"].dim() >= 2:
-            later = any(lays_out(user) and made_of[user] == sources for user in node.users)
-            if not later and origin.meta["val"].shape == node.meta["val"].shape:
-                found.add(node)
-    return found
 
 
 def _is_many(node: torch.fx.Node) -> bool:
