@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ def main(words: list[str], description: str | None) -> int:
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log tells of its own deprecations
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no compiling process is left, nor its files
     import transformers
 
     args, options = parse([TrainingArguments, CompileArguments], words, description)

@@ -48,23 +48,15 @@ class Setting:
     batch: int
     remat: float
 
-    @property
-    def options(self) -> dict[str, str]:
-        """What the command line says of it."""
-        return {
-            "recipe": self.recipe,
-            "mesh": ",".join(f"{axis}={n}" for axis, n in self.mesh),
-            "per_device_train_batch_size": str(self.batch),
-            "compute": f"remat={self.remat:g}",
-        }
+    def __str__(self) -> str:
+        mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
+        return f"{self.recipe}, {mesh}, {self.batch} rows a device, remat {self.remat:g}"
 
     def of(self, args: TrainingArguments) -> TrainingArguments:
         """``args`` with this setting."""
-        options = self.options
-        compute = ",".join(filter(None, [args.compute, options["compute"]]))  # what comes later wins
-        return replace(
-            args, recipe=self.recipe, mesh=options["mesh"], compute=compute, per_device_train_batch_size=self.batch
-        )
+        mesh = ",".join(f"{axis}={n}" for axis, n in self.mesh)
+        compute = ",".join(filter(None, [args.compute, f"remat={self.remat:g}"]))  # what comes later wins
+        return replace(args, recipe=self.recipe, mesh=mesh, compute=compute, per_device_train_batch_size=self.batch)
 
     def neighbours(self) -> Iterator[Setting]:
         """The settings that differ in one thing, or trade rows for what is kept; the likeliest to be faster first."""
@@ -187,10 +179,9 @@ class Tuning:
         if setting not in self.tried:
             if time.monotonic() > self._until:
                 return Found(refused="no time")
-            words = " ".join(setting.options.values())
-            with waiting(self.console, f"compiling {words} …"):
+            with waiting(self.console, f"compiling {setting} …"):
                 self.tried[setting] = self._compiled(setting, self.options)
-            say(self.console, f"tune:    {words}: {self.tried[setting]}")
+            say(self.console, f"tune:    {setting}: {self.tried[setting]}")
             self._write()
         return self.tried[setting]
 
@@ -228,13 +219,16 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
         UserError: as :meth:`CompileJob.of`; nothing that was tried fits.
     """
     tuning = Tuning(args, options, console, options.tune)
-    best = tuning.best()
+    try:
+        best = tuning.best()
+    except KeyboardInterrupt:
+        say(console, f"tune:    stopped after {len(tuning.tried)} settings; the same command goes on")
+        raise
     if best is None:
         least = max(tuning.tried, key=lambda setting: tuning.tried[setting].rank, default=None)
         raise UserError(
             asked=f"--tune {options.tune}",
-            found="no setting that fits"
-            + (f"; nearest is {' '.join(least.options.values())}: {tuning.tried[least]}" if least else ""),
+            found="no setting that fits" + (f"; nearest is {least}: {tuning.tried[least]}" if least else ""),
             why=f"{len(tuning.tried)} were tried on {options.topology}",
             instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
         )
