@@ -97,6 +97,7 @@ def test_what_cant_be_is_one_message_and_exit_code_2_before_anything_is_compiled
 @pytest.mark.slow
 def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_cache(cache: Path) -> None:
     words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x4", "--per_device_train_batch_size", "2"]
+    words += ["--compute", "remat=0.3"]
     page, data = cache / "page.html", cache / "report.json"
     first = run("compile.py", *words, "--report", str(page), "--json", str(data), cache=cache)
     assert first.returncode == 0, first.stderr
@@ -112,6 +113,13 @@ def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_c
     modules = {line["module"] for line in report["collectives"]} | {b["module"] for b in report["largest_buffers"]}
     assert any(module.startswith("model.layers.*") for module in modules), modules
     check_page(page.read_text())
+
+    # what a share keeps is told value by value, and it is a share
+    kept, known = (sum(v["bytes"] for v in report["values"] if v["kept"] or every) for every in (False, True))
+    assert 0 < kept <= 0.3 * known
+    for text in (first.stdout, page.read_text()):
+        assert "model.layers.*.self_attn.q_proj" in text
+        assert "computed again" in text
 
     # every graph of a run was asked, and beside the evaluation lies all the state but the weights
     graphs = {graph["graph"]: graph for graph in report["graphs"]}
