@@ -50,7 +50,8 @@ class Setting:
 
     def __str__(self) -> str:
         mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
-        return f"{self.recipe}, {mesh}, {self.batch} rows a device, remat {self.remat:g}"
+        rows = "1 row" if self.batch == 1 else f"{self.batch} rows"
+        return f"{self.recipe}, {mesh}, {rows} a device, remat {self.remat:g}"
 
     def of(self, args: TrainingArguments) -> TrainingArguments:
         """``args`` with this setting."""
