@@ -163,6 +163,15 @@ TABLES: dict[str, dict[str, str]] = {
         f"llama_fsdp, remat {remat}": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2 --compute remat={remat}"
         for remat in ("full", "offload", "auto")
     },
+    "remat_values": {
+        f"{name}, remat {remat}": f"--recipe llama_fsdp --model @{config},num_hidden_layers=4,vocab_size=8192 "
+        f"--sequence_length 4096 --only_train_step --topology v5p:2x2x2 {_BATCH} {batch} --compute remat={remat}"
+        for name, config, batch in (
+            ("Llama-3-8B, 4 ×", "llama3_8b.json", 4),
+            ("Llama-3-70B, 2 ×", "llama3_70b.json", 2),
+        )
+        for remat in ("full", "0.4")
+    },
     "models": {
         "Llama-3-70B, llama_fsdp": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2",
         "Llama-3-70B, llama_tp": f"--recipe llama_tp {_DENSE70} {_64} {_BATCH} 2",
