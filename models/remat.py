@@ -116,29 +116,7 @@ class Keep:
         def policy(node: torch.fx.Node) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-        forward, backward = _partition_with(policy)(joint, inputs, **kwargs)
-        return _parked(forward, backward, {node.name for node in saved}, kwargs["num_fwd_outputs"])
-
-
-def _parked(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, names: set[str], outputs: int) -> Any:
-    """The forward and the backward, where what is saved under ``names`` waits in the host's memory, on a TPU."""
-    if jax_call.target() != "tpu":
-        return forward, backward
-    (output,) = (node for node in forward.graph.nodes if node.op == "output")
-    saved = list(output.args[0][outputs:])
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    for number, node in enumerate(saved):
-        if node.name in names and node.meta["val"].numel() > 2**22:  # not a row's sums
-            with forward.graph.inserting_before(output):
-                saved[number] = forward.graph.call_function(stablehlo_custom_call.place_to_host._opoverload, (node,))
-            (there,) = (given for given in placeholders if given.name == node.name)
-            with backward.graph.inserting_after(placeholders[-1]):
-                back = backward.graph.call_function(stablehlo_custom_call.place_to_device._opoverload, (there,))
-            there.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
-    output.args = ((*output.args[0][:outputs], *saved),)
-    for graph in (forward, backward):
-        graph.recompile()
-    return forward, backward
+        return _partition_with(policy)(joint, inputs, **kwargs)
 
 
 def _is_many(node: torch.fx.Node) -> bool:
