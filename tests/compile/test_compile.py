@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,6 +142,32 @@ def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_c
     assert json.loads(data.read_text()) == report
     assert stamps() == made
     assert not (cache / "output").exists()  # it trained nothing
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_sigterm_ends_a_search_with_a_word_of_how_to_go_on_and_leaves_nothing_half_made(tmp_path: Path) -> None:
+    words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x2", "--tune", "60"]
+    child = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "compile.py"), *words],
+        env={**os.environ, "SHARDWRIGHT_CACHE": str(tmp_path), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for _ in range(6000):  # until the compiler is at work
+            if list(tmp_path.glob("compiled/.working-*/request.json")) or child.poll() is not None:
+                break
+            time.sleep(0.1)
+        child.terminate()
+        said, error = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 130, error
+    assert "the same command goes on" in said
+    assert error.endswith("interrupted\n")
+    assert not list(tmp_path.glob("compiled/.working-*"))
 
 
 def check_page(html: str) -> None:
