@@ -135,7 +135,8 @@ def test_the_answer_of_tune_says_all_that_was_asked_and_leaves_room(taking, monk
 def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(taking, monkeypatch, tmp_path):
     asked_of(monkeypatch, landscape(taking))
     (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
-    code, out = run(dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json")), tune=60)
+    args = dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json"))
+    code, out = run(args, tune=60, json=str(tmp_path / "found.json"))
     assert code == 0
     # 8 experts a row of devices; 8 rows without anything kept, or 4 with all of it
     answered = parsed(out)
@@ -143,6 +144,9 @@ def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(tak
     assert (answered.per_device_train_batch_size, answered.model) == (4, str(tmp_path / "config.json"))
     assert answered.sequence_length == ARGS.sequence_length
     assert "gemma3_fsdp does not take this model" in out
+    tried = json.loads((tmp_path / "found.json").read_text())["tried"]
+    assert tried[0]["what"] == "mixtral_ep, fsdp=1 × expert=8, 4 rows a device, remat 1"
+    assert tried[0]["tokens_per_second"] == max(each["tokens_per_second"] for each in tried if each["fits"])
 
 
 def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):

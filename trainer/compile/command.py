@@ -64,7 +64,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
         )
     for path in filter(None, (options.report, options.json)):
         _check_writable(path)
-    job = tune(args, options, console) if options.tune else CompileJob.of(args, options)
+    job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
     auto = is_auto(job.job)
@@ -74,7 +74,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
         with waiting(console, f"compiling for {options.topology} …"):
             report = job.compile()
     print_report(report, console)
-    _write(report, options, job.title, console)
+    _write(report, options, job.title, console, tried)
     if options.search:
         tried, most = search(job, report, console, auto)
         _write(report, options, job.title, console, tried, most)
@@ -97,8 +97,10 @@ def _write(
         say(console, f"page:    {options.report}")
     if options.json:
         plain = report.as_json()
+        if tried:
+            plain["tried"] = [dataclasses.asdict(t) for t in tried]
         if most is not None:
-            plain |= {"tried": [dataclasses.asdict(t) for t in tried], "largest_batch": most}
+            plain["largest_batch"] = most
         Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         say(console, f"json:    {options.json}")
 

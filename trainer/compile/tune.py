@@ -23,6 +23,7 @@ from trainer.arguments import TrainingArguments
 from trainer.cache import cache_root, digest
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.job import CompileJob
+from trainer.compile.search import Tried
 from trainer.compile.share import MARGIN
 from trainer.errors import UserError
 from trainer.facts import code_digest
@@ -104,7 +105,7 @@ class Found:
         if self.refused:
             return f"can't be: {self.refused}"
         if not self.fits:
-            return f"{size(self.needed)}, does not fit"
+            return f"{size(self.needed)}, does not fit with room to spare"
         return f"{size(self.needed)}, {self.tokens_per_second:,.0f} tokens/s a chip, {self.mfu:.1%} MFU (estimate)"
 
 
@@ -150,6 +151,16 @@ class Tuning:
             self.tried[best] = replace(whole, refused="another graph of the run does not fit")
             self._write()
         return None
+
+    @property
+    def results(self) -> list[Tried]:
+        """What was tried, the fastest first."""
+        return [
+            Tried(str(setting), found.fits, found.needed, found.tokens_per_second, found.mfu)
+            if not found.refused
+            else Tried(str(setting), refused=found.refused)
+            for setting, found in sorted(self.tried.items(), key=lambda item: item[1].rank, reverse=True)
+        ]
 
     def _starts(self) -> Iterator[Setting]:
         """The job's own recipe and all others that take its model, each with its own mesh."""
@@ -213,8 +224,8 @@ def _read(path: Path) -> dict[Setting, Found]:
         return {}
 
 
-def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> CompileJob:
-    """The job of ``args`` in the fastest setting that is found, and a word of how to run it.
+def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Tried]]:
+    """The job of ``args`` in the fastest setting that is found, and all that was tried; says how to run it.
 
     Raises:
         UserError: as :meth:`CompileJob.of`; nothing that was tried fits.
@@ -236,7 +247,7 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
     found = best.of(args)
     say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
     say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
-    return CompileJob.of(found, options)
+    return CompileJob.of(found, options), tuning.results
 
 
 def options_of(args: TrainingArguments) -> list[str]:
