@@ -79,6 +79,16 @@ def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full
     assert with_remat(job, share).recipe.compute.remat == share
 
 
+def test_auto_keeps_nothing_where_what_is_kept_makes_the_step_slower(taking, monkeypatch):
+    def slower(graph: str, job: Job) -> CompileReport:
+        return taking(0.2, 100 - 10 * job.recipe.compute.remat) if graph == TRAIN_STEP else taking(0.1, 0.0)
+
+    asked_of(monkeypatch, slower)
+    code, out = run(dataclasses.replace(ARGS, compute="remat=auto"))
+    assert code == 0
+    assert "--compute remat=0\n" in out
+
+
 @pytest.mark.parametrize("policy", ["full", "auto"])
 def test_search_says_of_all_that_fits_how_fast_it_is_and_ranks_it(taking, monkeypatch, tmp_path, policy):
     asked_of(monkeypatch, landscape(taking))
