@@ -3,7 +3,8 @@
 An operation takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth, its FLOPs over
 the peak. A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
 A collective has the links of its network to itself, in the order of the schedule; what is left of it when the schedule
-awaits it is time in which nothing is computed. Copies that the schedule starts and awaits later take no time.
+awaits it is time in which nothing is computed. So has a copy to or from the host's memory the link to the host. Copies
+between HBM and VMEM that the schedule starts and awaits later take no time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CAUSES = {
     "rest": "element by element, and copies",
     "ici": "waiting for chips of the slice",
     "dcn": "waiting for other slices",
+    "host": "waiting for the host's memory",
 }
 
 
@@ -51,7 +53,7 @@ class Spent:
 
 @dataclass
 class Queue:
-    """The collectives of one computation: until when a network is in use, and who awaits which of them."""
+    """What one computation sends: until when a network is in use, and who awaits which of it."""
 
     until: dict[str, float] = field(default_factory=dict)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
@@ -124,14 +126,15 @@ class _Schedule:
         return max(work.flops / (self.chip.flops * reached), work.hbm_bytes / self.bandwidth)
 
     def _send(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction, own: Cost) -> None:
-        """Queues the collectives that an instruction starts; the schedule waits for those that nothing awaits later."""
-        if not own.collectives:
-            return
-        awaiting = self.counter.end(computation, instruction)
-        for key, traffic in own.collectives.items():
-            end = max(queue.until.get(key.network, 0.0), spent.total) + traffic.seconds
-            queue.until[key.network] = end
+        """Queues what an instruction starts to send; the schedule waits for what nothing awaits later."""
+        sent = [(key.network, traffic.seconds) for key, traffic in own.collectives.items()]
+        if own.host_bytes:
+            sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.efficiency["host"])))
+        awaiting = self.counter.end(computation, instruction) if sent else None
+        for network, seconds in sent:
+            end = max(queue.until.get(network, 0.0), spent.total) + seconds
+            queue.until[network] = end
             if awaiting is None:
-                spent.add(key.network, end - spent.total)
+                spent.add(network, end - spent.total)
             else:
-                queue.awaited.setdefault(awaiting.name, []).append((key.network, end))
+                queue.awaited.setdefault(awaiting.name, []).append((network, end))
