@@ -105,9 +105,18 @@ def test_blocks_of_rows_and_chunks_of_tokens_change_no_number(rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_gathered_over_fsdp(kind):
-    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP)
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_weights_gathered_over_fsdp(kind, keep):
+    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP, keep=keep)
     check(kernel, "mixtral", kind, mesh)
+
+
+def test_what_the_first_projection_gives_can_be_kept_where_there_are_biases():
+    check(Dropless(keep=True), "gpt_oss", "skewed")
+
+
+def test_nothing_is_kept_where_rows_take_more_than_one_block():
+    check(Dropless(buffer_bytes=160 * H * 4, keep=True), "mixtral", "skewed")
 
 
 def test_weights_of_experts_that_are_spread_can_be_gathered_too():

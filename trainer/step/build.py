@@ -225,6 +225,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
+            keep=not isinstance(job.recipe.compute.remat, str) or job.recipe.compute.remat == "none",
         )
     experts.bind(model, experts_modules(model), kernel)
 
