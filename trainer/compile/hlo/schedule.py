@@ -1,7 +1,9 @@
 """How long one execution of a compiled module takes a chip: its operations one after another, collectives beside them.
 
-An operation takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth, its FLOPs over
-the peak. A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
+An operation with products takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth,
+its FLOPs over the peak. Any other takes its bytes over the bandwidth, or the compiler's cycles if it moves nothing in
+the HBM: the compiler counts several times that for what only moves or maps elements, and step times that were published
+say that it takes no longer than the bytes do (docs/tpu.md). A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
 A collective has the links of its network to itself, in the order of the schedule; what is left of it when the schedule
 awaits it is time in which nothing is computed. Copies that the schedule starts and awaits later take no time.
 """
@@ -113,9 +115,10 @@ class _Schedule:
             return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])
         if own.collectives and not own.cycles:  # what it moves are the collective's bytes
             return "rest", 0.0
-        cycles = own.cycles / (chip.clock * self.efficiency["compiler"])
-        seconds = max(cycles, own.hbm_bytes / self.bandwidth, own.flops / chip.flops)
-        return ("products" if own.flops else "rest"), seconds
+        cycles, moved = own.cycles / (chip.clock * self.efficiency["compiler"]), own.hbm_bytes / self.bandwidth
+        if own.flops:
+            return "products", max(cycles, moved, own.flops / chip.flops)
+        return "rest", moved or cycles
 
     def _kernel(self, work: Work) -> float:
         reached = self.efficiency[work.kind]
