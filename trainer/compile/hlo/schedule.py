@@ -3,9 +3,11 @@
 An operation with products takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth,
 its FLOPs over the peak. Any other takes its bytes over the bandwidth, or the compiler's cycles if it moves nothing in
 the HBM: the compiler counts several times that for what only moves or maps elements, and step times that were published
-say that it takes no longer than the bytes do (docs/tpu.md). A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
-A collective has the links of its network to itself, in the order of the schedule; what is left of it when the schedule
-awaits it is time in which nothing is computed. Copies that the schedule starts and awaits later take no time.
+say that it takes no longer than the bytes do (docs/tpu.md). A kernel of ours takes its FLOPs over the peak or its bytes
+over the bandwidth, at the efficiency of its kind. Collectives that run beside computation have the links of their
+network one after another, in the order of the schedule; one that the compiler runs alone shares them with the one that
+is on its way. What is left of a collective when the schedule awaits it is time in which nothing is computed. Copies
+that the schedule starts and awaits later take no time.
 """
 
 from __future__ import annotations
@@ -53,10 +55,23 @@ class Spent:
 
 @dataclass
 class Queue:
-    """The collectives of one computation: until when a network is in use, and who awaits which of them."""
+    """The collectives of one computation that run beside it.
+
+    Args:
+        until: network → when it is done with all that was started.
+        awaited: who awaits them → (network, when it is done with this one).
+    """
 
     until: dict[str, float] = field(default_factory=dict)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+
+    def delay(self, network: str, now: float, seconds: float) -> None:
+        """Has what the network still sends end later."""
+        if self.until.get(network, 0.0) > now:
+            self.until[network] += seconds
+        for instruction, ends in self.awaited.items():
+            later = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
+            self.awaited[instruction] = later
 
 
 def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> dict[str, float]:
@@ -132,9 +147,11 @@ class _Schedule:
             return
         awaiting = self.counter.end(computation, instruction)
         for key, traffic in own.collectives.items():
-            end = max(queue.until.get(key.network, 0.0), spent.total) + traffic.seconds
-            queue.until[key.network] = end
-            if awaiting is None:
-                spent.add(key.network, end - spent.total)
+            left = max(queue.until.get(key.network, 0.0) - spent.total, 0.0)
+            if awaiting is None:  # it shares the links with what was started before, which is done so much later
+                queue.delay(key.network, spent.total, traffic.seconds)
+                spent.add(key.network, traffic.seconds + min(traffic.seconds, left))
             else:
+                end = spent.total + left + traffic.seconds
+                queue.until[key.network] = end
                 queue.awaited.setdefault(awaiting.name, []).append((key.network, end))
