@@ -37,6 +37,7 @@ from models.experts import activation, dropless_rows
 from models.experts.routing import count
 from models.jax_call import Axes, Manual, Spec, jax_call
 from models.op_arguments import as_text, from_text
+from models.rings import rings
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -102,6 +103,21 @@ class Dropless:
         if local.keep:
             return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, as_text(call))[0]
         return _dropless(x_TH, index_Tk, weight_Tk, parameters, as_text(call))
+
+    def in_rings(self, longest: int) -> Dropless:
+        """The same with the axes along which weights are gathered cut into rings of at most ``longest`` devices."""
+        cut = {name: {name: n} if name in self.expert_axes else rings(name, n, longest) for name, n in self.axes}
+
+        def inside(axes: str | Axes | None) -> Axes:
+            names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            return tuple(ring for name in names for ring in cut[name])
+
+        return replace(
+            self,
+            axes=tuple(pair for sizes in cut.values() for pair in sizes.items()),
+            batch_axes=inside(self.batch_axes),
+            weight_specs={name: tuple(map(inside, spec)) for name, spec in self.weight_specs.items()},
+        )
 
     def _spec(self, name: str, rank: int) -> tuple[Axes, ...]:
         """The axes of each dimension of a parameter, with the expert axes moved to dimension 0."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models import exchanges
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
 from models.jax_call import Axes, exchanges_beside, jax
@@ -21,8 +20,6 @@ jnp, lax = jax.numpy, jax.lax
 # a jax.Array, when it is traced
 Array = Any
 
-# The longest axis whose devices exchange parts of weights: the longer, the more links a part crosses.
-_MOST_EXCHANGE = 16
 # A block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
 
@@ -73,21 +70,11 @@ class Local:
     buffer_bytes: int
     keep: bool = False
 
-    def whole(self, shards: Sequence[Array], *, first: int) -> list[Array]:
-        """The whole parameters of the experts held here, gathered from their shards; perhaps turned (see `turned`).
-
-        Args:
-            first: the number of the weight that is multiplied first. The other one's gather has time.
-        """
-        return [self._whole(s, spec, later=i == 1 - first) for i, (s, spec) in enumerate(zip(shards, self.specs))]
-
-    def _whole(self, shard: Array, spec: tuple[Axes, ...], *, later: bool) -> Array:
+    def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
+        """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
         for dim, axes in self._gathered(spec):
             for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu would run an all-reduce
-                if later and _exchanged(axis):
-                    shard = exchanges.gather(shard, axis, dim)
-                else:
-                    shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
+                shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
         return shard.swapaxes(1, 2) if self.turned(spec) else shard
 
     def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
@@ -96,10 +83,7 @@ class Local:
         gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
         for dim, axes in reversed(self._gathered(spec)):
             for axis in axes:
-                if gradient.ndim > 2 and _exchanged(axis):
-                    gradient = exchanges.scatter_sum(gradient, axis, dim)
-                else:
-                    gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+                gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return lax.psum(gradient, rest) if rest else gradient
@@ -147,11 +131,6 @@ class Local:
         return Plan(crossing, -(-rows // (blocks * tile)) * tile, tile, at_once)
 
 
-def _exchanged(axis: str) -> bool:
-    """Whether weights cross ``axis`` by an exchange, which takes longer than a gather but can run beside products."""
-    return exchanges_beside() and lax.axis_size(axis) <= _MOST_EXCHANGE
-
-
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
@@ -161,7 +140,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
         held: the numbers of the experts held here, [E].
         shards: this device's shard of each parameter.
     """
-    parameters = local.whole(shards, first=0)
+    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
 
     def compute(_: None, tokens: tuple[Array, ...]) -> tuple[Any, tuple[Array]]:
@@ -185,7 +164,7 @@ def backward(
         shards: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
     """
     *shards, kept_NF = shards if local.keep else (*shards, None)
-    parameters = local.whole(shards, first=1 if local.keep else 0)
+    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
@@ -415,6 +394,8 @@ def _experts_backward(
         new = list(sums)
         first.add_gradients(block, new, grad_BF, x_BH)
         second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
+        # the sums of the weights' gradients over devices have time while the rest of the backward is computed
+        grad_BF, new = lax.optimization_barrier((grad_BF, new))
         grad_rows = block.put(grad_rows, first.back(block, grad_BF))
         return grad_rows, block.put(grad_row_weights, grad_weight_B), new
 
