@@ -13,7 +13,8 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
-from models.jax_call import Axes, exchanges_beside, jax
+from models.jax_call import Axes, exchanges_beside, gathers_beside, jax
+from models.rings import exchange_sum
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -82,6 +83,9 @@ class Local:
         gradient = gradient.astype(dtype)
         gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
         for dim, axes in reversed(self._gathered(spec)):
+            if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
+                gradient = exchange_sum(gradient, axes, dim)
+                continue
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
@@ -382,6 +386,9 @@ def _experts_backward(
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
         h_BF = first.forward(block, x_BH) if kept_NF is None else _lengthened(kept_NF, rows.planned.block)
         a_BI = local.activation(h_BF)
+        new = list(sums)
+        second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
+        (grad_BH, a_BI), new = _after((grad_BH, a_BI), new)
         # the gradient of the activation's result, before it is multiplied by the routing weight
         grad_BI = second.back(block, grad_BH)
         grad_weight_B = _row_products(grad_BI, a_BI)
@@ -391,17 +398,23 @@ def _experts_backward(
         # several float32 arrays of the first projection's width
         _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
-        new = list(sums)
         first.add_gradients(block, new, grad_BF, x_BH)
-        second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
-        # the sums of the weights' gradients over devices have time while the rest of the backward is computed
-        grad_BF, new = lax.optimization_barrier((grad_BF, new))
+        grad_BF, new = _after(grad_BF, new)
         grad_rows = block.put(grad_rows, first.back(block, grad_BF))
         return grad_rows, block.put(grad_row_weights, grad_weight_B), new
 
     R = len(rows.token_R)
     grad_rows = grouped.unwritten((R, x_TH.shape[1]), first.dtype, rows.end_E)
     return rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32), sums))
+
+
+def _after(x: Any, gradients: Any) -> Any:
+    """``x``, for what is computed from it after the weights' ``gradients``, and these.
+
+    Weights that cross beside what is computed have time until then, and the gradients' sums over devices from then on.
+    Left to itself the compiler puts the products that make gradients last, and nothing beside the sums.
+    """
+    return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
 
 
 def _lengthened(x_NF: Array, rows: int) -> Array:
