@@ -54,9 +54,10 @@ def main() -> int | None:
     from trainer.lora import read_config, with_lora
     from trainer.model import meta_model, names_in_whole, whole_model
     from trainer.storage import Folder
-    from trainer.weights.adapters import AdapterFiles, merged, save_adapter
+    from trainer.weights.adapters import merged
     from trainer.weights.hub_read import open_hub_weights
     from trainer.weights.hub_write import ExportFormat, export
+    from trainer.weights.peft_files import AdapterFiles, save_adapter
     from trainer.weights.sources import has_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()

@@ -17,9 +17,9 @@ from trainer.arguments.training import DEFAULT_RATE
 from trainer.callbacks import Callbacks
 from trainer.checkpoint.host_state import host_state, set_random_state
 from trainer.checkpoint.lineage import folder_of, noted, noted_folder
-from trainer.checkpoint.read import RunCheckpoint, open_checked, saved_buffers
+from trainer.checkpoint.read import RunCheckpoint
 from trainer.checkpoint.staging import open_staging
-from trainer.checkpoint.write import CheckpointWriter, Saved, as_json, run_texts
+from trainer.checkpoint.write import CheckpointWriter, as_json, run_texts
 from trainer.data.batches import TrainingBatches
 from trainer.data.corpus import Corpus
 from trainer.data.rows import StoredRows
@@ -34,24 +34,21 @@ from trainer.preemption import StopRequests
 from trainer.reference import check_sets, referred
 from trainer.report.lines import say, waiting
 from trainer.report.terminal import ProgressCallback
+from trainer.run_log import RunLog
 from trainer.samples import Samples
 from trainer.step.build import build
 from trainer.step.loss import LossFunction
 from trainer.step.measures import ComputeMetrics
 from trainer.step.meter import Meter, least_seconds
-from trainer.step.reference import ReferenceStep
-from trainer.storage import Folder, StorageError, UnwrittenFolder
+from trainer.storage import Folder, StorageError
 from trainer.streams import lasting_output
 from trainer.trackers import Tracker
+from trainer.trained import TrainedModel
 from trainer.unused import notice
 from trainer.watch import Watch
 from trainer.weights.adapters import weights_of
-from trainer.weights.live import LiveWeights
-from trainer.weights.out import write_model
-from trainer.weights.place import place_parameters
 from trainer.weights.sources import Source, seeded_init
 from trainer.xla.batch import batch_share
-from trainer.xla.compiled import KEPT
 from trainer.xla.mesh import build_mesh
 from trainer.xla.profile import ProfileCallback
 from trainer.xla.runtime import chip
@@ -121,10 +118,8 @@ class TrainingLoop:
             if self.reference is not None:
                 self.reference.load(resume.folder.parent)
 
-        self.samples = None
         if self.args.sample_prompts is not None:
-            self.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
-            self.watch.samples = self.samples
+            self.watch.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
 
         # ---- weights and steps ----
         if job.lora is None and (words := notice(*job.unused)) is not None:
@@ -132,7 +127,7 @@ class TrainingLoop:
         with waiting(self.console, "placing the weights on the devices …"):
             weights = weights_of(job, self.base, resume)
             built = build(job, self.mesh, weights, resume, compute_loss=compute_loss, measures=measures)
-        self.model, self.placed = built.model, built.placed
+        self.trained = TrainedModel(job, built.model, built.placed, self.base, corpus.tokenizer, self.console)
         self.train_step, told = built.step, (self._event, self._tell_evaluated)
         self.evaluator = Evaluator(job, corpus, built.evaluation, share, self.console, self.stop, *told)
         self.schedule = self.args.schedule(self.rate)
@@ -145,7 +140,7 @@ class TrainingLoop:
         flow: list[Any] = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
         if self.args.profile_steps is not None:
             flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
-        self.callbacks = Callbacks(flow, self.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
+        self.callbacks = Callbacks(flow, built.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
         texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
         output = Folder(str(self.folder))  # where every host writes its part
         staging = open_staging(self.args.staging_dir, output) if self.args.staging_dir else None
@@ -154,6 +149,7 @@ class TrainingLoop:
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
         self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
+        self.log = RunLog(self.state, self.meter, self.watch, self.args, self.console, self._event)
         self._event("on_init_end")
 
     @lasting_output()
@@ -192,10 +188,9 @@ class TrainingLoop:
             found = None if self.stop.any else self._evaluate_and_log()
             self._write_state()
             self.watch.finish(self.state, self.meter.expert_load)
-        self._say_programs()
-        self.console.print(
-            states.closing(self.state, self.evaluator.first_loss, found, self.watch.unigram, self.folder)
-        )
+        self.log.programs()
+        first, unigram = self.evaluator.first_loss, self.watch.unigram
+        self.console.print(states.closing(self.state, first, found, unigram, self.folder))
         if problem is not None:
             raise problem
         return self.state
@@ -214,17 +209,6 @@ class TrainingLoop:
         self._refer(kept=False)
         return self.evaluator(sets, prefix)
 
-    def save_model(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
-        adapter in PEFT's, which `PeftModel.from_pretrained` loads onto the model.
-
-        Args:
-            source: of the weights; default: those that are being trained.
-        """
-        folder = folder if hosts().first else UnwrittenFolder(str(folder))
-        weights = source or LiveWeights(self.model, self.job.stored, self.mesh, self.placed.parameters)
-        write_model(self.job, folder, weights, self.base, self.corpus.tokenizer, self.console)
-
     # ---- the loop ----
 
     def _refer(self, *, kept: bool = True) -> None:
@@ -232,10 +216,9 @@ class TrainingLoop:
         if self.reference is None:
             return
         if not self.reference.known:
-            step = ReferenceStep(self.train_step.loss, self.placed, self.reference.pairs)
+            batch, stopped = (self.job.evaluation_rows, *self._share), lambda: self.stop.any
             with self.watch.clock.on("evaluation"):
-                rows, stopped = self.job.evaluation_rows, lambda: self.stop.any
-                self.reference.compute(step, rows, self._share, stopped, self.console)
+                self.reference.compute(self.train_step.loss, self.trained.placed, batch, stopped, self.console)
         if kept and self.reference.known:
             self.reference.save(self.folder)
 
@@ -255,7 +238,7 @@ class TrainingLoop:
             self.watch.clock.turn_to("steps")
             while not self._ends():
                 self._run_epoch()
-            self._log(self.meter.summary() | self.watch.spent(self.state))
+            self.log.write(self.meter.summary() | self.watch.spent(self.state))
         finally:
             self.watch.clock.turn_to("save")
             self._event("on_train_end")
@@ -263,8 +246,7 @@ class TrainingLoop:
             say(self.console, endings.farewell(self.stop.interrupted, self.state.global_step))
 
     def _ends(self) -> bool:
-        done = self.state.global_step >= self.args.max_steps
-        return done or self.control.should_training_stop or self.stop.any
+        return self.state.global_step >= self.args.max_steps or self.control.should_training_stop or self.stop.any
 
     def _evaluate_first(self) -> None:
         """Evaluate before the first step, if that is asked for.
@@ -318,7 +300,7 @@ class TrainingLoop:
         """
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
-            self._log_metrics()
+            self.log.steps(self._last_rate)
         if self.control.should_evaluate:
             self._evaluate_for_best()
         if self.control.should_epoch_stop and int(self.batches.epoch) == self._epoch:
@@ -328,9 +310,9 @@ class TrainingLoop:
             self._save_checkpoint()
             self._saved = self.state.global_step
         else:
-            self._log_saved(self.checkpoints.finished())
+            self.log.saved(self.checkpoints.finished())
         if self.stop.interrupted:
-            self._log_metrics()
+            self.log.steps(self._last_rate)
 
     # ---- evaluation and logs ----
 
@@ -339,8 +321,8 @@ class TrainingLoop:
         started = time.perf_counter()
         with self.watch.clock.on("evaluation"):
             found = self.evaluator(stoppable=True)
-            if self.samples is not None and not self.stop.any:
-                self.samples.take(self.state.global_step, self.evaluator.step)
+            if self.watch.samples is not None and not self.stop.any:
+                self.watch.samples.take(self.state.global_step, self.evaluator.step)
         self.meter.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
         self.watch.update(self.state, self.meter.expert_load)
@@ -348,38 +330,12 @@ class TrainingLoop:
 
     def _tell_evaluated(self, found: dict[str, float]) -> None:
         self.control.should_evaluate = False
-        self._note(found)
+        self.log.note(found)
         self._event("on_evaluate", metrics={**found, "epoch": self.state.epoch})
 
     def _evaluate_for_best(self) -> None:
         if states.note_if_best(self.state, self._evaluate_and_log(), self.args):
             self.control.should_save |= self.args.save_strategy == "best"
-
-    def _log_metrics(self) -> None:
-        """Read and log what the steps since the last log line came to, if there were any."""
-        if (read := self.meter.read(self.state.global_step, self._last_rate)) is not None:
-            metrics, logs = read
-            endings.check_good(metrics, self.state, self.args)
-            self._log(logs)
-        self._say_programs()
-
-    def _say_programs(self) -> None:
-        for line in KEPT.news():
-            say(self.console, line)
-
-    def _log(self, logs: dict[str, Any]) -> None:
-        self._note(logs)
-        self.watch.update(self.state, self.meter.expert_load)
-
-    def _note(self, logs: dict[str, Any]) -> None:
-        """Log, without the page: it belongs to the run alone."""
-        logs = {**logs, "epoch": self.state.epoch}
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._event("on_log", logs=logs)
-
-    def _log_saved(self, saved: Saved | None) -> None:
-        if saved is not None:
-            self._log({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 
     # ---- what it saves and leaves ----
 
@@ -392,13 +348,11 @@ class TrainingLoop:
         data, read = self.batches.state_dict(), self.train_step.metrics_read
         host = host_state(step, self.rate, data, read, self.job.plan.mesh, self.args.asked_batch)
         state.stateful_callbacks = self.callbacks.states()  # type: ignore[assignment]  # a dict, once it is saved
-        everything = {**self.train_step.state, **saved_buffers(self.model)}
-        for name in self.job.untrained if self.job.lora is not None else ():
-            del everything[name]  # frozen weights under an adapter are where the run took them from
+        saved = self.trained.saved(self.train_step.state)
         with self.watch.clock.on("save"):
-            pause, before = self.checkpoints.save(everything, host, state, urgent=self.stop.preempted)
-        self._log_saved(before)
-        self._log({"save_pause": pause})
+            pause, before = self.checkpoints.save(saved, host, state, urgent=self.stop.preempted)
+        self.log.saved(before)
+        self.log.write({"save_pause": pause})
         self._event("on_save")
 
     def _take_over_the_folder(self) -> None:
@@ -410,10 +364,9 @@ class TrainingLoop:
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
-        best = None if self.stop.any else endings.best_elsewhere(self.args, self.state, self.folder)
-        if best is None:
+        if self.stop.any or (best := endings.best_elsewhere(self.args, self.state, self.folder)) is None:
             return None
-        self._log_saved(self.checkpoints.wait())
+        self.log.saved(self.checkpoints.wait())
         return noted_folder(best, self.folder)
 
     def _write_out_with(self, best: Folder | None) -> UserError | None:
@@ -425,17 +378,12 @@ class TrainingLoop:
             self._write_out()
             return None
         try:
-            source = open_checked(best, self.console)
-            source.check_model(self.job.adapted, self.job.config)
+            source = self.trained.in_checkpoint(best)
             self._write_out(source)
         except UserError as error:
             self._write_out()
             return endings.best_unread(error, self.state, self.folder)
-        # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
-        parameters = self.placed.parameters
-        parameters.clear()
-        weights = weights_of(self.job, self.base, source)
-        parameters.update(place_parameters(self.model, self.job.stored, self.mesh, weights))
+        self.trained.place(source)
         say(self.console, f"the best weights are those of {best}")
         return None
 
@@ -444,8 +392,8 @@ class TrainingLoop:
         self.lock.check_held()
         self._write_state()
         if not (self.stop.preempted or (self.stop.any and not self.state.global_step)):
-            self.save_model(self.folder / "model", source)
-        self._log_saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
+            self.trained.write(self.folder / "model", source)
+        self.log.saved(self.checkpoints.wait(must_arrive=not self.stop.preempted))
         self.watch.finish(self.state, self.meter.expert_load)
 
     def _write_state(self) -> None:

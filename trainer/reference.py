@@ -22,6 +22,8 @@ from trainer.data.rows import Rows, StoredRows
 from trainer.errors import UserError
 from trainer.hosts import hosts
 from trainer.report.bars import tracked
+from trainer.step.loss import Loss
+from trainer.step.placed import Placed
 from trainer.step.preference import REFERENCE
 from trainer.step.reference import ReferenceStep
 from trainer.storage import Folder, StorageError
@@ -79,27 +81,28 @@ class Reference:
 
     def compute(
         self,
-        step: ReferenceStep,
-        batch_size: int,
-        share: tuple[int, int],
+        loss: Loss,
+        placed: Placed,
+        batch: tuple[int, int, int],
         stopped: Callable[[], bool],
         console: Console,
     ) -> None:
-        """Run ``step`` over all rows; where ``stopped`` says so it ends, and the rest is NaN.
+        """Ask the ``placed`` weights about all rows; where ``stopped`` says so it ends, and the rest is NaN.
 
         Args:
-            batch_size: rows of a batch.
-            share: which of its rows this process reads, as :func:`trainer.data.batches.heldout_batches` takes it.
+            batch: how many rows it has, and which of them this process reads, as
+                :func:`trainer.data.batches.heldout_batches` takes both.
         """
+        step, size = ReferenceStep(loss, placed, self.pairs), batch[0]
         splits = self._splits()
         found = {name: np.full((len(rows), 2 * self.pairs), np.nan, dtype=np.float32) for name, rows in splits.items()}
         for name, rows in splits.items():
             rows.values = found[name]
         for name, rows in splits.items():
-            batches, total = heldout_batches(rows.plain, batch_size, *share), -(-len(rows) // batch_size)
+            batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
             for number, logps in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
-                first = number * batch_size
-                found[name][first : first + batch_size] = logps[: len(rows) - first]
+                first = number * size
+                found[name][first : first + size] = logps[: len(rows) - first]
                 hosts().watchdog.progressed()
                 if stopped():
                     return

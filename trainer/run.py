@@ -100,7 +100,7 @@ class Start:
             if self.rollbacks.back is before:
                 raise
             say(self.console, f"spike:   {self.rollbacks.why}")
-            let_go(loop.model, loop.train_step)
+            let_go(loop.trained.model, loop.train_step)
             return False
         return True
 

@@ -171,7 +171,7 @@ class Trainer:
             output_dir: a folder, on disk or in a store. Default: ``model`` in that of the run, where :meth:`train`
                 leaves it.
         """
-        self.loop.save_model(Folder(str(output_dir)) if output_dir else self.loop.folder / "model")
+        self.loop.trained.write(Folder(str(output_dir)) if output_dir else self.loop.folder / "model")
 
     def push_to_hub(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from models.attention import splash
+from models.attention import splash, splash_masks
 from models.attention.portable import BLOCK, Scoring
 
 # isort: split
@@ -73,12 +73,12 @@ class Pairs:
         grads = splash.backward(tensors, rows, grad_out, segments, mask, self.settings)
         return tuple(grad.astype(jnp.float32) for grad in grads)
 
-    def _masked(self, pair: Pair) -> tuple[splash.Mask, splash.SegmentIds | None]:
+    def _masked(self, pair: Pair) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
         sizes, scoring = splash.sizes_of(pair.query, self.settings), self.settings.scoring
         segments = None if pair.segments is None else splash.segment_ids(*pair.segments, sizes)
         if pair.distance is None:
-            return splash.causal(sizes, scoring), segments
-        return splash.earlier_keys(sizes, scoring, pair.query.shape[2], pair.distance), segments
+            return splash_masks.causal(sizes, scoring), segments
+        return splash_masks.earlier_keys(sizes, scoring, pair.query.shape[2], pair.distance), segments
 
 
 def without_chunk(settings: splash.Settings) -> splash.Settings:

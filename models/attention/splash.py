@@ -3,10 +3,9 @@
 The kernel walks blocks of queries against blocks of keys and skips the blocks that the mask empties. Scores exist in
 VMEM alone, so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies.
 
-The parts of the kernel that are called here are private to jax 0.7.1, at which jax is pinned. The public function makes
-its lists of blocks by evaluating the mask block by block: 25 s for each of three kernels at 131,072 tokens, where
-:func:`_blocks` takes none. And to differentiate it would run the forward a second time. The lists are
-[blocks, blocks] in scalar memory, so without a window the compiler refuses sequences of more than about 500 blocks.
+The parts of the kernel that are called here are private to jax 0.7.1, at which jax is pinned. To differentiate, the
+public function would run the forward a second time, and it is slow to make its lists of blocks
+(`models.attention.splash_masks`).
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -15,15 +14,16 @@ of value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from models.attention.kernel_layout import KernelLayout
 from models.attention.portable import Scoring
+from models.attention.splash_masks import Mask, Sizes, causal
 
 # sets jax up: it must come before jax itself
 from models.jax_call import jax_call
@@ -33,9 +33,8 @@ from models.op_arguments import as_text, from_text
 import jax
 import jax.numpy as jnp
 
-# semi-private: splash_attention_kernel.py and splash_attention_mask_info.py there, jax 0.7.1
+# semi-private: splash_attention_kernel.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 SegmentIds = kernel.SegmentIds
 
@@ -296,14 +295,6 @@ def _backward_of_one(
     return grad_query, grad_key, grad_value
 
 
-class Sizes(NamedTuple):
-    """Numbers of tokens: in the padded sequence, in a block, and in the part of a block that is multiplied at once."""
-
-    length: int
-    block: int
-    compute: int
-
-
 def sizes_of(query_BHSD: jax.Array, settings: Settings) -> Sizes:
     """The sizes with as few blocks as hold the sequence, and for that number of blocks the least padding."""
     length, width = query_BHSD.shape[2:]
@@ -312,80 +303,6 @@ def sizes_of(query_BHSD: jax.Array, settings: Settings) -> Sizes:
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
     return Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
-
-
-class Mask(NamedTuple):
-    """What queries see of keys: a function of positions, and the blocks that are not empty, for each kind of block.
-
-    To the function a key's position is its place among the keys; a query's is what ``positions`` of the lists say.
-    """
-
-    sizes: Sizes
-    queries: MaskInfo
-    keys: MaskInfo
-    function: Callable[[jax.Array, jax.Array], jax.Array] | None
-
-
-def causal(sizes: Sizes, scoring: Scoring) -> Mask:
-    """Of a whole sequence, or a piece of one and its own keys."""
-    return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
-
-
-def earlier_keys(sizes: Sizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
-    """What ``length`` queries see of as many keys that all come before them, by a window alone.
-
-    Args:
-        distance: how many tokens the first query comes after the first key, a 0-d int32.
-    """
-    count, window = sizes.length // sizes.block, scoring.window
-    own = jnp.arange(count, dtype=jnp.int32)
-    keys = jnp.broadcast_to(own, (count, count)).astype(jnp.int8 if count <= 128 else jnp.int16)
-    run = jnp.ones((count, count), jnp.int8)
-    if window is not None:
-        run = (distance + (own[:, None] - own) * sizes.block - (sizes.block - 1) < window).astype(jnp.int8)
-
-    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
-        seen = key < length
-        return seen if window is None else seen & (query - key < window)
-
-    masks = window is not None or length < sizes.length
-    positions: Any = distance + jnp.arange(sizes.length, dtype=jnp.int32) if masks else None
-    queries, met = (MaskInfo(x[None], None, run[None], None, positions) for x in (keys, keys.T))
-    return Mask(sizes, queries, met, sees if masks else None)
-
-
-def _blocks(sizes: Sizes, scoring: Scoring, rows: str) -> MaskInfo:
-    """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
-
-    All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.
-    """
-    count = sizes.length // sizes.block
-    # no token of a chunk lies further back than the chunk is long
-    window = min(filter(None, (scoring.window, scoring.chunk)), default=None)
-    reach = count - 1 if window is None else min(-(-(window - 1) // sizes.block), count - 1)
-    # computed in the graph: a numpy array would be a constant in its text, as large as the lists
-    own = jnp.arange(count, dtype=jnp.int32)[:, None]
-    first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
-    first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
-    met = last - jnp.arange(reach, -1, -1, dtype=jnp.int32)
-    fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int16)
-    run = (met >= first).astype(jnp.int8)
-    if rows == "keys":
-        fetched, run = fetched.T, run.T
-    positions: Any = jnp.arange(sizes.length, dtype=jnp.int32)
-    return MaskInfo(fetched[None], None, run[None], None, positions)
-
-
-def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function of positions: whether the query sees the key."""
-
-    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
-        seen = query >= key
-        if scoring.window is not None:
-            seen = seen & (query - key < scoring.window)
-        return seen if scoring.chunk is None else seen & (query // scoring.chunk == key // scoring.chunk)
-
-    return sees
 
 
 def _scaled(query: jax.Array, scale: float) -> jax.Array:

@@ -16,7 +16,8 @@ from trainer.layout.load import load_recipe
 from trainer.lora import as_config
 from trainer.model import routing_of
 from trainer.step.build import build
-from trainer.weights.adapters import beside, factor_shapes, from_peft, peft_keys
+from trainer.weights.adapters import beside
+from trainer.weights.peft_files import factor_shapes, from_peft, peft_keys
 from trainer.weights.sources import Source, state_dict_weights
 from trainer.xla.mesh import build_mesh
 

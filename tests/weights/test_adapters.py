@@ -19,9 +19,10 @@ from trainer.errors import UserError
 from trainer.layout.load import load_recipe
 from trainer.lora import CONFIG, WEIGHTS, read_config
 from trainer.storage import Folder
-from trainer.weights.adapters import check_adapter, files_of, merged, open_adapter, prove, save_adapter
+from trainer.weights.adapters import check_adapter, files_of, merged
 from trainer.weights.hub_write import export
 from trainer.weights.live import LiveWeights
+from trainer.weights.peft_files import open_adapter, prove, save_adapter
 from trainer.weights.sources import state_dict_weights
 
 pytestmark = pytest.mark.filterwarnings(

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.report.lines import waiting
 from trainer.storage import Folder
-from trainer.weights.adapters import files_of, save_adapter
+from trainer.weights.adapters import files_of
 from trainer.weights.hub_write import export
+from trainer.weights.peft_files import save_adapter
 from trainer.weights.sources import Source, part_and_rest
 
 if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device

@@ -1,0 +1,104 @@
+"""What the blocks of splash attention's kernel see of each other: lists of blocks, and functions of positions, in JAX.
+
+The public function of jax makes its lists of blocks by evaluating the mask block by block: 25 s for each of three
+kernels at 131,072 tokens, where :func:`_blocks` takes none. The lists are [blocks, blocks] in scalar memory, so without
+a window the compiler refuses sequences of more than about 500 blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from models.attention.portable import Scoring
+
+# sets jax up: it must come before jax itself
+from models.jax_call import jax
+
+# isort: split
+import jax.numpy as jnp
+
+# semi-private: splash_attention_mask_info.py there, jax 0.7.1
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+
+class Sizes(NamedTuple):
+    """Numbers of tokens: in the padded sequence, in a block, and in the part of a block that is multiplied at once."""
+
+    length: int
+    block: int
+    compute: int
+
+
+class Mask(NamedTuple):
+    """What queries see of keys: a function of positions, and the blocks that are not empty, for each kind of block.
+
+    To the function a key's position is its place among the keys; a query's is what ``positions`` of the lists say.
+    """
+
+    sizes: Sizes
+    queries: MaskInfo
+    keys: MaskInfo
+    function: Callable[[jax.Array, jax.Array], jax.Array] | None
+
+
+def causal(sizes: Sizes, scoring: Scoring) -> Mask:
+    """Of a whole sequence, or a piece of one and its own keys."""
+    return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
+
+
+def earlier_keys(sizes: Sizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
+    """What ``length`` queries see of as many keys that all come before them, by a window alone.
+
+    Args:
+        distance: how many tokens the first query comes after the first key, a 0-d int32.
+    """
+    count, window = sizes.length // sizes.block, scoring.window
+    own = jnp.arange(count, dtype=jnp.int32)
+    keys = jnp.broadcast_to(own, (count, count)).astype(jnp.int8 if count <= 128 else jnp.int16)
+    run = jnp.ones((count, count), jnp.int8)
+    if window is not None:
+        run = (distance + (own[:, None] - own) * sizes.block - (sizes.block - 1) < window).astype(jnp.int8)
+
+    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+        seen = key < length
+        return seen if window is None else seen & (query - key < window)
+
+    masks = window is not None or length < sizes.length
+    positions: Any = distance + jnp.arange(sizes.length, dtype=jnp.int32) if masks else None
+    queries, met = (MaskInfo(x[None], None, run[None], None, positions) for x in (keys, keys.T))
+    return Mask(sizes, queries, met, sees if masks else None)
+
+
+def _blocks(sizes: Sizes, scoring: Scoring, rows: str) -> MaskInfo:
+    """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
+
+    All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.
+    """
+    count = sizes.length // sizes.block
+    # no token of a chunk lies further back than the chunk is long
+    window = min(filter(None, (scoring.window, scoring.chunk)), default=None)
+    reach = count - 1 if window is None else min(-(-(window - 1) // sizes.block), count - 1)
+    # computed in the graph: a numpy array would be a constant in its text, as large as the lists
+    own = jnp.arange(count, dtype=jnp.int32)[:, None]
+    first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
+    first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
+    met = last - jnp.arange(reach, -1, -1, dtype=jnp.int32)
+    fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int16)
+    run = (met >= first).astype(jnp.int8)
+    if rows == "keys":
+        fetched, run = fetched.T, run.T
+    positions: Any = jnp.arange(sizes.length, dtype=jnp.int32)
+    return MaskInfo(fetched[None], None, run[None], None, positions)
+
+
+def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function of positions: whether the query sees the key."""
+
+    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+        seen = query >= key
+        if scoring.window is not None:
+            seen = seen & (query - key < scoring.window)
+        return seen if scoring.chunk is None else seen & (query // scoring.chunk == key // scoring.chunk)
+
+    return sees
