@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from functorch.compile import aot_function, make_boxed_func
 
+from models.remat import VALUES, Value
+
 Flat = list[torch.Tensor]
 
 
@@ -27,6 +29,7 @@ class LayerGraph:
         aliases: position among the saved tensors → position of the input that it is, unchanged.
         differentiable: for each output whether it has a gradient; integers, and what depends on no input that
             requires one, have none.
+        values: what the backward could be given, if the remat policy tells (:class:`models.remat.Keep`).
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class LayerGraph:
             ends = [t for t in outputs if t.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         self._forward, self._backward, self._outputs = found["forward"], found["backward"], len(outputs)
+        self.values: tuple[Value, ...] = self._forward.meta.get(VALUES, ())
         with torch.no_grad():
             saved = self.forward(like)[1]
         self.saved = len(saved)

@@ -23,7 +23,7 @@ from models.decoder_loop import UNUSED, Shape
 from models.kv_sharing import shared_in, stored
 from models.layer_graph import Flat, LayerGraph
 from models.partial_gradients import Tensors
-from models.remat import REMAT
+from models.remat import REMAT, Value
 from models.scan import Stage, run_stages
 
 # parameters by full name -> what the layer uses, by full name: each, and perhaps its partial gradient's leaf
@@ -76,6 +76,12 @@ class LayerRun:
     def __getstate__(self) -> dict[str, Any]:
         """The attributes for a copy. It has no graphs, because those here run this run's layers."""
         return {**vars(self), "graphs": {}, "_calls": [], "_promised": {}, "_kept": []}
+
+    @property
+    def values(self) -> list[Value]:
+        """What the backward of one turn could be given; see :attr:`models.layers.DecoderLayers.values`."""
+        trained = next((turn for turn in self.graphs.values() if turn[0].training), [])
+        return [value for layer in trained for value in layer.stage.graph.values]
 
     @property
     def size(self) -> int:
@@ -173,6 +179,7 @@ class _Traced:
 
     Attributes:
         keyed: whether it takes a key of random numbers, as its last input. Only a layer that draws does.
+        training: whether the layer was.
     """
 
     def __init__(
@@ -180,7 +187,7 @@ class _Traced:
     ) -> None:
         self.part, self.inputs, self.outputs, self.single = part, list(inputs), outputs, single
         self.settings, self.call_spec = call.settings(), call.spec
-        self.keyed = False
+        self.keyed, self.training = False, part.layer.training
         self._leaves: list[Any] = []  # of the output: a number for each tensor, or what else there is
         self._specs: tuple[Any, Any] = (None, None)  # of the output with what is stored, and of side outputs
 

@@ -19,7 +19,7 @@ from torch import nn
 from models import randomness
 from models.grouping import Grouping, Run, group
 from models.layer_run import LayerRun, Part, Prepare
-from models.remat import Keep, Value, partitioner
+from models.remat import Value, partitioner
 
 
 def find_layers(model: nn.Module) -> str:
@@ -107,10 +107,12 @@ class DecoderLayers(nn.ModuleList):
             run.prepare, run.partition = prepare, partitioner(remat)
 
     @property
-    def kept(self) -> list[Value]:
-        """The values that the layers' backwards do not compute again, under a policy that says a share."""
-        found = [value for run in self.runs if isinstance(run.partition, Keep) for value in run.partition.kept]
-        return list(dict.fromkeys(found))
+    def values(self) -> list[tuple[Value, int]]:
+        """Of layers that were trained, what their backward could be given, each with how many layers have it.
+
+        There are none yet before a step is traced, and none under a policy that does not choose among them.
+        """
+        return [(value, run.count) for run in self.runs for value in run.values]
 
     @property
     def stacks(self) -> list[str]:

@@ -6,7 +6,7 @@ The partitioner decides what the forward saves and what the backward computes ag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.experimental import stablehlo_custom_call
 
 from models import jax_call
+
+VALUES = "values"  # where the forward of a split layer notes them
 
 
 def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:
@@ -42,14 +44,18 @@ class Value:
     Args:
         module: the module that makes it, as ``model.layers.*.self_attn.q_proj``.
         kind: the operation, as ``mm`` or ``attention``.
+        shape: of its largest result, on all devices together.
         bytes: that it takes, on all devices together.
         flops: that it takes to compute it again.
+        kept: from the forward; else it is computed again.
     """
 
     module: str
     kind: str
+    shape: tuple[int, ...]
     bytes: int
     flops: int
+    kept: bool = False
 
 
 def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
@@ -72,6 +78,7 @@ def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
             found[node] = Value(
                 module=next(reversed(node.meta.get("nn_module_stack") or {}), ""),
                 kind=node.target.overloadpacket.__name__,
+                shape=tuple(max(tensors, key=torch.Tensor.numel).shape),
                 bytes=sum(t.numel() * t.element_size() for t in tensors),
                 flops=count(*args, **kwargs, out_val=node.meta["val"]),
             )
@@ -81,15 +88,14 @@ def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
 class Keep:
     """A partitioner that keeps ``share`` of the bytes of all values, those first that take most FLOPs a byte.
 
-    Attributes:
-        kept: the values that it has chosen to keep, of the layers that it has split.
+    Under :data:`VALUES` the forward's ``meta`` has the values, in the layer's order.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.kept: list[Value] = []
 
     def __call__(self, joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        """The forward and the backward."""
         values = _values(joint)
         room = self.share * sum(value.bytes for value in values.values())
         chosen: set[torch.fx.Node] = set()
@@ -97,16 +103,20 @@ class Keep:
             if value.bytes <= room:
                 room -= value.bytes
                 chosen.add(node)
-        self.kept += [value for node, value in values.items() if node in chosen and value not in self.kept]
+        forward, backward = self._split(joint, inputs, chosen, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        forward.meta[VALUES] = tuple(replace(value, kept=node in chosen) for node, value in values.items())
+        return forward, backward
+
+    def _split(self, joint: torch.fx.GraphModule, inputs: Any, chosen: set[torch.fx.Node], **kwargs: Any) -> Any:
         if not chosen:
-            return _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+            return _recompute_everything(joint, inputs, **kwargs)
         # of an operation with several results, what can be kept are the results; but the partitioner asks the operation
         saved = chosen | {user for node in chosen if _is_many(node) for user in node.users}
 
         def policy(node: torch.fx.Node) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return _partition_with(policy)(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        return _partition_with(policy)(joint, inputs, **kwargs)
 
 
 def _is_many(node: torch.fx.Node) -> bool:

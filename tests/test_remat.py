@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
+from transformers import TrainerState
 
+from tests.support.jobs import job_of
 from tests.support.training import SMALL, train
 from trainer.arguments import TrainingArguments
 from trainer.job import Job
-from trainer.remat import Platform, answer, is_auto, keep_answer, with_remat
+from trainer.layout.load import load_recipe
+from trainer.remat import LayerValue, Platform, answer, is_auto, keep_answer, layer_values, with_remat
+from trainer.step.build import build
+from trainer.storage import Folder
+from trainer.watch import Watch
+from trainer.weights.sources import seeded_init
+from trainer.xla.mesh import build_mesh
 
 V5P = Platform("TPU", "v5p")
+VALUE = LayerValue("model.layers.*.self_attn.q_proj", "mm", (8, 64), 2, 3 * 2**30, 10**12, kept=True)
 
 
 @pytest.fixture
@@ -29,8 +41,9 @@ def resolved(**options: object) -> Job:
 def test_an_answer_holds_for_its_job_and_chip_alone(job):
     assert is_auto(job)
     assert answer(job, V5P)[0] == "full"
-    path = keep_answer(job, "v5p", 0.375)
+    path = keep_answer(job, "v5p", 0.375, [VALUE, dataclasses.replace(VALUE, kept=False)])
     assert answer(job, V5P)[0] == 0.375
+    assert answer(job, V5P).kept == ("model.layers.*.self_attn.q_proj (mm), 3.0 GiB",)
     assert answer(resolved(learning_rate=1e-4, run_name="another"), V5P)[0] == 0.375  # as much memory
     assert answer(resolved(sequence_length=512), V5P)[0] == "full"
     assert answer(job, Platform("TPU", "v5e"))[0] == "full"
@@ -53,3 +66,19 @@ def test_a_run_says_what_auto_is_and_notes_it_in_its_recipe(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "remat:   none (a host's memory is no HBM)" in done.stdout
     assert json.loads((out / "recipe.json").read_text())["compute"]["remat"] == "none"
+
+
+def test_a_runs_page_says_value_by_value_what_its_backward_is_given(tmp_path):
+    job = job_of(load_recipe("llama_fsdp").with_compute("remat=0.4"), sequence_length=16, output_dir=str(tmp_path))
+    built = build(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))
+    watch = Watch(Folder(str(tmp_path)), job, Console(quiet=True), None)
+    watch.model = built.model
+    rows = torch.zeros((job.rows, 16), dtype=torch.int64)
+    built.step({"input_ids": rows, "labels": rows}, step=1, learning_rate=1e-3)
+    watch.update(TrainerState(max_steps=1), ())
+    page = (tmp_path / "report.html").read_text()
+    values = layer_values(job, built.model)
+    assert {value.kept for value in values} == {True, False}
+    for value in values:
+        assert f"<td>{value.module}</td>" in page
+    assert page.count("<td>computed again</td>") == sum(not value.kept for value in values)

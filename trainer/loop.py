@@ -127,6 +127,7 @@ class TrainingLoop:
         with waiting(self.console, "placing the weights on the devices …"):
             weights = weights_of(job, self.base, resume)
             built = build(job, self.mesh, weights, resume, compute_loss=compute_loss, measures=measures)
+        self.watch.model = built.model
         self.trained = TrainedModel(job, built.model, built.placed, self.base, corpus.tokenizer, self.console)
         self.train_step, told = built.step, (self._event, self._tell_evaluated)
         self.evaluator = Evaluator(job, corpus, built.evaluation, share, self.console, self.stop, *told)

@@ -235,8 +235,10 @@ def _with_remat(job: Job, console: Console) -> Job:
         return job
     known = chip()
     where = Platform(device_kind(), known.name if known else "")
-    policy, why = hosts().once(lambda: answer(job, where))
+    policy, why, kept = hosts().once(lambda: answer(job, where))
     say(console, f"remat:   {policy} ({why})")
+    for value in kept:
+        say(console, f"         kept: {value} a chip")
     return with_remat(job, policy)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
+from torch import nn
 from transformers import TrainerState
 
 from trainer.checkpoint.read import RunCheckpoint
@@ -14,6 +15,7 @@ from trainer.checkpoint.write import as_json
 from trainer.job import Job
 from trainer.layout.table import PLAN_HEADER, held_by_a_device, plan_rows
 from trainer.output import COMPILE_PAGE
+from trainer.remat import VALUES_HEADER, layer_values, value_rows
 from trainer.report.curve import loss_curve
 from trainer.report.expert_load import ExpertLoad, as_record, load_picture
 from trainer.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
@@ -56,6 +58,7 @@ class Watch:
     Attributes:
         unigram: the loss of a unigram model, once it is known.
         samples: the run's answers, if it writes some down.
+        model: as it runs, once it is there.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Watch:
         self.clock = Clock(compile_seconds)
         self.unigram: float | None = None
         self.samples: Samples | None = None
+        self.model: nn.Module | None = None
         first = 0 if resume is None else resume.step
         self._life = Life(time.time(), time.time(), first, first, after=after)
         home = folder if after else None if resume is None else resume.folder.parent
@@ -148,6 +152,7 @@ class Watch:
             plan=(PLAN_HEADER, plan_rows(job.plan)),
             links=[(name, what) for name, what in _FILES.items() if name in there],
             samples=() if self.samples is None else self.samples.entries,
+            values=(VALUES_HEADER, value_rows(() if self.model is None else layer_values(job, self.model))),
         )
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -157,6 +162,7 @@ class Watch:
             ("model", f"{type(job.model).__name__}, {job.parameters:,} parameters"),
             ("mesh", f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})")),
             ("a step", f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens"),
+            ("remat", f"{job.recipe.compute.remat}"),
             ("compiling, this process", f"{compute:,.1f} s"),
             ("output", job.args.as_dict()["output_dir"]),
         ]

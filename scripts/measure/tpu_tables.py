@@ -157,11 +157,20 @@ TABLES: dict[str, dict[str, str]] = {
     "layouts_v6e": _layouts("v6e:16x16", 2),
     "remat": {
         f"mixtral_ep, remat {remat}": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 4 {_CAPACITY},remat={remat}"
-        for remat in ("full", "offload", "save_matmuls")
+        for remat in ("full", "offload", "save_matmuls", "auto")
     }
     | {
         f"llama_fsdp, remat {remat}": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2 --compute remat={remat}"
         for remat in ("full", "offload", "auto")
+    },
+    "remat_values": {
+        f"{name}, remat {remat}": f"--recipe llama_fsdp --model @{config},num_hidden_layers=4,vocab_size=8192 "
+        f"--sequence_length 4096 --only_train_step --topology v5p:2x2x2 {_BATCH} {batch} --compute remat={remat}"
+        for name, config, batch in (
+            ("Llama-3-8B, 4 ×", "llama3_8b.json", 4),
+            ("Llama-3-70B, 2 ×", "llama3_70b.json", 2),
+        )
+        for remat in ("full", "0.4")
     },
     "models": {
         "Llama-3-70B, llama_fsdp": f"--recipe llama_fsdp {_DENSE70} {_64} {_BATCH} 2",
@@ -245,6 +254,21 @@ TABLES: dict[str, dict[str, str]] = {
         for name, options in (
             ("exchanges", ""),
             ("reduce-scatters", "--compiler_options xla_tpu_enable_async_all_to_all=false"),
+        )
+    },
+    "exposed_gathered": {
+        name: f"{options} --sequence_length 4096 --only_train_step {_BATCH} 1"
+        for name, options in (
+            (
+                "4 layers of Llama-3-8B, v5p:2x2x2",
+                "--recipe llama_fsdp --model @llama3_8b.json,num_hidden_layers=4,vocab_size=8192 --topology v5p:2x2x2 "
+                "--compute remat=1.0",
+            ),
+            (
+                "2 layers of Mixtral-8x7B, v5p:2x2x4",
+                "--recipe mixtral_fsdp --model @mixtral_8x7b.json,num_hidden_layers=2 --topology v5p:2x2x4 "
+                f"{_CAPACITY},remat=1.0",
+            ),
         )
     },
     "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},

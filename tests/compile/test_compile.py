@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 from trainer.compile.command import DOES_NOT_FIT
 from trainer.compile.job import compiler_flags
-from trainer.compile.search import largest_batch
+from trainer.compile.largest import largest_batch
 from trainer.xla.chips import CHIPS, FLAGS
 
 # what issue 3 says the JSON holds
@@ -97,6 +98,7 @@ def test_what_cant_be_is_one_message_and_exit_code_2_before_anything_is_compiled
 @pytest.mark.slow
 def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_cache(cache: Path) -> None:
     words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x4", "--per_device_train_batch_size", "2"]
+    words += ["--compute", "remat=0.3"]
     page, data = cache / "page.html", cache / "report.json"
     first = run("compile.py", *words, "--report", str(page), "--json", str(data), cache=cache)
     assert first.returncode == 0, first.stderr
@@ -112,6 +114,13 @@ def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_c
     modules = {line["module"] for line in report["collectives"]} | {b["module"] for b in report["largest_buffers"]}
     assert any(module.startswith("model.layers.*") for module in modules), modules
     check_page(page.read_text())
+
+    # what a share keeps is told value by value, and it is a share
+    kept, known = (sum(v["bytes"] for v in report["values"] if v["kept"] or every) for every in (False, True))
+    assert 0 < kept <= 0.3 * known
+    for text in (first.stdout, page.read_text()):
+        assert "model.layers.*.self_attn.q_proj" in text
+        assert "computed again" in text
 
     # every graph of a run was asked, and beside the evaluation lies all the state but the weights
     graphs = {graph["graph"]: graph for graph in report["graphs"]}
@@ -133,6 +142,32 @@ def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_c
     assert json.loads(data.read_text()) == report
     assert stamps() == made
     assert not (cache / "output").exists()  # it trained nothing
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_sigterm_ends_a_search_with_a_word_of_how_to_go_on_and_leaves_nothing_half_made(tmp_path: Path) -> None:
+    words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x2", "--tune", "60"]
+    child = subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "compile.py"), *words],
+        env={**os.environ, "SHARDWRIGHT_CACHE": str(tmp_path), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for _ in range(6000):  # until the compiler is at work
+            if list(tmp_path.glob("compiled/.working-*/request.json")) or child.poll() is not None:
+                break
+            time.sleep(0.1)
+        child.terminate()
+        said, error = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 130, error
+    assert "the same command goes on" in said
+    assert error.endswith("interrupted\n")
+    assert not list(tmp_path.glob("compiled/.working-*"))
 
 
 def check_page(html: str) -> None:

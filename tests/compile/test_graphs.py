@@ -322,7 +322,7 @@ def test_what_a_search_prints_as_fitting_was_asked_for_every_graph(
     options = CompileArguments(topology="v5p:2x2x2", search=True)
     assert command.run(ARGS, options, Console(file=out, width=200)) == 0
     assert "the largest batch found to fit: 2 rows a device" in out.getvalue()
-    assert "3 rows a device: no" in out.getvalue()
+    assert "3 rows a device: does not fit" in out.getvalue()
     assert asked.count(TRAIN_STEP) == asked.count(EVALUATION) == asked.count(READING)
 
 

@@ -205,6 +205,23 @@ def test_a_scanned_step_is_as_large_at_32_layers_as_at_4(name: str) -> None:
     assert len(deep.hlo) == pytest.approx(len(shallow.hlo), rel=0.01)
 
 
+def test_a_share_of_what_layers_make_is_told_value_by_value_as_a_chip_has_it() -> None:
+    recipe = load_recipe("llama_tp").with_compute("remat=1.0")
+    lowered, _ = lowered_for(recipe, 16, layers=4, mesh="fsdp=4,tensor=4", per_device_train_batch_size=2)
+    values = {value.module.removeprefix("model.layers.*."): value for value in lowered.values}
+    tokens, layers, bf16 = 2 * 4 * 256, 4, 2
+    column, row = values["self_attn.q_proj"], values["self_attn.o_proj"]
+    assert (column.shape, column.layers, column.kept) == ((tokens, 512), layers, True)
+    assert column.bytes == tokens * 512 * layers * bf16 // 16  # its columns lie on `tensor`, as its weight's rows do
+    assert row.bytes == tokens * 512 * layers * bf16 // 4  # each chip of `tensor` has the whole sum
+    assert column.flops == row.flops == 2 * tokens * 512 * 512 * layers // 16
+    gains = [value.flops / value.bytes for value in lowered.values]
+    assert gains == sorted(gains, reverse=True)
+    assert "mlp.down_proj" not in values  # no gradient needs what the last product of a layer makes
+    none, _ = lowered_for(load_recipe("llama_tp"), 16, mesh="fsdp=4,tensor=4")
+    assert none.values == ()
+
+
 def test_a_lowering_leaves_nothing_behind_that_a_sync_would_compute() -> None:
     lowered_for(load_recipe("mixtral_ep"), 64)
     torch_xla.sync()  # of all that is lazy in this process: a tensor without data would end it

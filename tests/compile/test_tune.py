@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from tests.support.tpu_compiler import asked_of
 from trainer.arguments import TrainingArguments
+from trainer.cli import parse
 from trainer.compile import command
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.command import DOES_NOT_FIT
@@ -76,27 +79,84 @@ def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full
     assert with_remat(job, share).recipe.compute.remat == share
 
 
+def test_auto_keeps_nothing_where_what_is_kept_makes_the_step_slower(taking, monkeypatch):
+    def slower(graph: str, job: Job) -> CompileReport:
+        return taking(0.2, 100 - 10 * job.recipe.compute.remat) if graph == TRAIN_STEP else taking(0.1, 0.0)
+
+    asked_of(monkeypatch, slower)
+    code, out = run(dataclasses.replace(ARGS, compute="remat=auto"))
+    assert code == 0
+    assert "--compute remat=0\n" in out
+
+
+@pytest.mark.parametrize("policy", ["full", "auto"])
+def test_search_says_of_all_that_fits_how_fast_it_is_and_ranks_it(taking, monkeypatch, tmp_path, policy):
+    asked_of(monkeypatch, landscape(taking))
+    out = tmp_path / "found.json"
+    args = dataclasses.replace(ARGS, compute=f"remat={policy}", per_device_train_batch_size=2)
+    code, said = run(args, search=True, json=str(out))
+    assert code == 0
+    tried = json.loads(out.read_text())["tried"]
+    rates = [each["tokens_per_second"] for each in tried if each["fits"]]
+    assert rates == sorted(rates, reverse=True)
+    names = {each["what"] for each in tried}
+    assert names >= {"as asked", "8 rows a device", "remat full" if policy == "auto" else "remat auto, which is 1"}
+    (fastest,) = re.findall("the fastest found: (.*): fits, .* tokens/s a chip, .* MFU", said)
+    assert fastest == tried[0]["what"] == "8 rows a device"
+    assert "the largest batch found to fit: 8 rows" in said
+
+
 def landscape(taking: Callable[[float, float], CompileReport]) -> Answer:
     """Memory grows with rows and with what is kept; a larger expert axis, more rows and less to compute are faster."""
 
     def found(graph: str, job: Job) -> CompileReport:
-        rows, kept = job.args.per_device_train_batch_size, float(job.recipe.compute.remat)
+        remat = job.recipe.compute.remat
+        rows, kept = job.args.per_device_train_batch_size, 0.0 if isinstance(remat, str) else remat
         if graph != TRAIN_STEP:
             return taking(0.1, 0.0)
         expert = job.plan.mesh.get("expert", 1)
-        return taking(rows * (1 + kept) / 8, 1000 * expert * rows / (rows + 1) * (1 + kept / 4))
+        return taking(rows * (1 + kept) / 8.5, 1000 * expert * rows / (rows + 1) * (1 + kept / 4))
 
     return found
+
+
+def parsed(out: str) -> TrainingArguments:
+    """What the command line says that a search ends with."""
+    (command_line,) = re.findall("python scripts/train.py (.*)", out)
+    (args,) = parse([TrainingArguments], shlex.split(command_line), None)
+    return args
+
+
+def test_the_answer_of_tune_says_all_that_was_asked_and_leaves_room(taking, monkeypatch):
+    def found(graph: str, job: Job) -> CompileReport:
+        rows = job.args.per_device_train_batch_size
+        return (
+            taking(0.48 * rows, 100.0 * rows) if graph == TRAIN_STEP else taking(0.1, 0.0)
+        )  # two rows fill it to 96 %
+
+    asked_of(monkeypatch, found)
+    given = {"packing": False, "learning_rate": 3e-4, "output_dir": "a folder", "compute": "capacity_factor=1.5"}
+    args = dataclasses.replace(ARGS, **given)
+    answered = parsed(run(args, tune=60)[1])
+    assert answered.compute.startswith("capacity_factor=1.5,remat=")
+    assert answered == dataclasses.replace(args, compute=answered.compute, mesh=answered.mesh)
 
 
 def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(taking, monkeypatch, tmp_path):
     asked_of(monkeypatch, landscape(taking))
     (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
-    code, out = run(dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json")), tune=60)
+    args = dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json"))
+    code, out = run(args, tune=60, json=str(tmp_path / "found.json"))
     assert code == 0
     # 8 experts a row of devices; 8 rows without anything kept, or 4 with all of it
-    assert "--recipe mixtral_ep --mesh fsdp=1,expert=8 --per_device_train_batch_size 4 --compute remat=1" in out
+    answered = parsed(out)
+    assert (answered.recipe, answered.mesh, answered.compute) == ("mixtral_ep", "fsdp=1,expert=8", "remat=1")
+    assert (answered.per_device_train_batch_size, answered.model) == (4, str(tmp_path / "config.json"))
+    assert answered.sequence_length == ARGS.sequence_length
     assert "gemma3_fsdp does not take this model" in out
+    tried = json.loads((tmp_path / "found.json").read_text())["tried"]
+    assert tried[0]["what"] == "mixtral_ep, fsdp=1 × expert=8, 4 rows a device, remat 1"
+    assert tried[0]["tokens_per_second"] == max(each["tokens_per_second"] for each in tried if each["fits"])
 
 
 def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):
@@ -120,7 +180,7 @@ def test_tune_takes_another_setting_where_the_fastest_one_s_evaluation_does_not_
     asked_of(monkeypatch, evaluated)
     code, out = run(ARGS, tune=60)
     assert code == 0
-    assert "--per_device_train_batch_size 2 --compute remat=1" in out
+    assert (parsed(out).per_device_train_batch_size, parsed(out).compute) == (2, "remat=1")
 
 
 def test_tune_without_anything_that_fits_says_what_is_nearest(taking, monkeypatch):

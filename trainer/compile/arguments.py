@@ -16,8 +16,9 @@ class CompileArguments:
     slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
     search: bool = option(
         False,
-        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches. "
-        "Minutes for each; what was tried is on the page and in the JSON too.",
+        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches "
+        "and remat auto. Each with its estimated tokens/s, the fastest first on the page and in the JSON. Minutes for "
+        "each.",
     )
     tune: int = option(
         0,

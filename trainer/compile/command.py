@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ def main(words: list[str], description: str | None) -> int:
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log tells of its own deprecations
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no compiling process is left, nor its files
     import transformers
 
     args, options = parse([TrainingArguments, CompileArguments], words, description)
@@ -62,18 +64,19 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
         )
     for path in filter(None, (options.report, options.json)):
         _check_writable(path)
-    job = tune(args, options, console) if options.tune else CompileJob.of(args, options)
+    job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
     if job.job.notice:
         say(console, f"layers:  {job.job.notice}")
-    if is_auto(job.job):
+    auto = is_auto(job.job)
+    if auto:
         job, report = compile_auto(job, console)
     else:
         with waiting(console, f"compiling for {options.topology} …"):
             report = job.compile()
     print_report(report, console)
-    _write(report, options, job.title, console)
+    _write(report, options, job.title, console, tried)
     if options.search:
-        tried, most = search(job, report, console)
+        tried, most = search(job, report, console, auto)
         _write(report, options, job.title, console, tried, most)
     return 0 if report.fits else DOES_NOT_FIT
 
@@ -94,8 +97,10 @@ def _write(
         say(console, f"page:    {options.report}")
     if options.json:
         plain = report.as_json()
+        if tried:
+            plain["tried"] = [dataclasses.asdict(t) for t in tried]
         if most is not None:
-            plain |= {"tried": [dataclasses.asdict(t) for t in tried], "largest_batch": most}
+            plain["largest_batch"] = most
         Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         say(console, f"json:    {options.json}")
 

@@ -46,6 +46,7 @@ EFFICIENCIES: dict[str, Efficiency] = {
     "tgmm": Efficiency(0.785, "peak FLOP/s", f"{_JAX}: the lower of the two, since tiles are half as wide here"),
     "hbm": Efficiency(1.0, "HBM bandwidth", "none found: the bandwidth of the chip's page"),
     "ici": Efficiency(1.0, "ICI bandwidth", "none found: the ring model of jax-ml.github.io/scaling-book/sharding"),
+    "host": Efficiency(1.0, "PCIe bandwidth", "none found: v4's, of jax-ml.github.io/scaling-book/tpus, for all"),
     "dcn": Efficiency(1.0, "DCN bandwidth", "none found: the bandwidth of the chip's page"),
 }
 

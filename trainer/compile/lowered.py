@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.remat import LayerValue
+
 TRAIN_STEP = "train step"
 
 
@@ -38,8 +40,7 @@ class Lowered:
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
         layers: how often the longest loop over layers runs.
         graph: which of the run's graphs it is.
-        kept: of a train step that keeps a share of its layers' values, which those are: module, operation, and the
-            bytes in a layer on all devices.
+        values: of a train step that keeps a share of its layers' values, what those are and which it keeps.
     """
 
     hlo: bytes
@@ -48,4 +49,4 @@ class Lowered:
     mesh: dict[str, int]
     layers: int
     graph: str = TRAIN_STEP
-    kept: tuple[tuple[str, str, int], ...] = ()
+    values: tuple[LayerValue, ...] = ()

@@ -23,6 +23,7 @@ from trainer.layout.optimizers import STATE_NAMES
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.layout.plan import ParameterPlan
 from trainer.layout.stacking import is_stacked
+from trainer.remat import LayerValue, layer_values
 from trainer.samples import expected_shape, sampling_of
 from trainer.step.build import build, build_evaluation, build_generator
 from trainer.step.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
@@ -46,7 +47,7 @@ class Traced(NamedTuple):
 
     results: Tensors
     layouts: Mapping[str, PartitionSpec]
-    kept: tuple[tuple[str, str, int], ...] = ()
+    values: tuple[LayerValue, ...] = ()
 
 
 def graphs_of(job: Job) -> tuple[str, ...]:
@@ -95,7 +96,7 @@ def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_
 
 
 def _lower(job: Job, graph: str, mesh: AbstractMesh) -> Lowered:
-    results, layouts, kept = _TRACED[graph](job, mesh)
+    results, layouts, values = _TRACED[graph](job, mesh)
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
     context.build(list(results.values()))
@@ -124,15 +125,14 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh) -> Lowered:
         mesh=dict(job.plan.mesh),
         layers=_layers(job),
         graph=graph,
-        kept=kept,
+        values=values,
     )
 
 
 def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
     built = build(job, mesh, state_dict_weights(job.model.state_dict()))
     built.step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    values = [value for module in built.model.modules() if isinstance(module, DecoderLayers) for value in module.kept]
-    return Traced(built.step.replaced, {}, tuple((value.module, value.kind, value.bytes) for value in values))
+    return Traced(built.step.replaced, {}, layer_values(job, built.model))
 
 
 def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Traced:

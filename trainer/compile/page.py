@@ -29,6 +29,7 @@ from trainer.compile.summary import (
     what_for,
     where_it_runs,
 )
+from trainer.remat import VALUES_HEADER, value_rows
 from trainer.report.html import html_bars, html_memory_bar, html_page, html_stacked_bar, html_table
 from trainer.report.units import size
 
@@ -57,6 +58,7 @@ def page(report: CompileReport, title: str = "", tried: Sequence[Sequence[str]] 
         "<h2>HBM of a chip: the train step</h2>",
         html_memory_bar(memory_parts(report), report.chip_hbm_bytes),
         html_table(("", ""), fact_rows(report)),
+        *([html_table(VALUES_HEADER, value_rows(report.values))] if report.values else []),
         *(["<h2>What else was tried</h2>", html_table(TRIED_HEADER, tried)] if tried else []),
         *_estimate(report),
         "<h2>Roofline (estimate)</h2>",

@@ -21,6 +21,7 @@ from trainer.compile.hlo.text import Module, parse
 from trainer.compile.links import Links
 from trainer.compile.lowered import Lowered
 from trainer.compile.memory import Buffer, Memory, Sizes, largest_buffers, memory_of
+from trainer.remat import LayerValue
 from trainer.xla.chips import Chip, Topology
 
 
@@ -135,7 +136,7 @@ class CompileReport(Sizes):
         graphs: the train step first, then those that were asked beside it (:meth:`beside`).
         estimate: the train step's time; without a compiled step it is 0.
         uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
-        kept: as in :class:`trainer.compile.lowered.Lowered`.
+        values: as in :class:`trainer.compile.lowered.Lowered`.
     """
 
     fits: bool
@@ -162,7 +163,7 @@ class CompileReport(Sizes):
     graphs: tuple[GraphMemory, ...]
     estimate: Estimate
     uncompiled: tuple[str, ...] = ()
-    kept: tuple[tuple[str, str, int], ...] = ()
+    values: tuple[LayerValue, ...] = ()
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
         """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
@@ -251,7 +252,7 @@ def make_report(
         error=error,
         graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
         estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
-        kept=lowered.kept,
+        values=lowered.values,
     )
 
 

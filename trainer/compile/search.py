@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from trainer.compile.job import CompileJob
+from trainer.compile.largest import largest_batch
 from trainer.compile.report import CompileReport
+from trainer.compile.share import compile_auto
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
+from trainer.remat import AUTO, is_auto, with_remat
 from trainer.report.lines import say, waiting
 from trainer.report.units import size
 
 # makes a neighbour, or raises the UserError that says why there is none
 Neighbour = Callable[[], CompileJob]
 
-_MOST_TRIES = 12  # batch sizes; each takes minutes
-_REMAT = ("none", "save_matmuls", "full", "offload")
+_REMAT = ("none", "save_matmuls", AUTO, "full", "offload")
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,25 @@ class Tried:
 
     Args:
         required_bytes: what its largest graph needs.
+        tokens_per_second, mfu: of one chip, estimated; None if it does not fit.
         wall_seconds: of all its graphs.
     """
 
     what: str
     fits: bool = False
     required_bytes: int | None = None
-    cycles_per_token: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
     wall_seconds: float | None = None
     refused: str = ""
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"can't be: {self.refused}"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s a chip" if self.tokens_per_second is not None else ""
+        mfu = f"{self.mfu:.1%} MFU (estimate)" if self.mfu is not None else ""
+        words = ["fits" if self.fits else "does not fit", size(self.required_bytes or 0), speed, mfu]
+        return ", ".join(filter(None, words))
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -48,35 +59,45 @@ class Tried:
             self.what,
             "can't be" if self.refused else "yes" if self.fits else "no",
             size(self.required_bytes) if self.required_bytes is not None else "",
-            f"{self.cycles_per_token:,.0f}" if self.cycles_per_token is not None else "",
+            f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else "",
+            f"{self.mfu:.1%}" if self.mfu is not None else "",
             f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused,
         )
 
 
-def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[list[Tried], int]:
-    """Compile neighbours of ``job`` and print each result as it comes.
+def search(job: CompileJob, report: CompileReport, console: Console, auto: bool = False) -> tuple[list[Tried], int]:
+    """Compile neighbours of ``job`` and print each result as it comes, and at last the fastest.
 
     If the job does not fit, other remat policies and meshes are tried at the same batch, and then smaller batches. If
-    it fits, larger batches are tried.
+    it fits, remat ``auto`` and larger batches are tried.
+
+    Args:
+        report: of the job.
+        auto: what the job keeps was found for its batch. A larger one needs the room: it is tried without.
 
     Returns:
-        what was tried, and the largest batch that was seen to fit.
+        the job and what else was tried, the fastest first, and the largest batch that was seen to fit.
     """
     say(console, "\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
-    tried: list[Tried] = []
+    tried = [_found("as asked", report)]
 
     def attempt(what: str, neighbour: Neighbour) -> Tried:
         with waiting(console, f"compiling {what} …"):
-            result = _try(what, neighbour)
+            result = _try(what, neighbour, console)
         tried.append(result)
-        name, fits, *rest = result.cells
-        say(console, f"{name}: {'fits' if fits == 'yes' else fits}: " + ", ".join(filter(None, rest)))
+        say(console, f"{result.what}: {result}")
         return result
 
+    known: CompileReport | Tried = report
     if not report.fits:
         remats = () if report.graphs[0].fits else _other_remats(job)  # which change the train step alone
         for what, neighbour in (*remats, *_other_meshes(job)):
             attempt(what, neighbour)
+    elif auto:
+        job = _with_remat(job, "full")
+        known = attempt("remat full", lambda: job)
+    elif job.job.recipe.compute.remat in ("full", "offload"):
+        attempt("remat auto", lambda: _with_remat(job, AUTO))
     limit = report.chip_hbm_bytes
 
     def needed(result: CompileReport | Tried) -> float | None:
@@ -88,7 +109,7 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
 
     most = largest_batch(
         report.argument_bytes,
-        {job.job.args.per_device_train_batch_size: needed(report) or 0},
+        {job.job.args.per_device_train_batch_size: needed(known) or 0},
         limit,
         lambda rows: needed(attempt(f"{rows} rows a device", lambda: _with_batch(job, rows))),
     )
@@ -96,57 +117,27 @@ def search(job: CompileJob, report: CompileReport, console: Console) -> tuple[li
         console,
         f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
     )
+    tried.sort(key=lambda result: result.tokens_per_second or 0.0, reverse=True)
+    if tried[0].fits:
+        say(console, f"the fastest found: {tried[0].what}: {tried[0]}")
     return tried, most
 
 
-def _try(what: str, neighbour: Neighbour) -> Tried:
+def _try(what: str, neighbour: Neighbour, console: Console) -> Tried:
     try:
         other = neighbour()
-        found = other.compile()
+        if is_auto(other.job):
+            other, report = compile_auto(other, console)
+            return _found(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
+        return _found(what, other.compile())
     except UserError as error:
         return Tried(what, refused=str(error.found))
-    cycles = found.estimated_cycles / (other.job.tokens / other.job.plan.batch_shards) if found.fits else None
-    seconds = sum(graph.wall_seconds for graph in found.graphs)
-    return Tried(what, found.fits, found.largest_graph.needed_bytes, cycles, seconds)
 
 
-def largest_batch(
-    arguments: float, known: Mapping[int, float], limit: float, attempt: Callable[[int], float | None]
-) -> int:
-    """The largest batch a device that was seen to fit; 0: not even one row.
-
-    Memory is close to linear in the batch, except near the limit, where the compiler spends time to save some. So the
-    next batch to try is where a line through the known sizes meets the limit, or an eighth more as long as everything
-    fits. After a try that left more than half of the open range, the next is the middle of what is left.
-
-    Args:
-        arguments: bytes that any batch requires.
-        known: batch → bytes that it requires.
-        limit: bytes there are.
-        attempt: bytes that a batch requires, None if it can't be compiled.
-    """
-    sizes = {0: arguments, **known}
-    middle = False
-    for _ in range(_MOST_TRIES):
-        low = max((batch for batch, needed in sizes.items() if needed <= limit), default=None)
-        if low is None:  # the arguments alone are too large
-            return 0
-        high = min((batch for batch, needed in sizes.items() if needed > limit and batch > low), default=None)
-        if high is not None and high - low == 1:
-            break
-        if high is None:
-            line = (limit - arguments) / max(sizes[low] - arguments, 1) * low
-            batch = max(math.floor(min(line, 8 * low)), low + -(-low // 8))
-        elif middle:
-            batch = (low + high) // 2
-        else:
-            line = low + (limit - sizes[low]) / (sizes[high] - sizes[low]) * (high - low)
-            batch = min(max(math.floor(line), low + 1), high - 1)
-        found = attempt(batch)
-        sizes[batch] = math.inf if found is None else found
-        left = batch - low if sizes[batch] > limit else math.inf if high is None else high - batch
-        middle = high is not None and not middle and 2 * left > high - low
-    return max(batch for batch, needed in sizes.items() if needed <= limit)
+def _found(what: str, report: CompileReport) -> Tried:
+    seconds, estimate = sum(graph.wall_seconds for graph in report.graphs), report.estimate
+    speed = (estimate.tokens_per_second, estimate.mfu) if report.fits else (None, None)
+    return Tried(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
 
 
 def _with_batch(job: CompileJob, batch: int) -> CompileJob:
@@ -154,16 +145,18 @@ def _with_batch(job: CompileJob, batch: int) -> CompileJob:
     return replace(job, job=replace(job.job, args=args))
 
 
+def _with_remat(job: CompileJob, remat: str) -> CompileJob:
+    return replace(job, job=with_remat(job.job, remat))
+
+
 def _with_recipe(job: CompileJob, **changes: Any) -> CompileJob:
     return replace(job, job=replace(job.job, recipe=replace(job.job.recipe, **changes)))
 
 
 def _other_remats(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
-    compute = job.job.recipe.compute
     for remat in _REMAT:
-        if remat != compute.remat:
-            changed = replace(compute, remat=remat)
-            yield f"remat {remat}", functools.partial(_with_recipe, job, compute=changed)
+        if remat != job.job.recipe.compute.remat:
+            yield f"remat {remat}", functools.partial(_with_remat, job, remat)
 
 
 def _other_meshes(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:

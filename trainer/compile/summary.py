@@ -25,7 +25,7 @@ HOW_ESTIMATED = (
 )
 MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
 GRAPH_HEADER = ("graph of the run", "fits", "HBM a chip", "of it state beside", "compile, CPU")
-TRIED_HEADER = ("tried", "fits", "HBM a chip", "cycles a token", "compile")
+TRIED_HEADER = ("tried", "fits", "HBM a chip", "tokens/s a chip", "MFU", "compile")
 ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
@@ -121,10 +121,9 @@ def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
     if report.kernels:
         names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
         facts.append(("not in FLOPs and cycles", f"kernels that tell no FLOPs: {names}"))
-    if report.kept:
-        values = ", ".join(f"{module} ({operation})" for module, operation, _ in report.kept)
-        total = sum(part for *_, part in report.kept)
-        facts.append(("not computed again", f"{size(total)} a layer, all chips together: {values}"))
+    if report.values:
+        kept, known = sum(v.bytes for v in report.values if v.kept), sum(v.bytes for v in report.values)
+        facts.append(("kept for the backward", f"{size(kept)} of {size(known)} that it would compute again"))
     for name, trips in report.loops.items():
         times = "once" if trips == 1 else f"{trips} times"
         facts.append(("depends on data", f"a loop taken to run {times}: {name}"))

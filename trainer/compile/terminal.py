@@ -26,6 +26,7 @@ from trainer.compile.summary import (
     what_for,
     where_it_runs,
 )
+from trainer.remat import VALUES_HEADER, value_rows
 from trainer.report.units import size
 
 
@@ -42,6 +43,8 @@ def print_report(report: CompileReport, console: Console) -> None:
     for name, text in [*((name, size(part)) for name, part in memory_parts(report) if part), *fact_rows(report)]:
         facts.add_row(Text(name), Text(text))
     console.print(facts)
+    if report.values:
+        _print_table(console, VALUES_HEADER, value_rows(report.values[:ROWS]))
     if said := estimate_line(report):
         console.print(Text(said, style="bold"))
         whole = report.estimate.seconds

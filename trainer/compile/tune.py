@@ -23,6 +23,8 @@ from trainer.arguments import TrainingArguments
 from trainer.cache import cache_root, digest
 from trainer.compile.arguments import CompileArguments
 from trainer.compile.job import CompileJob
+from trainer.compile.search import Tried
+from trainer.compile.share import MARGIN
 from trainer.errors import UserError
 from trainer.facts import code_digest
 from trainer.layout.load import shipped_recipes
@@ -47,23 +49,16 @@ class Setting:
     batch: int
     remat: float
 
-    @property
-    def options(self) -> dict[str, str]:
-        """What the command line says of it."""
-        return {
-            "recipe": self.recipe,
-            "mesh": ",".join(f"{axis}={n}" for axis, n in self.mesh),
-            "per_device_train_batch_size": str(self.batch),
-            "compute": f"remat={self.remat:g}",
-        }
+    def __str__(self) -> str:
+        mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
+        rows = "1 row" if self.batch == 1 else f"{self.batch} rows"
+        return f"{self.recipe}, {mesh}, {rows} a device, remat {self.remat:g}"
 
     def of(self, args: TrainingArguments) -> TrainingArguments:
         """``args`` with this setting."""
-        options = self.options
-        compute = ",".join(filter(None, [args.compute, options["compute"]]))  # what comes later wins
-        return replace(
-            args, recipe=self.recipe, mesh=options["mesh"], compute=compute, per_device_train_batch_size=self.batch
-        )
+        mesh = ",".join(f"{axis}={n}" for axis, n in self.mesh)
+        compute = ",".join(filter(None, [args.compute, f"remat={self.remat:g}"]))  # what comes later wins
+        return replace(args, recipe=self.recipe, mesh=mesh, compute=compute, per_device_train_batch_size=self.batch)
 
     def neighbours(self) -> Iterator[Setting]:
         """The settings that differ in one thing, or trade rows for what is kept; the likeliest to be faster first."""
@@ -89,14 +84,16 @@ class Found:
     """What a setting's compile found of the train step.
 
     Args:
+        fits: with room to spare (:data:`trainer.compile.share.MARGIN`).
         needed: bytes of HBM.
-        tokens_per_second: of one chip, estimated.
+        tokens_per_second, mfu: of one chip, estimated.
         refused: why it can't be; empty if it can.
     """
 
     fits: bool = False
     needed: int = 0
     tokens_per_second: float = 0.0
+    mfu: float = 0.0
     refused: str = ""
 
     @property
@@ -107,8 +104,9 @@ class Found:
     def __str__(self) -> str:
         if self.refused:
             return f"can't be: {self.refused}"
-        fits = f"{self.tokens_per_second:,.0f} tokens/s a chip (estimate)" if self.fits else "does not fit"
-        return f"{size(self.needed)}, {fits}"
+        if not self.fits:
+            return f"{size(self.needed)}, does not fit with room to spare"
+        return f"{size(self.needed)}, {self.tokens_per_second:,.0f} tokens/s a chip, {self.mfu:.1%} MFU (estimate)"
 
 
 @dataclass
@@ -154,6 +152,16 @@ class Tuning:
             self._write()
         return None
 
+    @property
+    def results(self) -> list[Tried]:
+        """What was tried, the fastest first."""
+        return [
+            Tried(str(setting), found.fits, found.needed, found.tokens_per_second, found.mfu)
+            if not found.refused
+            else Tried(str(setting), refused=found.refused)
+            for setting, found in sorted(self.tried.items(), key=lambda item: item[1].rank, reverse=True)
+        ]
+
     def _starts(self) -> Iterator[Setting]:
         """The job's own recipe and all others that take its model, each with its own mesh."""
         others = shipped_recipes() if self.args.model else ()  # without one the model is the recipe's own
@@ -183,10 +191,9 @@ class Tuning:
         if setting not in self.tried:
             if time.monotonic() > self._until:
                 return Found(refused="no time")
-            words = " ".join(setting.options.values())
-            with waiting(self.console, f"compiling {words} …"):
+            with waiting(self.console, f"compiling {setting} …"):
                 self.tried[setting] = self._compiled(setting, self.options)
-            say(self.console, f"tune:    {words}: {self.tried[setting]}")
+            say(self.console, f"tune:    {setting}: {self.tried[setting]}")
             self._write()
         return self.tried[setting]
 
@@ -195,7 +202,9 @@ class Tuning:
             report = CompileJob.of(setting.of(self.args), options).compile()
         except UserError as error:
             return Found(refused=str(error.found).splitlines()[0])
-        return Found(report.fits, report.required_bytes, report.estimate.tokens_per_second or 0.0)
+        needed, speed = report.largest_graph.needed_bytes, report.estimate
+        fits = report.fits and needed <= MARGIN * report.chip_hbm_bytes
+        return Found(fits, needed, speed.tokens_per_second or 0.0, speed.mfu or 0.0)
 
     def _write(self) -> None:
         content = [[asdict(setting), asdict(found)] for setting, found in self.tried.items()]
@@ -215,23 +224,36 @@ def _read(path: Path) -> dict[Setting, Found]:
         return {}
 
 
-def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> CompileJob:
-    """The job of ``args`` in the fastest setting that is found, and a word of how to run it.
+def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Tried]]:
+    """The job of ``args`` in the fastest setting that is found, and all that was tried; says how to run it.
 
     Raises:
         UserError: as :meth:`CompileJob.of`; nothing that was tried fits.
     """
     tuning = Tuning(args, options, console, options.tune)
-    best = tuning.best()
+    try:
+        best = tuning.best()
+    except KeyboardInterrupt:
+        say(console, f"tune:    stopped after {len(tuning.tried)} settings; the same command goes on")
+        raise
     if best is None:
         least = max(tuning.tried, key=lambda setting: tuning.tried[setting].rank, default=None)
         raise UserError(
             asked=f"--tune {options.tune}",
-            found="no setting that fits"
-            + (f"; nearest is {' '.join(least.options.values())}: {tuning.tried[least]}" if least else ""),
+            found="no setting that fits" + (f"; nearest is {least}: {tuning.tried[least]}" if least else ""),
             why=f"{len(tuning.tried)} were tried on {options.topology}",
             instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
         )
-    words = [word for name, value in best.options.items() for word in (f"--{name}", value)]
-    say(console, f"tune:    of {len(tuning.tried)} settings the fastest: {shlex.join(words)}")
-    return CompileJob.of(best.of(args), options)
+    found = best.of(args)
+    say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
+    say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
+    return CompileJob.of(found, options), tuning.results
+
+
+def options_of(args: TrainingArguments) -> list[str]:
+    """The words of a command line that says ``args``: their recipe, and all that is not as it is by default."""
+    plain, words = TrainingArguments(recipe=args.recipe).as_dict(), ["--recipe", str(args.recipe)]
+    for name, value in args.as_dict().items():
+        if value != plain[name]:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words

@@ -8,8 +8,8 @@ from html import escape
 from trainer.report.units import size
 
 # Colours of a chart's parts in order: the CSS variables --c0, --c1, …
-_LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c")
-_DARK = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8")
+_LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c", "#b59a2d")
+_DARK = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8", "#d8c066")
 
 
 COLORS = len(_LIGHT)

@@ -55,6 +55,7 @@ class RunView:
         plan: header and rows of the plan's table.
         links: (file of the output folder, what it is).
         samples: ``step``, ``prompt`` and ``answer`` of each answer, in order.
+        values: header and rows of what the backward is given, or computes again.
     """
 
     title: str
@@ -71,6 +72,7 @@ class RunView:
     plan: tuple[Sequence[str], Sequence[Sequence[str]]]
     links: Sequence[tuple[str, str]]
     samples: Sequence[Mapping[str, Any]] = ()
+    values: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ())
 
 
 def run_page(view: RunView) -> str:
@@ -87,6 +89,7 @@ def run_page(view: RunView) -> str:
         *_time(view.lives),
         "<h2>What a device holds</h2>",
         _held(view),
+        *([html_table(*view.values)] if view.values[1] else []),
         "<h2>Plan</h2>",
         f"<details><summary>{len(view.plan[1])} lines</summary>{html_table(*view.plan)}</details>",
         "<h2>Files</h2>",

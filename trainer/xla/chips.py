@@ -31,6 +31,7 @@ class Chip:
         dcn_bandwidth: bytes/s that a chip can send to other slices.
         clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs that all MXUs do in a cycle.
         pod: chips along each dimension of the largest slice.
+        host_bandwidth: bytes/s each way between the chip and its host's memory.
         mxu: rows and columns of a matrix unit.
     """
 
@@ -46,6 +47,7 @@ class Chip:
     clock: float
     pod: tuple[int, ...]
     mxu: int = 128
+    host_bandwidth: float = 16e9
 
     def missing_flags(self, given: str) -> dict[str, str]:
         """This chip's compiler flags, name → value, without those that ``given`` (LIBTPU_INIT_ARGS) sets."""
@@ -63,6 +65,7 @@ class Chip:
 # DCN: the same pages, 50 Gbps a chip of v5p, 6.4 and 25.6 Tbps a pod of 256 v5e and v6e; v4's:
 # https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
 # 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
+# Host: PCIe of v4, the same page of the scaling book; of the others no figure was found, and v4's is taken.
 CHIPS = {
     chip.name: chip
     for chip in (

@@ -171,6 +171,26 @@ replica_groups=[16,4]<=[64], dimensions={{0}}
     assert "ici" not in step(4 * half)
 
 
+def test_only_what_nothing_hides_of_a_copy_to_the_host_is_waited_for() -> None:
+    def step(cycles: int) -> dict[str, float]:
+        return _seconds(
+            f"""HloModule parked
+ENTRY %main (a: f32[1024,1024], b: f32[1024,1024]) -> f32[1024,1024] {{
+  %a = f32[1024,1024]{{1,0}} parameter(0)
+  %b = f32[1024,1024]{{1,0:S(1)}} parameter(1)
+  %s = (f32[1024,1024]{{1,0:S(5)}}, f32[1024,1024]{{1,0}}, u32[]{{:S(2)}}) copy-start(%a)
+  %work = f32[1024,1024]{{1,0:S(1)}} negate(%b), backend_config={{"estimated_cycles":"{cycles}"}}
+  ROOT %d = f32[1024,1024]{{1,0:S(5)}} copy-done(%s)
+}}
+"""
+        )
+
+    alone = 4 * 2**20 / V5P.host_bandwidth
+    half = int(alone / 2 * V5P.clock)
+    assert step(half)["host"] == pytest.approx(alone - half / V5P.clock)
+    assert "host" not in step(4 * half)
+
+
 def test_a_loops_time_is_its_bodys_times_its_turns_and_shares_make_the_whole() -> None:
     loop = """HloModule loops
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {

@@ -6,8 +6,9 @@ the HBM: the compiler counts several times that for what only moves or maps elem
 say that it takes no longer than the bytes do (docs/tpu.md). A kernel of ours takes its FLOPs over the peak or its bytes
 over the bandwidth, at the efficiency of its kind. Collectives that run beside computation have the links of their
 network one after another, in the order of the schedule; one that the compiler runs alone shares them with the one that
-is on its way. What is left of a collective when the schedule awaits it is time in which nothing is computed. Copies
-that the schedule starts and awaits later take no time.
+is on its way. What is left of a collective when the schedule awaits it is time in which nothing is computed. Copies to
+and from the host's memory have the link to the host in the same way; those between HBM and VMEM that the schedule
+starts and awaits later take no time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ CAUSES = {
     "rest": "element by element, and copies",
     "ici": "waiting for chips of the slice",
     "dcn": "waiting for other slices",
+    "host": "waiting for the host's memory",
 }
 
 
@@ -55,11 +57,11 @@ class Spent:
 
 @dataclass
 class Queue:
-    """The collectives of one computation that run beside it.
+    """What one computation sends beside what it computes.
 
     Args:
         until: network → when it is done with all that was started.
-        awaited: who awaits them → (network, when it is done with this one).
+        awaited: who awaits it → (network, when it is done with this part).
     """
 
     until: dict[str, float] = field(default_factory=dict)
@@ -142,16 +144,17 @@ class _Schedule:
         return max(work.flops / (self.chip.flops * reached), work.hbm_bytes / self.bandwidth)
 
     def _send(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction, own: Cost) -> None:
-        """Queues the collectives that an instruction starts; the schedule waits for those that nothing awaits later."""
-        if not own.collectives:
-            return
-        awaiting = self.counter.end(computation, instruction)
-        for key, traffic in own.collectives.items():
-            left = max(queue.until.get(key.network, 0.0) - spent.total, 0.0)
+        """Queues what an instruction starts to send; the schedule waits for what nothing awaits later."""
+        sent = [(key.network, traffic.seconds) for key, traffic in own.collectives.items()]
+        if own.host_bytes:
+            sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.efficiency["host"])))
+        awaiting = self.counter.end(computation, instruction) if sent else None
+        for network, seconds in sent:
+            left = max(queue.until.get(network, 0.0) - spent.total, 0.0)
             if awaiting is None:  # it shares the links with what was started before, which is done so much later
-                queue.delay(key.network, spent.total, traffic.seconds)
-                spent.add(key.network, traffic.seconds + min(traffic.seconds, left))
+                queue.delay(network, spent.total, seconds)
+                spent.add(network, seconds + min(seconds, left))
             else:
-                end = spent.total + left + traffic.seconds
-                queue.until[key.network] = end
-                queue.awaited.setdefault(awaiting.name, []).append((key.network, end))
+                end = spent.total + left + seconds
+                queue.until[network] = end
+                queue.awaited.setdefault(awaiting.name, []).append((network, end))
