@@ -160,14 +160,14 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
 
 def backward(
-    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local
+    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: Local
 ) -> tuple[Array, ...]:
     """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient.
 
     Args:
-        shards: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
+        given: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
     """
-    *shards, kept_NF = shards if local.keep else (*shards, None)
+    *shards, kept_NF = given if local.keep else (*given, None)
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
@@ -192,9 +192,9 @@ def backward(
 
 
 def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> Plan:
-    first, itemsize = parameters[0], x_TH.dtype.itemsize
+    first, itemsize, (tokens, top_k) = parameters[0], x_TH.dtype.itemsize, index_Tk.shape
     width = first.shape[1 if local.contract_last(0) else 2]
-    return local.plan(*index_Tk.shape, len(first), x_TH.shape[1] * itemsize, width * itemsize)
+    return local.plan(tokens, top_k, len(first), x_TH.shape[1] * itemsize, width * itemsize)
 
 
 @dataclass
