@@ -38,10 +38,10 @@ Axes = tuple[str, ...]
 # for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
 Spec = tuple[str | Axes | None, ...]
 
-# platform, and whether exchanges run beside what is computed; not a ContextVar: autograd builds backwards on threads of
-# its own
-_target: list[tuple[str, bool]] = []
+# platform, and compiler flags; not a ContextVar: autograd builds backwards on threads of its own
+_target: list[tuple[str, str]] = []
 _ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all=true"
+_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 
 _DTYPES = {
     torch.float32: "float32",
@@ -60,7 +60,19 @@ def target() -> str:
 
 def exchanges_beside() -> bool:
     """Whether the compiler lets an all-to-all run beside what is computed."""
-    return _target[-1][1] if _target else _ASYNCHRONOUS in os.environ.get("LIBTPU_INIT_ARGS", "")
+    return _ASYNCHRONOUS in _flags()
+
+
+def gathers_beside() -> bool:
+    """Whether the compiler gives gathers to the sparse cores, which run them beside what is computed.
+
+    libtpu 0.0.21 does so with a gather or a reduce-scatter along one dimension of the torus only.
+    """
+    return _SPARSE_CORES in _flags()
+
+
+def _flags() -> str:
+    return _target[-1][1] if _target else os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 @contextlib.contextmanager
@@ -70,7 +82,7 @@ def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
     Args:
         compiler_flags: as LIBTPU_INIT_ARGS holds them.
     """
-    _target.append((platform, _ASYNCHRONOUS in compiler_flags))
+    _target.append((platform, compiler_flags))
     try:
         yield
     finally:

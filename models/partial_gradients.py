@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from models import scopes
 from models.jax_call import Manual, jax, jax_call
 from models.op_arguments import as_text, from_text
+from models.rings import exchange_sum
 
 # name -> tensor
 Tensors = dict[str, torch.Tensor]
@@ -153,7 +154,7 @@ def _sum_shards(
     x = x.squeeze(dim)  # this device has one entry
     if exchanged:
         for axis, scattered in scatter:
-            x = _exchange(x, axis, scattered)
+            x = exchange_sum(x, (axis,), scattered)
         return jax.lax.psum(x, add) if add else x
     last = x.ndim - 1
     # libtpu turns a reduce-scatter along the minor dimension into an all-reduce, so another dimension is made minor
@@ -164,15 +165,6 @@ def _sum_shards(
         x = jax.lax.psum_scatter(x, axis, scatter_dimension=where, tiled=True)
     x = jax.lax.psum(x, add) if add else x
     return x.swapaxes(last - 1, last) if turned else x
-
-
-def _exchange(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """``psum_scatter`` along ``dim``: each device gets all parts of its own and adds them up, in float32."""
-    count = jax.lax.axis_size(axis)
-    parts = jax.lax.all_to_all(x, axis, split_axis=dim, concat_axis=dim, tiled=True)
-    # added one by one: on a TPU a reduction over so short a dimension is slow
-    total, *others = (part.astype(jax.numpy.float32) for part in jax.numpy.split(parts, count, axis=dim))
-    return sum(others, start=total).astype(x.dtype)
 
 
 @torch.library.custom_op("shardwright::add_rows", mutates_args=())

@@ -7,6 +7,7 @@ kernel in JAX computes what the model's code says, and an operation that is not 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.fx.node import map_arg
 # semi-private: torch/utils/_python_dispatch.py, torch 2.9
 from torch.utils._python_dispatch import _disable_current_modes
 
+from models.experts import grouped
 from models.jax_call import jax
 
 jnp = jax.numpy
@@ -91,7 +93,29 @@ def _plain(args: Any) -> Any:
 
 
 def _split(x: Any, size: int, dim: int = 0) -> Any:
+    return _pieces(x, size, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _pieces(x: Any, size: int, dim: int) -> Any:
     return jnp.split(x, list(range(size, x.shape[dim], size)), axis=dim)
+
+
+def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, None]:
+    return _pieces(x, size, dim), None
+
+
+def _pieces_backward(size: int, dim: int, _: None, gradients: Any) -> tuple[Any]:
+    """The gradients beside each other, each written into its place: a TPU would make a concatenation of its own."""
+    shape = list(gradients[0].shape)
+    shape[dim] = sum(piece.shape[dim] for piece in gradients)
+    whole = grouped.unwritten(tuple(shape), gradients[0].dtype, gradients[0][:1])
+    for number, piece in enumerate(gradients):
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, number * size, dim)
+    return (whole,)
+
+
+_pieces.defvjp(_pieces_forward, _pieces_backward)
 
 
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:

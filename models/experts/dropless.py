@@ -14,7 +14,8 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 The factors of LoRA (`models.adapters.lora`) are parameters like the others; a token goes through one and then through
 the other. A weight that is frozen has no gradient, and no product is made for one.
 
-The forward saves its inputs alone, and the backward computes the first projection again. It does not compute the second
+The forward saves its inputs alone, and the backward computes the first projection again; or it keeps that too, where
+it is told to and a device's rows are one block. It does not compute the second
 again for the router's gradient. That gradient is the product of an expert's output with the output's gradient, and the
 same number is the product of the second projection's input with the gradient taken back through that projection.
 
@@ -25,16 +26,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from models.adapters.lora import SCALE, A, B
 from models.experts import activation, dropless_rows
 from models.experts.routing import count
 from models.jax_call import Axes, Manual, Spec, jax_call
 from models.op_arguments import as_text, from_text
+from models.rings import rings
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -50,6 +53,8 @@ class Dropless:
         expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
         order: the device ids in mesh order; None: 0, 1, 2, …
+        keep: keep what the first projection gives until the backward, which then need not compute it again; where a
+            device multiplies the rows of its own tokens in one block.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
             of hidden width, and for a block's rows of the first projection's width.
     """
@@ -60,6 +65,7 @@ class Dropless:
     weight_specs: Mapping[str, Spec] = field(default_factory=dict)
     order: tuple[int, ...] | None = None
     buffer_bytes: int = 2**31
+    keep: bool = False
 
     def __call__(
         self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
@@ -89,8 +95,29 @@ class Dropless:
             specs=specs,
             buffer_bytes=self.buffer_bytes,
         )
-        call = _Call(local, self._manual(specs, local.trained) if self.axes else None)
+        if self.keep and not self.expert_axes:
+            hidden, first = (x_TH.element_size() * width for width in (x_TH.shape[1], _first_width(parameters, local)))
+            planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], len(parameters[0]), hidden, first)
+            local = replace(local, keep=planned.at_once)
+        call = _Call(local, self._manual(specs, local) if self.axes else None)
+        if local.keep:
+            return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, as_text(call))[0]
         return _dropless(x_TH, index_Tk, weight_Tk, parameters, as_text(call))
+
+    def in_rings(self, longest: int) -> Dropless:
+        """The same with the axes along which weights are gathered cut into rings of at most ``longest`` devices."""
+        cut = {name: {name: n} if name in self.expert_axes else rings(name, n, longest) for name, n in self.axes}
+
+        def inside(axes: str | Axes | None) -> Axes:
+            names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            return tuple(ring for name in names for ring in cut[name])
+
+        return replace(
+            self,
+            axes=tuple(pair for sizes in cut.values() for pair in sizes.items()),
+            batch_axes=inside(self.batch_axes),
+            weight_specs={name: tuple(map(inside, spec)) for name, spec in self.weight_specs.items()},
+        )
 
     def _spec(self, name: str, rank: int) -> tuple[Axes, ...]:
         """The axes of each dimension of a parameter, with the expert axes moved to dimension 0."""
@@ -104,17 +131,18 @@ class Dropless:
         others = [tuple(axis for axis in a if axis not in self.expert_axes) for a in axes]
         return (self.expert_axes + others[0], *others[1:])
 
-    def _manual(self, specs: Sequence[tuple[Axes, ...]], learning: Sequence[bool]) -> tuple[Manual, Manual]:
+    def _manual(self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local) -> tuple[Manual, Manual]:
         """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
         tokens: Spec = (self.batch_axes + rest, None)
         held: Spec = (self.expert_axes or None,)
         weights = [tuple(a or None for a in spec) for spec in specs]
-        trained = [spec for spec, learns in zip(weights, learning, strict=True) if learns]
+        trained = [spec for spec, learns in zip(weights, local.trained, strict=True) if learns]
+        kept = [tokens] if local.keep else []
         inputs = (tokens, tokens, tokens, held, *weights)
         return (
-            Manual(self.axes, inputs, (tokens,), self.order),
-            Manual(self.axes, (tokens, *inputs), (tokens, tokens, *trained), self.order),
+            Manual(self.axes, inputs, (tokens, *kept), self.order),
+            Manual(self.axes, (tokens, *inputs, *kept), (tokens, tokens, *trained), self.order),
         )
 
 
@@ -165,6 +193,35 @@ def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
     return x_TH.new_empty(x_TH.shape)
 
 
+@torch.library.custom_op("shardwright::dropless_kept", mutates_args=())
+def _dropless_kept(
+    x_TH: torch.Tensor,
+    index_Tk: torch.Tensor,
+    weight_Tk: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    call_text: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and what the first projection gives for each (token, choice) pair, in an order of each device."""
+    y_TH, h_NF = _run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text)
+    return y_TH, h_NF
+
+
+@_dropless_kept.register_fake
+def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
+    width = _first_width(parameters, from_text(call_text).local)
+    return x_TH.new_empty(x_TH.shape), x_TH.new_empty(index_Tk.numel(), width)
+
+
+@register_flop_formula(torch.ops.shardwright.dropless_kept)
+def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequence[Any], *__: Any, **___: Any) -> int:
+    """The first projection's: by them the remat policies choose what is worth keeping."""
+    return 2 * math.prod(index) * math.prod(parameters[0][1:])
+
+
+def _first_width(parameters: Sequence[torch.Tensor], local: dropless_rows.Local) -> int:
+    return parameters[0].shape[1 if local.out_first else 2]
+
+
 @torch.library.custom_op("shardwright::dropless_backward", mutates_args=())
 def _dropless_backward(
     grad_TH: torch.Tensor,
@@ -172,14 +229,15 @@ def _dropless_backward(
     index_Tk: torch.Tensor,
     weight_Tk: torch.Tensor,
     parameters: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
     """The gradients of the tokens, of the routing weights and of each parameter that is trained."""
-    return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, parameters, call_text))
+    return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, [*parameters, *kept], call_text))
 
 
 @_dropless_backward.register_fake
-def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, call_text):
+def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, call_text):
     trained = _trained(parameters, call_text)
     return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
 
@@ -193,7 +251,7 @@ def _run(
     rows: list[torch.Tensor],
     index_Tk: torch.Tensor,
     weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
     call_text: str,
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward or the backward of `models.experts.dropless_rows` on ``rows``, tensors of hidden width."""
@@ -203,20 +261,25 @@ def _run(
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
     manual = call.manual[function is dropless_rows.backward] if call.manual else None
     # a device reads from this which experts it holds; its position in the mesh does not follow from its id
-    experts = torch.arange(len(parameters[0]), dtype=torch.int32, device=device)
-    return jax_call(function, *rows, index_Tk, weight_Tk, experts, *parameters, manual=manual, local=call.local)
+    experts = torch.arange(len(shards[0]), dtype=torch.int32, device=device)
+    return jax_call(function, *rows, index_Tk, weight_Tk, experts, *shards, manual=manual, local=call.local)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x_TH, index_Tk, weight_Tk, parameters, ctx.call_text = inputs
-    ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters)
+    kept = [] if isinstance(output, torch.Tensor) else [output[1]]
+    ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters, *kept)
 
 
-def _differentiate(ctx: Any, grad_TH: torch.Tensor) -> tuple[Any, ...]:
-    x_TH, index_Tk, weight_Tk, *parameters = ctx.saved_tensors
-    grad_x, grad_weight, *found = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, ctx.call_text)
-    gradients, trained = iter(found), from_text(ctx.call_text).local.trained
+def _differentiate(ctx: Any, grad_TH: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    x_TH, index_Tk, weight_Tk, *rest = ctx.saved_tensors
+    trained = from_text(ctx.call_text).local.trained
+    parameters, kept = rest[: len(trained)], rest[len(trained) :]
+    grads = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, ctx.call_text)
+    grad_x, grad_weight, *found = grads
+    gradients = iter(found)
     return grad_x, None, grad_weight, [next(gradients) if learns else None for learns in trained], None
 
 
-_dropless.register_autograd(_differentiate, setup_context=_save_inputs)
+for _operation in (_dropless, _dropless_kept):
+    _operation.register_autograd(_differentiate, setup_context=_save_inputs)

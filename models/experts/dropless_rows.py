@@ -13,7 +13,8 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
-from models.jax_call import Axes, exchanges_beside, jax
+from models.jax_call import Axes, exchanges_beside, gathers_beside, jax
+from models.rings import exchange_sum
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -22,6 +23,23 @@ Array = Any
 
 # A block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a device's rows are multiplied.
+
+    Args:
+        crossing: how tokens get to the experts.
+        block: rows that are multiplied at once.
+        tile: see `models.experts.grouped`.
+        at_once: whether one block is all that a device multiplies.
+    """
+
+    crossing: exchange.Plan
+    block: int
+    tile: int
+    at_once: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,7 @@ class Local:
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
         buffer_bytes: see `models.experts.dropless.Dropless`.
+        keep: whether the forward returns the first projection's results too, and the backward takes them.
     """
 
     activation: activation.Activation
@@ -50,6 +69,7 @@ class Local:
     expert_shards: int
     specs: tuple[tuple[Axes, ...], ...]
     buffer_bytes: int
+    keep: bool = False
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
         """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
@@ -63,6 +83,9 @@ class Local:
         gradient = gradient.astype(dtype)
         gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
         for dim, axes in reversed(self._gathered(spec)):
+            if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
+                gradient = exchange_sum(gradient, axes, dim)
+                continue
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
@@ -91,76 +114,87 @@ class Local:
         axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
-    def exchange(self, x_TH: Array, index_Tk: Array, held: Array) -> exchange.Plan:
-        """How tokens [T, H] with choices [T, k] get to the experts."""
-        rows = max(self.buffer_bytes // (x_TH.shape[1] * x_TH.dtype.itemsize), 1)
-        (T, k), n = index_Tk.shape, self.expert_shards
-        return exchange.plan(T, k, n, len(held), max(rows // k, 1), overlaps=exchanges_beside())
+    def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> Plan:
+        """How a device's tokens get to the experts, and how many rows are multiplied at once.
+
+        A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks.
+
+        Args:
+            experts: of a device.
+            hidden_bytes, first_bytes: of a row of hidden width, and of the first projection's.
+        """
+        most = max(self.buffer_bytes // hidden_bytes // top_k, 1)
+        crossing = exchange.plan(tokens, top_k, self.expert_shards, experts, most, overlaps=exchanges_beside())
+        rows = crossing.rows * top_k
+        balanced = crossing.window * top_k if self.expert_axes else rows
+        most = max(self.buffer_bytes // first_bytes, 1)
+        tile = grouped.tile_rows(min(balanced, most), experts)
+        most = max(min(most, balanced + balanced // _SPARE if self.expert_axes else rows) // tile * tile, tile)
+        blocks = -(-rows // most)
+        at_once = blocks == 1 and crossing.rounds == 1 and crossing.slots is None
+        return Plan(crossing, -(-rows // (blocks * tile)) * tile, tile, at_once)
 
 
-def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Array:
+def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
     """The experts' output for this device's tokens, [T, H].
+
+    With ``local.keep`` also what the first projection gives for each of their pairs, sorted by expert, [N, F].
 
     Args:
         held: the numbers of the experts held here, [E].
         shards: this device's shard of each parameter.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    planned = _plan(x_TH, index_Tk, parameters, local)
 
-    planned = local.exchange(x_TH, index_Tk, held)
-
-    def compute(_: None, tokens: tuple[Array, ...]) -> tuple[None, tuple[Array]]:
+    def compute(_: None, tokens: tuple[Array, ...]) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
-        rows = _Rows.sort(index, held, _block_rows(planned, x, index, parameters, local), local)
-        y = _experts(x, rows, parameters, local)
-        return None, (rows.combine(y, weight).astype(x.dtype),)
+        rows = _Rows.sort(index, held, planned, local)
+        y, kept = _experts(x, rows, parameters, local)
+        return kept, (rows.combine(y, weight).astype(x.dtype),)
 
     axes = (local.expert_axes, local.axes)
     tensors = (x_TH, index_Tk, weight_Tk)
-    return exchange.in_rounds(compute, None, tensors, (x_TH,), held, planned, axes)[1][0]
+    kept, (y_TH,) = exchange.in_rounds(compute, None, tensors, (x_TH,), held, planned.crossing, axes)
+    return (y_TH, kept[: index_Tk.size]) if local.keep else y_TH
 
 
 def backward(
-    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local
+    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: Local
 ) -> tuple[Array, ...]:
-    """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient."""
+    """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient.
+
+    Args:
+        given: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
+    """
+    *shards, kept_NF = given if local.keep else (*given, None)
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
-    # of a frozen parameter nothing is summed, and nothing is returned
-    zeros = [jnp.zeros(p.shape, jnp.float32) if t else None for p, t in zip(parameters, local.trained, strict=True)]
+    planned = _plan(x_TH, index_Tk, parameters, local)
+    # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
+    summed = [None if planned.at_once else trained for trained in local.trained]
+    zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    planned = local.exchange(x_TH, index_Tk, held)
-
-    def compute(sums: list[Array], tokens: tuple[Array, ...]) -> tuple[list[Array], tuple[Array, Array]]:
+    def compute(sums: list[Any], tokens: tuple[Array, ...]) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
-        rows = _Rows.sort(index, held, _block_rows(planned, x, index, parameters, local), local)
-        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local)
+        rows = _Rows.sort(index, held, planned, local)
+        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, kept_NF)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
 
     axes = (local.expert_axes, local.axes)
     tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
-    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, (x_TH, weight_Tk), held, planned, axes)
+    like = (x_TH, weight_Tk)
+    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes)
     gradients = [
         local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
     ]
     return grad_x, grad_weight, *gradients
 
 
-def _block_rows(
-    planned: exchange.Plan, x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local
-) -> tuple[int, int]:
-    """How many rows a block has, and how many each tile of it.
-
-    A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks.
-    """
-    E, F = parameters[0].shape[0], parameters[0].shape[1 if local.contract_last(0) else 2]
-    rows, k = index_Tk.size, index_Tk.shape[1]
-    balanced = planned.window * k if local.expert_axes else rows
-    most = max(local.buffer_bytes // (F * x_TH.dtype.itemsize), 1)
-    tile = grouped.tile_rows(min(balanced, most), E)
-    most = max(min(most, balanced + balanced // _SPARE if local.expert_axes else rows) // tile * tile, tile)
-    blocks = -(-rows // most)
-    return -(-rows // (blocks * tile)) * tile, tile
+def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> Plan:
+    first, itemsize, (tokens, top_k) = parameters[0], x_TH.dtype.itemsize, index_Tk.shape
+    width = first.shape[1 if local.contract_last(0) else 2]
+    return local.plan(tokens, top_k, len(first), x_TH.shape[1] * itemsize, width * itemsize)
 
 
 @dataclass
@@ -172,8 +206,7 @@ class _Rows:
         choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
         row_kT: the inverse: the row of each pair.
         end_E: where each expert's rows end. The last entry is the number of rows that matter.
-        block: how many rows are multiplied at once.
-        tile: see `models.experts.grouped`.
+        planned: how they are multiplied.
         all_held: whether every expert is held here. Then every row matters, and the number of blocks is static.
     """
 
@@ -181,14 +214,13 @@ class _Rows:
     choice_R: Array
     row_kT: Array
     end_E: Array
-    block: int
-    tile: int
+    planned: Plan
     all_held: bool
 
     @classmethod
-    def sort(cls, index_Tk: Array, held: Array, sizes: tuple[int, int], local: Local) -> _Rows:
-        """Sort the pairs of routing indices ``index_Tk``; ``sizes`` are those of a block and of a tile."""
-        (T, k), E, (block, tile) = index_Tk.shape, len(held), sizes
+    def sort(cls, index_Tk: Array, held: Array, planned: Plan, local: Local) -> _Rows:
+        """Sort the pairs of routing indices ``index_Tk``."""
+        (T, k), E = index_Tk.shape, len(held)
         N = T * k
         # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
         expert_N = index_Tk.T.reshape(N) - held[0]
@@ -197,15 +229,16 @@ class _Rows:
         _, choice_N = lax.sort((expert_N, number_N), num_keys=1, is_stable=True)
         _, row_N = lax.sort((choice_N, number_N), num_keys=1)
         end_E = jnp.cumsum((expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32))
-        choice_R = jnp.pad(choice_N, (0, -N % block))
-        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, block, tile, not local.expert_axes)
+        choice_R = jnp.pad(choice_N, (0, -N % planned.block))
+        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, not local.expert_axes)
 
     def fold(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
         """``carry`` after ``carry = body(block, carry)`` for each block with rows that matter."""
-        if len(self.token_R) == self.block:
+        block = self.planned.block
+        if len(self.token_R) == block:
             return body(_Block(self, jnp.int32(0)), carry)
-        count = len(self.token_R) // self.block if self.all_held else -(-self.end_E[-1] // self.block)
-        return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * self.block), carry), carry)
+        count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
+        return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * block), carry), carry)
 
     def of_choices(self, value_R: Array) -> Array:
         """The value of each pair, [T, k]; 0 if its expert is not held here."""
@@ -222,18 +255,18 @@ class _Rows:
 
 
 class _Block:
-    """Consecutive sorted rows, ``rows.block`` of them from row ``start``."""
+    """Consecutive sorted rows, ``planned.block`` of them from row ``start``."""
 
     def __init__(self, rows: _Rows, start: Array) -> None:
         self.rows, self.start = rows, start
-        end_E = jnp.clip(rows.end_E, start, start + rows.block)
-        self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.block))
-        row_B = start + lax.iota(jnp.int32, rows.block)
+        end_E = jnp.clip(rows.end_E, start, start + rows.planned.block)
+        self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.planned.block))
+        row_B = start + lax.iota(jnp.int32, rows.planned.block)
         self.matters_B1 = (row_B < rows.end_E[-1])[:, None]
         self.expert_B = (row_B[:, None] >= rows.end_E).sum(1, dtype=jnp.int32)
 
     def take(self, value_R: Array) -> Array:
-        return lax.dynamic_slice_in_dim(value_R, self.start, self.rows.block)
+        return lax.dynamic_slice_in_dim(value_R, self.start, self.rows.planned.block)
 
     def put(self, value_R: Array, value_B: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
@@ -242,21 +275,25 @@ class _Block:
         return exchange.at(x_TH, self.take(self.rows.token_R))
 
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
-        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.tile, contract_last=contract_last)
+        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
 
     def bias(self, bias_E: Array) -> Array:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
-    def outer(self, sums_E: Array, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``."""
-        pair = (out_B, in_B) if contract_last else (in_B, out_B)
-        return grouped.outer(*pair, self.sizes_E, self.rows.tile, sums_E)
+    def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``.
 
-    def add_rows(self, sums_E: Array, grad_B: Array) -> Array:
-        """``sums`` plus what these rows add to a bias's gradient."""
-        mine_BE = (self.expert_B[:, None] == jnp.arange(len(sums_E))).astype(grad_B.dtype)
+        Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
+        """
+        pair = (out_B, in_B) if contract_last else (in_B, out_B)
+        return grouped.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
+
+    def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
+        """``sums``, if there are any, plus what these rows add to a bias's gradient."""
+        mine_BE = (self.expert_B[:, None] == jnp.arange(len(self.sizes_E))).astype(grad_B.dtype)
         grad_B = jnp.where(self.matters_B1, grad_B, 0)
-        return sums_E + jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+        added_E = jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+        return added_E if sums_E is None else sums_E + added_E
 
 
 class _Projection:
@@ -310,15 +347,18 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> Array:
-    """The output of the experts held here for their rows, [R, H]; arbitrary in rows that don't matter."""
+def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> tuple[Array, Array | None]:
+    """The output of the experts held here for their rows, [R, H], and what is kept of the first projection, [R, F].
+
+    Both are arbitrary in rows that don't matter.
+    """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
 
-    def body(block: _Block, y_RH: Array) -> Array:
+    def body(block: _Block, carry: tuple[Array, None]) -> tuple[Array, Array | None]:
         h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
-        return block.put(y_RH, second.forward(block, local.activation(h_BF)))
+        return block.put(carry[0], second.forward(block, local.activation(h_BF))), h_BF if local.keep else None
 
-    return rows.fold(body, grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E))
+    return rows.fold(body, (grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E), None))
 
 
 def _experts_backward(
@@ -329,8 +369,14 @@ def _experts_backward(
     parameters: Sequence[Array],
     sums: list[Any],
     local: Local,
+    kept_NF: Array | None,
 ) -> tuple[Array, Array, list[Any]]:
-    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters."""
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
+
+    Args:
+        sums: None for a parameter that has none yet.
+        kept_NF: what the first projection gave; None: it is computed again.
+    """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
     weight_N = weight_Tk.T.reshape(-1)
 
@@ -338,8 +384,11 @@ def _experts_backward(
         grad_rows, grad_row_weights, sums = carry
         weight_B1 = exchange.at(weight_N, block.take(rows.choice_R))[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-        h_BF = first.forward(block, x_BH)
+        h_BF = first.forward(block, x_BH) if kept_NF is None else _lengthened(kept_NF, rows.planned.block)
         a_BI = local.activation(h_BF)
+        new = list(sums)
+        second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
+        (grad_BH, a_BI), new = _after((grad_BH, a_BI), new)
         # the gradient of the activation's result, before it is multiplied by the routing weight
         grad_BI = second.back(block, grad_BH)
         grad_weight_B = _row_products(grad_BI, a_BI)
@@ -349,15 +398,28 @@ def _experts_backward(
         # several float32 arrays of the first projection's width
         _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
-        new = list(sums)
         first.add_gradients(block, new, grad_BF, x_BH)
-        second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
+        grad_BF, new = _after(grad_BF, new)
         grad_rows = block.put(grad_rows, first.back(block, grad_BF))
         return grad_rows, block.put(grad_row_weights, grad_weight_B), new
 
     R = len(rows.token_R)
     grad_rows = grouped.unwritten((R, x_TH.shape[1]), first.dtype, rows.end_E)
     return rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32), sums))
+
+
+def _after(x: Any, gradients: Any) -> Any:
+    """``x``, for what is computed from it after the weights' ``gradients``, and these.
+
+    Weights that cross beside what is computed have time until then, and the gradients' sums over devices from then on.
+    Left to itself the compiler puts the products that make gradients last, and nothing beside the sums.
+    """
+    return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
+
+
+def _lengthened(x_NF: Array, rows: int) -> Array:
+    """``x`` with rows of zeros behind, so many in all."""
+    return jnp.pad(x_NF, ((0, rows - len(x_NF)), (0, 0)))
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:

@@ -58,19 +58,22 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_las
     return lax.fori_loop(0, count, body, jnp.zeros((x_RK.shape[0], N), x_RK.dtype))
 
 
-def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) -> Array:
+def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array | None) -> Array:
     """``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
 
-    The result has the dtype of ``into``; products are summed in float32. Rows behind the last group are not read.
+    The result has the dtype of ``into``, or of ``a`` where that is None. Products are summed in float32. Rows behind
+    the last group are not read.
     """
     if target() == "tpu":
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
         # the float32 sums take VMEM too, so tiles are narrower than those of `multiply`
         tiling = (tile, tile_width(a_RK.shape[1], 512), tile_width(b_RN.shape[1]))
-        return tgmm(a_RK.T, b_RN, sizes_G, into_GKN.dtype, tiling, existing_out=into_GKN)
+        dtype = a_RK.dtype if into_GKN is None else into_GKN.dtype
+        return tgmm(a_RK.T, b_RN, sizes_G, dtype, tiling, existing_out=into_GKN)
 
     count, visit = _visits(sizes_G, tile)
+    sums_GKN = jnp.zeros((len(sizes_G), a_RK.shape[1], b_RN.shape[1]), jnp.float32) if into_GKN is None else into_GKN
 
     def body(i: Array, into: Array) -> Array:
         group, start, mine = visit(i)
@@ -79,7 +82,7 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array) 
         new = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return into.at[group].add(new.astype(into.dtype))
 
-    return lax.fori_loop(0, count, body, into_GKN)
+    return lax.fori_loop(0, count, body, sums_GKN).astype(a_RK.dtype if into_GKN is None else into_GKN.dtype)
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:

@@ -64,8 +64,8 @@ def outputs_and_gradients(function, experts, index, weights, place):
     return {"output": y.cpu(), **{name: g.cpu() for name, g in zip(leaves, found, strict=True)}}
 
 
-def check(kernel, family, kind, mesh=None, tokens=T):
-    """Assert that the kernel's numbers are those of the family's eager experts."""
+def check(kernel, family, kind, mesh=None, tokens=T, run=None):
+    """Assert that the kernel's numbers, or those of ``run`` in its place, are those of the family's eager experts."""
     experts, (index, weights) = make_experts(family), routing(kind, tokens)
     expected = outputs_and_gradients(lambda module, *args: module(*args), experts, index, weights, lambda n, t: t)
 
@@ -76,7 +76,7 @@ def check(kernel, family, kind, mesh=None, tokens=T):
             xs.mark_sharding(t, mesh, kernel.weight_specs.get(name, split if len(t) == tokens else (None,) * t.dim()))
         return t
 
-    for name, ours in outputs_and_gradients(kernel, experts, index, weights, place).items():
+    for name, ours in outputs_and_gradients(run or kernel, experts, index, weights, place).items():
         worst = ((ours - expected[name]).norm() / expected[name].norm()).item()
         assert worst < 1e-5, f"{name} is off by {worst}"
 
@@ -105,9 +105,31 @@ def test_blocks_of_rows_and_chunks_of_tokens_change_no_number(rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_gathered_over_fsdp(kind):
-    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP)
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_weights_gathered_over_fsdp(kind, keep):
+    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP, keep=keep)
     check(kernel, "mixtral", kind, mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "family", "specs", "expert"),
+    [({"fsdp": 8}, "mixtral", FSDP, ()), ({"fsdp": 4, "expert": 2}, "gpt_oss", EXPERT | BIASES, ("expert",))],
+    ids=["all axes", "all but the experts' own"],
+)
+def test_weights_gathered_ring_by_ring(sizes, family, specs, expert):
+    kernel, mesh = bound(sizes, tuple(sizes), specs, expert, keep=True)
+    cut = kernel.in_rings(2)
+    assert [n for _, n in cut.axes] == [2, 2, 2]
+    assert set(expert) <= {axis for axis, _ in cut.axes}
+    check(kernel, family, "skewed", mesh, run=cut)
+
+
+def test_what_the_first_projection_gives_can_be_kept_where_there_are_biases():
+    check(Dropless(keep=True), "gpt_oss", "skewed")
+
+
+def test_nothing_is_kept_where_rows_take_more_than_one_block():
+    check(Dropless(buffer_bytes=160 * H * 4, keep=True), "mixtral", "skewed")
 
 
 def test_weights_of_experts_that_are_spread_can_be_gathered_too():

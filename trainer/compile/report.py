@@ -58,9 +58,10 @@ class Roofline:
 
     Args:
         compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes, each divided by the chip's peak.
-        cycles: the compiler's estimated cycles divided by the clock. They hold neither custom kernels nor collectives,
-            so two times are added: the FLOPs that kernels tell over the chip's peak, and the collectives that run with
-            nothing beside them over the bandwidth of all links.
+        cycles: the compiler's estimated cycles of matrix products, divided by the clock. They hold neither custom
+            kernels nor collectives, so two times are added: the FLOPs that kernels tell over the chip's peak, and the
+            collectives that run with nothing beside them over the bandwidth of all links. Of other operations the
+            bytes count: the cycles say several times as much (docs/tpu.md).
         bound: the name of the longest.
         mfu_bound: model FLOPs divided by what the chip could do in that time; None without model FLOPs.
     """
@@ -296,7 +297,7 @@ def _roofline(cost: Cost, lines: Sequence[CollectiveLine], chip: Chip, model_flo
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
         "ici": wire["ici"] / chip.ici_bandwidth,
         "dcn": wire["dcn"] / chip.dcn_bandwidth,
-        "cycles": cost.cycles / chip.clock
+        "cycles": cost.product_cycles / chip.clock
         + cost.kernel_flops / chip.flops
         + exposed["ici"] / chip.ici_bandwidth
         + exposed["dcn"] / chip.dcn_bandwidth,

@@ -14,7 +14,7 @@ ROOFS = {  # what each of `Roofline.times` divides by what
     "hbm": "HBM bytes ÷ HBM bandwidth",
     "ici": "bytes sent ÷ bandwidth of all ICI links",
     "dcn": "bytes sent between slices ÷ DCN bandwidth",
-    "cycles": "compiler's estimated cycles ÷ clock, kernels' FLOPs ÷ peak, and what is sent with nothing beside it",
+    "cycles": "compiler's cycles of matrix products ÷ clock, kernels' FLOPs ÷ peak, and what is sent alone",
 }
 SHARES_HEADER = ("estimated step", "seconds", "share", "")
 EFFICIENCY_HEADER = ("kind", "reached", "of", "source")

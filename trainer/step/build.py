@@ -53,6 +53,7 @@ from trainer.weights.sources import Source
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
 
+_LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -225,7 +226,10 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
+            keep=not isinstance(job.recipe.compute.remat, str) or job.recipe.compute.remat == "none",
         )
+        if jax_call.gathers_beside():
+            kernel = kernel.in_rings(_LONGEST_RING)
     experts.bind(model, experts_modules(model), kernel)
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from models import jax_call, partial_gradients
 from models.jax_call import Manual
+from models.rings import rings
 from trainer.job import Job
 from trainer.layout.partition import PartitionSpec, axes_of, partition_spec, shards_of
 from trainer.layout.placement import Shard
@@ -27,7 +28,7 @@ from trainer.model import experts_modules
 from trainer.xla import sharding
 from trainer.xla.mesh import DeviceMesh, device_order
 
-_LONGEST_RING = 16
+_LONGEST_RING = 16  # libtpu would turn a reduce-scatter over all the chips of a torus into an all-reduce
 _LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter
 _MOST_EXCHANGE = 8  # over 64 chips adding the parts up, ring after ring, takes longer than is saved (docs/tpu.md)
 
@@ -89,23 +90,23 @@ class PartialGradient:
         """The collectives: scatters, ring by ring, along the axes that split the parameter; sums along the others."""
         sizes = self.mesh.shape()
         longest = _LONGEST_EXCHANGE if self.exchanged else min(_LONGEST_RING, math.prod(sizes.values()) - 1)
-        rings = {axis: _rings(axis, size, longest) for axis, size in sizes.items()}
+        cut = {axis: rings(axis, size, longest) for axis, size in sizes.items()}
         before = [axes_of(entry) for entry in self.spec]
         scatter = [(axis, self.dim + self.layout[axis].dim) for axis in self.axes if axis in self.layout]
         # The axis that is scattered last is innermost, also where a later axis of the mesh splits the dimension.
         out: list[list[str]] = [[] for _ in range(self.dim + self.rank)]
         kept = [axis for axis in self.mesh.shape() if axis in self.layout and axis not in self.axes]
         for axis in [*kept, *(axis for axis, _ in scatter)]:
-            out[self.dim + self.layout[axis].dim] += rings[axis]
+            out[self.dim + self.layout[axis].dim] += cut[axis]
         return partial_gradients.Sum(
             self.parameter,
             self.dim,
-            scatter=tuple((ring, dim) for axis, dim in scatter for ring in rings[axis]),
-            add=tuple(ring for axis in self.axes if axis not in self.layout for ring in rings[axis]),
+            scatter=tuple((ring, dim) for axis, dim in scatter for ring in cut[axis]),
+            add=tuple(ring for axis in self.axes if axis not in self.layout for ring in cut[axis]),
             exchanged=self.exchanged,
             manual=Manual(
-                tuple(pair for sizes in rings.values() for pair in sizes.items()),
-                (tuple(tuple(ring for axis in group for ring in rings[axis]) or None for group in before),),
+                tuple(pair for sizes in cut.values() for pair in sizes.items()),
+                (tuple(tuple(ring for axis in group for ring in cut[axis]) or None for group in before),),
                 (tuple(tuple(group) or None for group in out),),
                 device_order(self.mesh),
             ),
@@ -130,18 +131,6 @@ class PartialGradient:
 
     def _spec(self, layout: Layout) -> PartitionSpec:
         return partition_spec(layout, self.rank, tuple(self.mesh.shape()))
-
-
-def _rings(axis: str, size: int, longest: int) -> dict[str, int]:
-    """``axis`` cut into rings of at most ``longest`` devices: name → size, outermost first.
-
-    A reduce-scatter that ran over all the chips of a torus would be turned into an all-reduce by libtpu.
-    """
-    sizes = []
-    while size > longest and (ring := max((d for d in range(1, longest + 1) if size % d == 0), default=1)) > 1:
-        sizes.append(ring)
-        size //= ring
-    return {f"{axis}.{i}": ring for i, ring in enumerate([*sizes, size])}
 
 
 class _Leaf(torch.autograd.Function):

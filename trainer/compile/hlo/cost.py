@@ -56,6 +56,7 @@ class Cost:
     """What a computation takes when it runs once.
 
     Args:
+        product_cycles: the part of ``cycles`` of operations that multiply matrices.
         kernels: custom kernels without a cost estimate: whose → how often they run.
         kernel_flops: the part of ``flops`` that custom kernels tell of themselves; they have no cycles.
         modules: module → its share.
@@ -66,6 +67,7 @@ class Cost:
     hbm_bytes: float = 0.0
     host_bytes: float = 0.0
     cycles: float = 0.0
+    product_cycles: float = 0.0
     kernels: dict[str, float] = field(default_factory=dict)
     kernel_flops: float = 0.0
     modules: dict[str, Share] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Cost:
         self.hbm_bytes += times * other.hbm_bytes
         self.host_bytes += times * other.host_bytes
         self.cycles += times * other.cycles
+        self.product_cycles += times * other.product_cycles
         for name, runs in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0) + times * runs
         for name, share in other.modules.items():
@@ -160,6 +163,7 @@ class Counter:
         else:
             self._plain(cost, computation, instruction)
         share = Share(cost.flops, cost.hbm_bytes, cost.cycles).plus(before, -1)
+        cost.product_cycles += share.cycles if share.flops else 0.0
         if share != Share():
             name = module or instruction.opcode
             cost.modules[name] = cost.modules.get(name, Share()).plus(share, 1)
@@ -257,16 +261,21 @@ class Counter:
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds what a fusion reads and writes."""
+        """Adds what a fusion reads and writes. What belongs to an asynchronous collective only passes through it."""
         fused = self.named(instruction.called)
+        outputs, operands = _passing(fused, instruction)
         for number, operand in enumerate(computation.operands(instruction)):
+            if number in operands:
+                continue
             whole = operand.leaves
             read = self._read(fused, fused.parameters[number].name) if number in fused.parameters else None
             if read is None or len(whole) != 1:
                 _move(cost, whole)
             elif whole[0].space == 0:
                 cost.hbm_bytes += min(read, whole[0].bytes)
-        for leaf, part in zip(instruction.leaves, _outputs(fused), strict=False):
+        for number, (leaf, part) in enumerate(zip(instruction.leaves, _outputs(fused), strict=False)):
+            if number in outputs:
+                continue
             written = self._written(fused, part)
             if written is None:
                 _move(cost, [leaf])
@@ -337,6 +346,15 @@ def _chain(fused: Computation, target: str) -> str | None:
     if not any(i.opcode == "custom-call" and f'"{target}"' in i.attributes for i in fused.instructions):
         return None
     return next((chain for i in fused.instructions if (chain := i.attribute(r'chain_id="(\d+)"'))), "")
+
+
+def _passing(fused: Computation, instruction: Instruction) -> tuple[set[int], set[int]]:
+    """The numbers of a fusion's outputs, and of its operands, that are the buffers of a collective that goes on."""
+    if not any("chain_id=" in i.attributes for i in fused.instructions):
+        return set(), set()
+    told = instruction.attribute(r"output_to_operand_aliasing=(\{.*?\)\})") or ""
+    pairs = re.findall(r"\{(\d*)\}: \((\d+),", told)
+    return {int(output or 0) for output, _ in pairs}, {int(operand) for _, operand in pairs}
 
 
 def _cycles(instruction: Instruction) -> int:

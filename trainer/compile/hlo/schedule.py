@@ -1,10 +1,14 @@
 """How long one execution of a compiled module takes a chip: its operations one after another, collectives beside them.
 
-An operation takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth, its FLOPs over
-the peak. A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
-A collective has the links of its network to itself, in the order of the schedule; what is left of it when the schedule
-awaits it is time in which nothing is computed. So has a copy to or from the host's memory the link to the host. Copies
-between HBM and VMEM that the schedule starts and awaits later take no time.
+An operation with products takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth,
+its FLOPs over the peak. Any other takes its bytes over the bandwidth, or the compiler's cycles if it moves nothing in
+the HBM: the compiler counts several times that for what only moves or maps elements, and step times that were published
+say that it takes no longer than the bytes do (docs/tpu.md). A kernel of ours takes its FLOPs over the peak or its bytes
+over the bandwidth, at the efficiency of its kind. Collectives that run beside computation have the links of their
+network one after another, in the order of the schedule; one that the compiler runs alone shares them with the one that
+is on its way. What is left of a collective when the schedule awaits it is time in which nothing is computed. Copies to
+and from the host's memory have the link to the host in the same way; those between HBM and VMEM that the schedule
+starts and awaits later take no time.
 """
 
 from __future__ import annotations
@@ -53,10 +57,23 @@ class Spent:
 
 @dataclass
 class Queue:
-    """What one computation sends: until when a network is in use, and who awaits which of it."""
+    """What one computation sends beside what it computes.
+
+    Args:
+        until: network → when it is done with all that was started.
+        awaited: who awaits it → (network, when it is done with this part).
+    """
 
     until: dict[str, float] = field(default_factory=dict)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+
+    def delay(self, network: str, now: float, seconds: float) -> None:
+        """Has what the network still sends end later."""
+        if self.until.get(network, 0.0) > now:
+            self.until[network] += seconds
+        for instruction, ends in self.awaited.items():
+            later = [(each, end + seconds if each == network and end > now else end) for each, end in ends]
+            self.awaited[instruction] = later
 
 
 def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> dict[str, float]:
@@ -115,9 +132,10 @@ class _Schedule:
             return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])
         if own.collectives and not own.cycles:  # what it moves are the collective's bytes
             return "rest", 0.0
-        cycles = own.cycles / (chip.clock * self.efficiency["compiler"])
-        seconds = max(cycles, own.hbm_bytes / self.bandwidth, own.flops / chip.flops)
-        return ("products" if own.flops else "rest"), seconds
+        cycles, moved = own.cycles / (chip.clock * self.efficiency["compiler"]), own.hbm_bytes / self.bandwidth
+        if own.flops:
+            return "products", max(cycles, moved, own.flops / chip.flops)
+        return "rest", moved or cycles
 
     def _kernel(self, work: Work) -> float:
         reached = self.efficiency[work.kind]
@@ -132,9 +150,11 @@ class _Schedule:
             sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.efficiency["host"])))
         awaiting = self.counter.end(computation, instruction) if sent else None
         for network, seconds in sent:
-            end = max(queue.until.get(network, 0.0), spent.total) + seconds
-            queue.until[network] = end
-            if awaiting is None:
-                spent.add(network, end - spent.total)
+            left = max(queue.until.get(network, 0.0) - spent.total, 0.0)
+            if awaiting is None:  # it shares the links with what was started before, which is done so much later
+                queue.delay(network, spent.total, seconds)
+                spent.add(network, seconds + min(seconds, left))
             else:
+                end = spent.total + left + seconds
+                queue.until[network] = end
                 queue.awaited.setdefault(awaiting.name, []).append((network, end))
