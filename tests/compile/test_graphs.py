@@ -111,8 +111,8 @@ def test_a_run_compiles_no_graph_that_is_not_asked(tmp_path: Path) -> None:
     # what was asked is what ran: evaluations of these rows, and generations of this shape
     assert job.evaluation_rows == 8 < job.micro_batch_rows == 16
     assert loop.evaluator.step.guard._signature["input_ids"] == "shape [8, 24], torch.int64"
-    assert loop.samples is not None
-    assert loop.samples.shape == expected_shape(job) == GenerationShape(rows=8, prompt=14, new=3)
+    assert loop.watch.samples is not None
+    assert loop.watch.samples.shape == expected_shape(job) == GenerationShape(rows=8, prompt=14, new=3)
 
 
 @pytest.mark.slow
