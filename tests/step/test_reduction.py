@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_xla
 
+from models.rings import rings
 from trainer.layout.mesh import Mesh
 from trainer.layout.partition import partition_spec
 from trainer.layout.placement import Shard
@@ -75,4 +76,4 @@ def test_a_sum_ring_by_ring_is_the_sum(monkeypatch, exchanges, order):
     ],
 )
 def test_a_long_axis_is_summed_over_ring_by_ring(size, longest, expected):
-    assert list(reduction._rings("fsdp", size, longest).values()) == expected
+    assert list(rings("fsdp", size, longest).values()) == expected
