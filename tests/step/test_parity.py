@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from models import jax_call
+from models.experts import dropless_rows
 from tests.support.cases import RECIPES, SMALL, after_steps, make_batch, make_case, relative, small_config
 from trainer import Compute, Mesh, Recipe, Shard
 from trainer.layout.auto import auto_recipe
@@ -71,6 +72,16 @@ def test_meshes_that_differ_only_in_factors_agree(mesh):
 def test_gradients_summed_by_exchanges_as_on_a_tpu_equal_the_plain_model(recipe, monkeypatch):
     monkeypatch.setattr(jax_call, "exchanges_beside", lambda: True)
     check_gradients(make_case(recipe))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["collectives alone", "as on the sparse cores"])
+@pytest.mark.parametrize("remat", ["none", 1.0])
+def test_what_dropless_experts_keep_for_the_backward_changes_no_number(remat, beside, monkeypatch):
+    for flag in ("exchanges_beside", "gathers_beside"):
+        monkeypatch.setattr(jax_call, flag, lambda: beside)
+        monkeypatch.setattr(dropless_rows, flag, lambda: beside)
+    case = make_case("mixtral_fsdp", mesh="fsdp=8,inner=1", experts="dropless", remat=remat)
+    check_gradients(case)
 
 
 @pytest.mark.parametrize(("recipe", "count"), [("mixtral_ep", 2), ("mixtral_ep", 4), ("llama_tp", 4)])
