@@ -106,6 +106,29 @@ def test_search_says_of_all_that_fits_how_fast_it_is_and_ranks_it(taking, monkey
     assert "the largest batch found to fit: 8 rows" in said
 
 
+def test_a_search_that_is_stopped_tells_and_writes_what_it_tried(taking, monkeypatch, tmp_path):
+    answers = landscape(taking)
+
+    def until(graph: str, job: Job) -> CompileReport:
+        if job.args.per_device_train_batch_size == 8:
+            raise KeyboardInterrupt
+        return answers(graph, job)
+
+    asked_of(monkeypatch, until)
+    data, out = tmp_path / "found.json", StringIO()
+    args = dataclasses.replace(ARGS, compute="remat=full", per_device_train_batch_size=2)
+    options = CompileArguments(topology=TOPOLOGY, search=True, json=str(data), report=str(tmp_path / "page.html"))
+    with pytest.raises(KeyboardInterrupt):
+        command.run(args, options, Console(file=out, width=200))
+    written = json.loads(data.read_text())
+    assert "largest_batch" not in written
+    tried = [each["what"] for each in written["tried"]]
+    assert {*tried} >= {"as asked", "remat auto, which is 1"}
+    assert f"stopped after {len(tried)} settings; the same command goes on" in out.getvalue()
+    assert f"the fastest found: {tried[0]}: fits" in out.getvalue()
+    assert tried[0] in (tmp_path / "page.html").read_text()
+
+
 def landscape(taking: Callable[[float, float], CompileReport]) -> Answer:
     """Memory grows with rows and with what is kept; a larger expert axis, more rows and less to compute are faster."""
 

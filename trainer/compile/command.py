@@ -76,8 +76,11 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     print_report(report, console)
     _write(report, options, job.title, console, tried)
     if options.search:
-        tried, most = search(job, report, console, auto)
-        _write(report, options, job.title, console, tried, most)
+        tried, most = [], None
+        try:
+            most = search(job, report, console, tried, auto)
+        finally:  # a search that is stopped has tried something all the same
+            _write(report, options, job.title, console, tried, most)
     return 0 if report.fits else DOES_NOT_FIT
 
 

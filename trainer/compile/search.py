@@ -65,21 +65,35 @@ class Tried:
         )
 
 
-def search(job: CompileJob, report: CompileReport, console: Console, auto: bool = False) -> tuple[list[Tried], int]:
+def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Tried], auto: bool = False) -> int:
     """Compile neighbours of ``job`` and print each result as it comes, and at last the fastest.
 
     If the job does not fit, other remat policies and meshes are tried at the same batch, and then smaller batches. If
-    it fits, remat ``auto`` and larger batches are tried.
+    it fits, remat ``auto`` and larger batches are tried. What Ctrl-C or SIGTERM ends tells the fastest so far; all that
+    was compiled is cached.
 
     Args:
         report: of the job.
+        tried: where the job and what else was tried are put, the fastest first.
         auto: what the job keeps was found for its batch. A larger one needs the room: it is tried without.
 
     Returns:
-        the job and what else was tried, the fastest first, and the largest batch that was seen to fit.
+        the largest batch that was seen to fit.
     """
+    tried.append(_found("as asked", report))
+    try:
+        return _search(job, report, console, tried, auto)
+    except KeyboardInterrupt:
+        say(console, f"search:  stopped after {len(tried)} settings; the same command goes on")
+        raise
+    finally:
+        tried.sort(key=lambda result: result.tokens_per_second or 0.0, reverse=True)
+        if tried[0].fits:
+            say(console, f"the fastest found: {tried[0].what}: {tried[0]}")
+
+
+def _search(job: CompileJob, report: CompileReport, console: Console, tried: list[Tried], auto: bool) -> int:
     say(console, "\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
-    tried = [_found("as asked", report)]
 
     def attempt(what: str, neighbour: Neighbour) -> Tried:
         with waiting(console, f"compiling {what} …"):
@@ -117,10 +131,7 @@ def search(job: CompileJob, report: CompileReport, console: Console, auto: bool 
         console,
         f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
     )
-    tried.sort(key=lambda result: result.tokens_per_second or 0.0, reverse=True)
-    if tried[0].fits:
-        say(console, f"the fastest found: {tried[0].what}: {tried[0]}")
-    return tried, most
+    return most
 
 
 def _try(what: str, neighbour: Neighbour, console: Console) -> Tried:
