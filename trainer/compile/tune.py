@@ -138,8 +138,7 @@ class Tuning:
         """The fastest setting that was found to fit, in the time that there is; None: none fits."""
         for setting in self._starts():
             self.attempt(setting)
-        while self.tried:
-            best = max(self.tried, key=lambda setting: self.tried[setting].rank)
+        while (best := self.first()) is not None:
             rank = self.tried[best].rank
             if any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
                 continue
@@ -151,6 +150,10 @@ class Tuning:
             self.tried[best] = replace(whole, refused="another graph of the run does not fit")
             self._write()
         return None
+
+    def first(self) -> Setting | None:
+        """The fastest of what was tried; where none fits, the one that is nearest to it."""
+        return max(self.tried, key=lambda setting: self.tried[setting].rank, default=None)
 
     @property
     def results(self) -> list[Tried]:
@@ -235,9 +238,11 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
         best = tuning.best()
     except KeyboardInterrupt:
         say(console, f"tune:    stopped after {len(tuning.tried)} settings; the same command goes on")
+        if (so_far := tuning.first()) is not None and tuning.tried[so_far].fits:
+            say(console, f"tune:    the fastest so far: {so_far}: {tuning.tried[so_far]}")
         raise
     if best is None:
-        least = max(tuning.tried, key=lambda setting: tuning.tried[setting].rank, default=None)
+        least = tuning.first()
         raise UserError(
             asked=f"--tune {options.tune}",
             found="no setting that fits" + (f"; nearest is {least}: {tuning.tried[least]}" if least else ""),
