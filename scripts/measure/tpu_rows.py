@@ -226,8 +226,11 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "sequence": {
         "131,072 tokens, v5p:2x2x1": f"{_LONG} 131072 --mesh fsdp=1,sequence=4 --topology v5p:2x2x1 {_BATCH} 1",
-        "1,048,576 tokens, v5p:2x2x2": f"{_LONG} 1048576 --mesh fsdp=1,sequence=8 --topology v5p:2x2x2 {_BATCH} 1 "
-        "--compute remat=offload --only_train_step",
+    }
+    | {
+        f"1,048,576 tokens, {topology}": f"{_LONG} 1048576 --mesh fsdp=1,sequence={chips} --topology {topology} "
+        f"{_BATCH} 1 --compute remat=offload"
+        for topology, chips in (("v5p:2x2x1", 4), ("v5p:2x2x2", 8))
     },
     "exposed": {
         f"Llama-3-8B, {batch} × 4,096": f"--recipe llama_fsdp {_DENSE8} 4096 --only_train_step --topology v5p:2x2x2 "

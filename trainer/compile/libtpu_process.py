@@ -2,7 +2,7 @@
 
 ``python -m trainer.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and
 leaves there ``result.json`` (memory sizes in bytes and CPU seconds, or the compiler's error), ``optimised.hlo.gz`` and
-``buffers.txt.gz`` (the allocations, and the buffers alive at the peak). It ends when the process PARENT does.
+``buffers.txt.gz`` (the allocations, and the buffers in HBM when it is fullest). It ends when the process PARENT does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import gzip
 import json
 import os
-import re
 import resource
 import signal
 import sys
@@ -29,6 +28,7 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 
+from trainer.compile.hlo.buffers import fullest
 from trainer.xla.physical import in_mesh_order
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
         result["peak"] = sizes.peak_memory_in_bytes
         text = compiled.hlo_modules()[0].to_string()
     _write(folder / "optimised.hlo.gz", text)
-    _write(folder / "buffers.txt.gz", _buffers(_dumped(folder, "buffer-assignment.txt")))
+    _write(folder / "buffers.txt.gz", fullest(_dumped(folder, "buffer-assignment.txt")))
     used = resource.getrusage(resource.RUSAGE_SELF)
     result["cpu_seconds"] = used.ru_utime + used.ru_stime
     (folder / "result.json").write_text(json.dumps(result))
@@ -103,21 +103,6 @@ def _dumped(folder: Path, ending: str) -> str:
     """The text of the last file with this ending that libtpu dumped, empty if there is none."""
     found = sorted((folder / "dump").glob(f"module_*{ending}"))
     return found[-1].read_text(errors="replace") if found else ""
-
-
-def _buffers(assignment: str) -> str:
-    """The lines of a dumped buffer assignment that count: allocations, and the buffers in HBM alive at the peak."""
-    allocations, in_hbm, hbm = [], set(), False
-    for line in assignment.splitlines():
-        if line.startswith("allocation "):
-            allocations.append(line)
-            hbm = "color " not in line  # an allocation with a color is in VMEM, on the host, …
-        elif hbm and (value := re.match(r" value: <\d+ (\S+) @", line)):
-            in_hbm.add(value[1].removesuffix("{}"))
-    peak = re.search(r"^ *Live ranges at \d+ \(peak\):\n((?: +\S+: \d+ bytes .*\n)*)", assignment, re.MULTILINE)
-    lines = peak[1].splitlines() if peak else []
-    alive = [line for line in lines if line.split(":")[0].strip().removesuffix("{}") in in_hbm]
-    return "\n".join([*allocations, "peak:", *alive])
 
 
 def _write(path: Path, text: str) -> None:
