@@ -231,6 +231,10 @@ TABLES: dict[str, dict[str, str]] = {
         f"1,048,576 tokens, {topology}": f"{_LONG} 1048576 --mesh fsdp=1,sequence={chips} --topology {topology} "
         f"{_BATCH} 1 --compute remat=offload"
         for topology, chips in (("v5p:2x2x1", 4), ("v5p:2x2x2", 8))
+    }
+    | {
+        "1,048,576 tokens, v5p:2x2x4, attention's output kept": f"{_LONG} 1048576 --mesh fsdp=1,sequence=16 "
+        f"--topology v5p:2x2x4 {_BATCH} 1 --compute remat=0.12"
     },
     "exposed": {
         f"Llama-3-8B, {batch} × 4,096": f"--recipe llama_fsdp {_DENSE8} 4096 --only_train_step --topology v5p:2x2x2 "
@@ -261,6 +265,16 @@ TABLES: dict[str, dict[str, str]] = {
         )
     },
     "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},
+    "exposed_small": {
+        f"{topology}, {name}": f"{_LAYERS8} {topology} --compiler_options '{flags}'"
+        for topology, name, flags in (
+            ("v6e:2x4", "as it is", ""),
+            ("v6e:2x4", "exchanges", _FLAGS["asynchronous all-to-all"]),
+            ("v6e:2x4", "sparse cores", _FLAGS["collectives on the sparse cores"]),
+            ("v5e:2x4", "as it is", ""),
+            ("v5e:2x4", "exchanges", _FLAGS["asynchronous all-to-all"]),
+        )
+    },
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"
         f"vocab_size=256 --sequence_length {length} --topology v5p:2x2x1 {_BATCH} 1"
