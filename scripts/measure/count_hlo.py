@@ -1,0 +1,206 @@
+"""The estimate of compile.py for a module that is compiled already: any program's optimised HLO text.
+
+python scripts/measure/count_hlo.py MODULE.txt --topology v5p:4x4x4 --mesh fsdp=64 \
+    --model docs/configs/mixtral_8x7b.json --rows 2304 --sequence_length 4096
+
+MODULE is the text as libtpu writes it after optimisation, for all chips of the slice, as it is or in gzip: what
+`--xla_dump_to` leaves, what jax's `compiled.as_text()` gives, or `optimised.hlo.gz` in a folder under `compiled` in the
+cache, where compile.py leaves its own. Nothing is compiled here. The same code counts it as compile.py's report.
+
+The mesh says where the chips of a collective stand. Its axes multiply to all chips, the outermost first, and a device's
+number in the text is its position in it. Model FLOPs are those of the model of that config on these rows, as MFU counts
+them, whatever the program computes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+# No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
+os.environ["USE_TORCH_XLA"] = "0"
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.cli import Parser
+from trainer.compile.lowered import Lowered
+from trainer.compile.report import CompileReport, Expected, make_report
+from trainer.compile.summary import SHARES_HEADER, estimate_line, fact_rows, share_rows, where_it_runs
+from trainer.errors import UserError, exit_code
+from trainer.layout.auto import UNMADE
+from trainer.model import load_config, meta_model, training_flops
+from trainer.report.lines import say
+from trainer.report.units import size
+from trainer.xla.chips import find_topology
+
+_GZIP = b"\x1f\x8b"
+# what a compiling process tells beside the text; the text alone does not say what the step takes of the HBM
+_UNTOLD = ("argument", "output", "alias", "temp", "generated_code", "peak", "host_temp", "host_argument")
+_FACTS = ("FLOPs", "sent by a chip", "not in FLOPs and cycles", "depends on data")
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("module", help="file of the optimised module's text")
+    parser.add_argument("--topology", required=True, help="TPU slice that it was compiled for: v5p:4x4x4, …")
+    parser.add_argument("--slices", type=int, default=1, help="slices of that topology (default: 1)")
+    parser.add_argument("--mesh", required=True, help="axis=size,…, outermost first: fsdp=16,expert=4")
+    parser.add_argument("--dcn", default="", help="axis=slices,…: how many slices an axis spans (default: one each)")
+    parser.add_argument("--rows", type=int, help="sequences of a step, on all chips")
+    parser.add_argument("--sequence_length", type=int, help="tokens of a sequence")
+    parser.add_argument("--model", help="hub id, folder, or config.json, for the model FLOPs")
+    parser.add_argument("--model_flops", type=float, help="of a step on all chips, in place of those of --model")
+    parser.add_argument(
+        "--layers", type=int, default=1, help="how often an outermost loop runs of which the text tells no length"
+    )
+    parser.add_argument("--efficiency", default="", help="as scripts/compile.py takes it")
+    parser.add_argument("--json", metavar="FILE", help="write the estimate, and each collective, to this file")
+    words = parser.parse_args()
+
+    if bool(words.rows) != bool(words.sequence_length):
+        parser.error("--rows and --sequence_length come together: they are a step's tokens")
+    if words.model and not words.rows:
+        parser.error("--model needs --rows and --sequence_length: its FLOPs are those of a step's tokens")
+    flops = words.model_flops
+    if flops is None and words.model:
+        config = load_config(words.model, UNMADE)
+        flops = training_flops(meta_model(config), config, words.rows, words.sequence_length)
+    tokens = words.rows * words.sequence_length if words.rows else None
+    report = count_module(
+        read_module(Path(words.module)),
+        words.topology,
+        axes(words.mesh),
+        Expected(model_flops=flops, tokens=tokens, efficiency=words.efficiency),
+        slices=words.slices,
+        dcn=axes(words.dcn),
+        layers=words.layers,
+    )
+    console = Console()
+    _print(report, console)
+    if words.json:
+        plain = report.as_json()
+        told = ("topology", "slices", "mesh", "model_flops", "flops", "hbm_bytes", "loops", "kernels", "collectives")
+        counted = {name: plain[name] for name in ("estimate", *told)}
+        Path(words.json).write_text(json.dumps(counted, indent=2) + "\n", encoding="utf-8")
+        say(console, f"json:    {words.json}")
+
+
+def read_module(path: Path) -> str:
+    """The text of a file, which may be in gzip.
+
+    Raises:
+        UserError: no such file, or no text in it.
+    """
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(
+            asked=f"the module in {path}",
+            found=f"{type(error).__name__}: {error}",
+            why="what is counted is the text of a compiled module",
+            instead="a file of optimised HLO text, as it is or in gzip",
+        ) from error
+
+
+def axes(text: str) -> dict[str, int]:
+    """Axis → number, of ``fsdp=16,expert=4``.
+
+    Raises:
+        UserError: ``text`` is not that.
+    """
+    pairs = [re.fullmatch(r"\s*(\w+)=([1-9]\d{0,8})\s*", word) for word in filter(None, text.split(","))]
+    if not all(pairs):
+        raise UserError(
+            asked=f"the axes {text!r}",
+            found="not axis=number,…",
+            why="each axis of a mesh has a name and a size",
+            instead="fsdp=16,expert=4",
+        )
+    return {pair[1]: int(pair[2]) for pair in pairs if pair}
+
+
+def count_module(
+    hlo: str,
+    topology: str,
+    mesh: dict[str, int],
+    expected: Expected,
+    *,
+    slices: int = 1,
+    dcn: Mapping[str, int] | None = None,
+    layers: int = 1,
+) -> CompileReport:
+    """The report on a module's text. What it says of memory is nothing: the text does not tell.
+
+    Args:
+        mesh: axis → size, outermost first.
+        dcn: how many slices an axis spans.
+        layers: how often an outermost loop runs of which the text tells no length.
+
+    Raises:
+        UserError: no such topology or efficiency; a mesh that has not its chips; text that is no module's, or one for
+            another number of chips.
+    """
+    where = find_topology(topology, slices)
+    _check_chips(hlo, mesh, dcn or {}, where.devices, where.slices)
+    lowered = Lowered(hlo=b"", arguments=(), outputs=(), mesh=mesh, layers=layers)
+    result = dict.fromkeys(_UNTOLD, 0) | {"cpu_seconds": 0.0, "wall_seconds": 0.0}
+    return make_report(lowered, where, result, hlo, "", expected, dcn)
+
+
+def _check_chips(hlo: str, mesh: Mapping[str, int], dcn: Mapping[str, int], devices: int, slices: int) -> None:
+    """The module, the mesh and the topology have the same number of chips."""
+    head = hlo[: hlo.find("\n")]
+    partitions = re.search(r"num_partitions=(\d+)", head)
+    compiled_for = int(partitions[1]) if partitions else 1
+    found = ""
+    if not head.startswith("HloModule") or "is_scheduled=true" not in head:
+        found = "no text of a scheduled HloModule"
+    elif math.prod(mesh.values()) != devices:
+        found = f"a mesh of {math.prod(mesh.values())} chips: {dict(mesh)}"
+    elif compiled_for != devices:
+        found = f"a module compiled for {compiled_for} chips"
+    elif math.prod(dcn.values()) != slices or any(mesh.get(axis, 0) % factor for axis, factor in dcn.items()):
+        found = f"axes over slices: {dict(dcn)}"
+    if found:
+        raise UserError(
+            asked=f"a count of a module for {devices} chips, in {slices} slices",
+            found=found,
+            why="collectives take the time that their chips' places on the torus give them",
+            instead="the optimised module of all those chips, their --topology and --slices, a --mesh of as many, and "
+            "--dcn where there are several slices",
+        )
+
+
+def _print(report: CompileReport, console: Console) -> None:
+    """Prints what the report estimates, what that is made of, and what crosses the links."""
+    say(console, where_it_runs(report))
+    say(console, estimate_line(report))
+    shares = Table(*SHARES_HEADER[:3], box=None, pad_edge=False)
+    for cause, seconds in share_rows(report):
+        shares.add_row(Text(cause), f"{seconds:,.4f}", f"{seconds / report.estimate.seconds:.1%}")
+    console.print(shares)
+    for name, text in fact_rows(report):
+        if name in _FACTS:
+            say(console, f"{name}: {text}")
+    totals: dict[tuple[str, str], list[float]] = {}
+    for line in report.collectives:
+        total = totals.setdefault((line.kind, line.axis), [0.0] * 4)
+        for i, value in enumerate((line.count, line.bytes, line.wire_bytes, line.exposed_bytes)):
+            total[i] += value
+    table = Table("collective", "axis", "a step", "bytes", "sent", "exposed", box=None, pad_edge=False)
+    for (kind, axis), (count, *moved) in sorted(totals.items(), key=lambda item: -item[1][2]):
+        table.add_row(Text(kind), Text(axis), f"{count:,.0f}", *map(size, moved))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
