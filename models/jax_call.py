@@ -58,6 +58,11 @@ def target() -> str:
     return _target[-1][0] if _target else str(xr.device_type()).lower()
 
 
+def has_links() -> bool:
+    """Whether devices are chips with links between them; virtual devices share one memory."""
+    return target() != "cpu"
+
+
 def exchanges_beside() -> bool:
     """Whether the compiler lets an all-to-all run beside what is computed."""
     return _ASYNCHRONOUS in _flags()

@@ -5,6 +5,9 @@ saved, and no more than ``[batch, heads, block, sequence]`` of them exist at onc
 not need O(n^2) memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same
 size at any length.
 
+Scores are as many as a step has of anything, so they are passed over seldom: what they are multiplied with is divided
+by their total, and not they.
+
 Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, of which no While
 can be built. It keeps a custom op whole, and the op builds its loop when it runs.
 
@@ -133,10 +136,10 @@ def _attention(
     def body(
         constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        weights_BKGCT, *_ = _weights(constants, x, scoring)
+        weights_BKGCT, sink_BKGC1, _ = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights_BKGCT, scoring)
-        out_BKGCE = torch.einsum("bkgct,bkte->bkgce", _times(weights_BKGCT, kept), constants[1].float())
-        return [], [out_BKGCE.to(query.dtype)]
+        out_BKGCE, total_BKGC1 = _product(weights_BKGCT, sink_BKGC1, constants[1], kept)
+        return [], [(out_BKGCE / total_BKGC1).to(query.dtype)]
 
     constants = [key, value, segments, *_given(random_key)]
     return _loop(body, constants, [], [query, positions, query_segments, sinks, *_given(bias)])[1][0]
@@ -174,20 +177,23 @@ def _attention_backward(
         key_BKTD, value_BKTE, *_ = constants
         grad_key, grad_value = carry
         *x, grad_blocks = x
-        query_BKGCD, grad_BKGCE = x[0].float(), grad_blocks.float()
-        weights, weight_sink, slope = _weights(constants, x, scoring)
+        query_BKGCD = x[0].float()
+        weights, sink, slope = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights, scoring)
+        out_BKGCE, total_BKGC1 = _product(weights, sink, value_BKTE, kept)
+        # `weights` are not divided by their total, so what they are multiplied with is
+        grad_BKGCE = grad_blocks.float() / total_BKGC1
+        mean_BKGC1 = (grad_BKGCE * out_BKGCE).sum(-1, keepdim=True) / total_BKGC1
         # scores come second in both sums over queries: so a small tensor is turned, and no copy of scores is made
         grad_value = grad_value + torch.einsum("bkgce,bkgct->bkte", grad_BKGCE, _times(weights, kept))
         grad_weights = _times(torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float()), kept)
-        mean_BKGC1 = (weights * grad_weights).sum(-1, keepdim=True)
         grad_biased = weights * (grad_weights - mean_BKGC1)
         grad_scores = grad_biased * scoring.scale
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_key = grad_key + torch.einsum("bkgcd,bkgct->bktd", query_BKGCD, grad_scores)
         grad_query = torch.einsum("bkgct,bktd->bkgcd", grad_scores, key_BKTD.float())
-        ys = [grad_query.to(query.dtype), _summed(-weight_sink * mean_BKGC1, x[3])]
+        ys = [grad_query.to(query.dtype), _summed(-sink * mean_BKGC1, x[3])]
         if with_bias:
             ys.append(_summed(grad_biased, x[4]))
         return [grad_key, grad_value], ys
@@ -230,7 +236,8 @@ def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int]
 def _weights(
     constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One block's attention weights ``BKGCT``, its sinks' ``BKGC1``, and the soft cap's slope at each score."""
+    """One block's attention weights ``BKGCT`` before they are divided by their total, the same of its sinks, ``BKGC1``,
+    and the soft cap's slope at each score."""
     key_BKTD, _, segments_BT = constants[:3]
     query_BKGCD, positions_C, segments_BC, sinks_bkgC1, *bias = x
     scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * scoring.scale
@@ -243,13 +250,20 @@ def _weights(
     seen = _seen(positions_C, segments_BC, segments_BT, scoring)
     scores = torch.where(seen, scores, _MASKED)
     sinks = sinks_bkgC1.float()
-    top = torch.maximum(scores.amax(-1, keepdim=True), sinks).clamp(min=_MASKED)  # a bias may be -inf all along a row
-    # a row that sees nothing has every score equal to `top`: the second `where` makes its weights zeros
-    weights = torch.where(seen, torch.exp(scores - top), 0.0)
-    sink = torch.exp(sinks - top)
-    # in a row that sees something the largest exponent is 0, so the total is at least 1: the clamp changes no such row
-    total = (weights.sum(-1, keepdim=True) + sink).clamp(min=1.0)
-    return weights / total, sink / total, slope
+    # A row that sees nothing has weights of zero: here exp(-1e38), for the top is at least half of what is masked.
+    # A bias may itself be as low as that, all along a row; then what is not seen is made zeros.
+    top = torch.maximum(scores.amax(-1, keepdim=True), sinks).clamp(min=_MASKED if bias else _MASKED / 2)
+    weights = torch.exp(scores - top)
+    return torch.where(seen, weights, 0.0) if bias else weights, torch.exp(sinks - top), slope
+
+
+def _product(
+    weights_BKGCT: torch.Tensor, sink_BKGC1: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights' product with the values, ``BKGCE``, and their total, ``BKGC1``, by which it is not divided yet."""
+    out = torch.einsum("bkgct,bkte->bkgce", _times(weights_BKGCT, kept), value_BKTE.float())
+    # in a row that sees something the largest weight is 1: the clamp changes no such row
+    return out, (weights_BKGCT.sum(-1, keepdim=True) + sink_BKGC1).clamp(min=1.0)
 
 
 def _kept(

@@ -8,8 +8,9 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
 - Over the axes that split the experts, tokens cross in rounds (`models.experts.exchange`): by need, or gathered where
-  that sends less. Each device adds up what its experts make of a token, and sends it back. So the largest buffer is a
-  round's, whatever the routing: if all tokens want one expert, its device takes longer and holds no more.
+  that sends less, and on virtual devices, which share a memory. Each device adds up what its experts make of a token,
+  and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one expert, its
+  device takes longer and holds no more.
 
 The factors of LoRA (`models.adapters.lora`) are parameters like the others; a token goes through one and then through
 the other. A weight that is frozen has no gradient, and no product is made for one.
@@ -35,7 +36,7 @@ from torch.utils.flop_counter import register_flop_formula
 from models.adapters.lora import SCALE, A, B
 from models.experts import activation, dropless_rows
 from models.experts.routing import count
-from models.jax_call import Axes, Manual, Spec, jax_call
+from models.jax_call import Axes, Manual, Spec, has_links, jax_call
 from models.op_arguments import as_text, from_text
 from models.rings import rings
 
@@ -94,8 +95,10 @@ class Dropless:
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
             buffer_bytes=self.buffer_bytes,
+            links=has_links(),
+            keep=self.keep and not self.expert_axes,
         )
-        if self.keep and not self.expert_axes:
+        if local.keep:
             hidden, first = (x_TH.element_size() * width for width in (x_TH.shape[1], _first_width(parameters, local)))
             planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], len(parameters[0]), hidden, first)
             local = replace(local, keep=planned.at_once)

@@ -13,7 +13,7 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
-from models.jax_call import Axes, exchanges_beside, gathers_beside, jax
+from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
 from models.rings import exchange_sum
 
 jnp, lax = jax.numpy, jax.lax
@@ -56,6 +56,7 @@ class Local:
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
         buffer_bytes: see `models.experts.dropless.Dropless`.
+        links: whether what crosses devices goes over links (see `models.experts.exchange.plan`).
         keep: whether the forward returns the first projection's results too, and the backward takes them.
     """
 
@@ -69,6 +70,7 @@ class Local:
     expert_shards: int
     specs: tuple[tuple[Axes, ...], ...]
     buffer_bytes: int
+    links: bool
     keep: bool = False
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
@@ -96,9 +98,9 @@ class Local:
         """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered.
 
         A TPU lays the result of such a gather out with the other dimension as the minor one. A kernel that expects
-        the last to be the minor one would begin with a transposed copy.
+        the last to be the minor one would begin with a transposed copy. Elsewhere the swap would be that copy.
         """
-        return [dim for dim, _ in self._gathered(spec)] == [2]
+        return target() == "tpu" and [dim for dim, _ in self._gathered(spec)] == [2]
 
     def contract_last(self, number: int) -> bool:
         """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
@@ -117,19 +119,26 @@ class Local:
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> Plan:
         """How a device's tokens get to the experts, and how many rows are multiplied at once.
 
-        A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks.
+        A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks. On
+        virtual devices it holds a tile, unless what the first projection gives is to be kept.
 
         Args:
             experts: of a device.
             hidden_bytes, first_bytes: of a row of hidden width, and of the first projection's.
         """
         most = max(self.buffer_bytes // hidden_bytes // top_k, 1)
-        crossing = exchange.plan(tokens, top_k, self.expert_shards, experts, most, overlaps=exchanges_beside())
+        crossing = exchange.plan(
+            tokens, top_k, self.expert_shards, experts, most, links=self.links, overlaps=exchanges_beside()
+        )
         rows = crossing.rows * top_k
         balanced = crossing.window * top_k if self.expert_axes else rows
         most = max(self.buffer_bytes // first_bytes, 1)
         tile = grouped.tile_rows(min(balanced, most), experts)
         most = max(min(most, balanced + balanced // _SPARE if self.expert_axes else rows) // tile * tile, tile)
+        if not self.links and not self.keep:
+            most = (
+                tile  # what is between a tile's products stays in a core's cache, and no row beside a tile is touched
+            )
         blocks = -(-rows // most)
         at_once = blocks == 1 and crossing.rounds == 1 and crossing.slots is None
         return Plan(crossing, -(-rows // (blocks * tile)) * tile, tile, at_once)

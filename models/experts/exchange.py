@@ -9,8 +9,8 @@ Tokens cross in rounds, each with a window of a device's tokens. In one of two f
   each pair of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all
   tokens want one device, windows are shorter and rounds are more.
 
-:func:`plan` takes the form that sends less. While a round's tokens are computed, the next round's are on their way
-there, and those of the last round on their way back.
+:func:`plan` takes the form that sends less; virtual devices, which share a memory, gather. While a round's tokens are
+computed, the next round's are on their way there, and those of the last round on their way back.
 
 Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
 C slots for each of them, M = n*C.
@@ -61,7 +61,9 @@ class Plan:
     rows: int
 
 
-def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool = True) -> Plan:
+def plan(
+    tokens: int, top_k: int, shards: int, experts: int, most: int, *, links: bool = True, overlaps: bool = True
+) -> Plan:
     """The form that sends less, with as many rounds as pay.
 
     Args:
@@ -69,6 +71,7 @@ def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overl
         shards: how many devices share the experts.
         experts: of a device.
         most: tokens that a device can hold in a round.
+        links: whether devices send over links. Where they share a memory a copy is cheaper than one round more.
         overlaps: whether devices exchange tokens beside their products, so that rounds pay.
     """
     rounds = -(-tokens * shards // most)
@@ -83,7 +86,7 @@ def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overl
     share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens, that need a given device
     slots = window * share + _DEVIATIONS * math.sqrt(window * share * (1 - share))
     slots = math.ceil(slots / 8) * 8  # a TPU lays rows out in eights
-    if shards == 1 or slots >= window:
+    if shards == 1 or slots >= window or not links:
         return Plan(rounds, window, None, window * shards)
     return Plan(rounds, window, slots, slots * shards)
 

@@ -23,9 +23,8 @@ Array = Any
 
 def tile_rows(rows: int, groups: int) -> int:
     """How many rows a tile has: few if groups are small, because each group with rows in a tile visits it."""
-    if target() == "cpu":
-        return 64
-    return next(tile for tile in (512, 256, 128) if tile == 128 or rows >= 4 * tile * groups)
+    sizes = (128, 64) if target() == "cpu" else (512, 256, 128)
+    return next(tile for tile in sizes if tile == sizes[-1] or rows >= 4 * tile * groups)
 
 
 def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_last: bool) -> Array:

@@ -14,11 +14,18 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from models.experts import exchange, grouped
+from models.experts import dropless, exchange, grouped
 from models.experts.dropless import Dropless
 from models.jax_call import jax
 
 T, H, I, E, K = 128, 16, 32, 8, 2
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["over links", "in one memory"])
+def links(request, monkeypatch):
+    """Devices exchange tokens by need and multiply rows in large blocks, as a TPU's; or as virtual devices do."""
+    monkeypatch.setattr(dropless, "has_links", lambda: request.param)
+    return request.param
 
 
 def make_experts(family):
@@ -167,12 +174,12 @@ BY_NEED = {
 
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", BY_NEED)
-def test_tokens_cross_by_need_for_any_routing(mesh, kind):
+def test_tokens_cross_by_need_for_any_routing(mesh, kind, links):
     sizes, rounds = BY_NEED[mesh]
     tokens, shards = 2048, sizes["expert"]
     most = tokens // 8 * shards // rounds  # tokens that a device holds in a round
-    planned = exchange.plan(tokens // 8, K, shards, E // shards, most, overlaps=False)
-    assert planned.slots is not None
+    planned = exchange.plan(tokens // 8, K, shards, E // shards, most, links=links, overlaps=False)
+    assert (planned.slots is not None) == links
     assert planned.rounds >= rounds
     kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), buffer_bytes=most * K * H * 4)
     check(kernel, "gpt_oss", kind, mesh, tokens)
