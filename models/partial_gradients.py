@@ -29,7 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models import scopes
-from models.jax_call import Manual, jax, jax_call
+from models.jax_call import Manual, has_links, jax, jax_call
 from models.op_arguments import as_text, from_text
 from models.rings import exchange_sum
 
@@ -200,8 +200,15 @@ def _expert_rule(weight: str) -> _Rule:
     )
 
 
+def _linear_grad(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if has_links():
+        return torch.einsum("d...o,d...i->doi", g, x)
+    # XLA's CPU backend turns the first operand in memory: not that of logits, of which nothing is larger
+    return torch.einsum("d...i,d...o->doi", x, g)
+
+
 # Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.
-_LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x))
+_LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, _linear_grad)
 _SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
 _SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
 _EMBEDDING = _Rule(F.embedding, lambda g, x, w: g, _embedding_grad, rank=1)

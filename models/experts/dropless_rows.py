@@ -1,18 +1,19 @@
 """The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see `models.experts.dropless`).
 
 Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
-E experts held by a device, R rows = N rounded up to whole blocks, B rows of a block, F and I widths of the first
+E experts held by a device, R rows in whole blocks, B rows of a block, F and I widths of the first
 projection's result and of the activation's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
+from models.experts.row_blocks import Block, Plan, Rows, in_order
 from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
 from models.rings import exchange_sum
 
@@ -23,23 +24,6 @@ Array = Any
 
 # A block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a device's rows are multiplied.
-
-    Args:
-        crossing: how tokens get to the experts.
-        block: rows that are multiplied at once.
-        tile: see `models.experts.grouped`.
-        at_once: whether one block is all that a device multiplies.
-    """
-
-    crossing: exchange.Plan
-    block: int
-    tile: int
-    at_once: bool
 
 
 @dataclass(frozen=True)
@@ -120,7 +104,7 @@ class Local:
         """How a device's tokens get to the experts, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks. On
-        virtual devices it holds a tile, unless what the first projection gives is to be kept.
+        virtual devices it holds a tile of one expert's, unless what the first projection gives is to be kept.
 
         Args:
             experts: of a device.
@@ -136,9 +120,8 @@ class Local:
         tile = grouped.tile_rows(min(balanced, most), experts)
         most = max(min(most, balanced + balanced // _SPARE if self.expert_axes else rows) // tile * tile, tile)
         if not self.links and not self.keep:
-            most = (
-                tile  # what is between a tile's products stays in a core's cache, and no row beside a tile is touched
-            )
+            # what is between a tile's products stays in a core's cache
+            return Plan(crossing, tile, tile, at_once=False, apart=True)
         blocks = -(-rows // most)
         at_once = blocks == 1 and crossing.rounds == 1 and crossing.slots is None
         return Plan(crossing, -(-rows // (blocks * tile)) * tile, tile, at_once)
@@ -158,7 +141,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
     def compute(_: None, tokens: tuple[Array, ...]) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
-        rows = _Rows.sort(index, held, planned, local)
+        rows = in_order(index, held, planned, not local.expert_axes)
         y, kept = _experts(x, rows, parameters, local)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
@@ -185,7 +168,7 @@ def backward(
 
     def compute(sums: list[Any], tokens: tuple[Array, ...]) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
-        rows = _Rows.sort(index, held, planned, local)
+        rows = in_order(index, held, planned, not local.expert_axes)
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, kept_NF)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
@@ -206,105 +189,6 @@ def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Loca
     return local.plan(tokens, top_k, len(first), x_TH.shape[1] * itemsize, width * itemsize)
 
 
-@dataclass
-class _Rows:
-    """(token, choice) pairs sorted by expert. Those of the experts held here come first: only these rows matter.
-
-    Args:
-        token_R: the token of each row; any token in a row behind the last pair.
-        choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
-        row_kT: the inverse: the row of each pair.
-        end_E: where each expert's rows end. The last entry is the number of rows that matter.
-        planned: how they are multiplied.
-        all_held: whether every expert is held here. Then every row matters, and the number of blocks is static.
-    """
-
-    token_R: Array
-    choice_R: Array
-    row_kT: Array
-    end_E: Array
-    planned: Plan
-    all_held: bool
-
-    @classmethod
-    def sort(cls, index_Tk: Array, held: Array, planned: Plan, local: Local) -> _Rows:
-        """Sort the pairs of routing indices ``index_Tk``."""
-        (T, k), E = index_Tk.shape, len(held)
-        N = T * k
-        # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
-        expert_N = index_Tk.T.reshape(N) - held[0]
-        expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
-        number_N = lax.iota(jnp.int32, N)
-        _, choice_N = lax.sort((expert_N, number_N), num_keys=1, is_stable=True)
-        _, row_N = lax.sort((choice_N, number_N), num_keys=1)
-        end_E = jnp.cumsum((expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32))
-        choice_R = jnp.pad(choice_N, (0, -N % planned.block))
-        return cls(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, not local.expert_axes)
-
-    def fold(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
-        """``carry`` after ``carry = body(block, carry)`` for each block with rows that matter."""
-        block = self.planned.block
-        if len(self.token_R) == block:
-            return body(_Block(self, jnp.int32(0)), carry)
-        count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
-        return lax.fori_loop(0, count, lambda i, carry: body(_Block(self, i * block), carry), carry)
-
-    def of_choices(self, value_R: Array) -> Array:
-        """The value of each pair, [T, k]; 0 if its expert is not held here."""
-        return jnp.where(self.row_kT < self.end_E[-1], exchange.at(value_R, self.row_kT), 0).T
-
-    def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
-        """The sum of each token's rows, [T, H] float32; weighted, if weights are given."""
-        total = jnp.zeros((), jnp.float32)
-        # choice by choice: on a TPU a reduction over k takes several times longer
-        for choice, row_T in enumerate(self.row_kT):
-            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], exchange.at(y_RH, row_T), 0).astype(jnp.float32)
-            total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
-        return total
-
-
-class _Block:
-    """Consecutive sorted rows, ``planned.block`` of them from row ``start``."""
-
-    def __init__(self, rows: _Rows, start: Array) -> None:
-        self.rows, self.start = rows, start
-        end_E = jnp.clip(rows.end_E, start, start + rows.planned.block)
-        self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.planned.block))
-        row_B = start + lax.iota(jnp.int32, rows.planned.block)
-        self.matters_B1 = (row_B < rows.end_E[-1])[:, None]
-        self.expert_B = (row_B[:, None] >= rows.end_E).sum(1, dtype=jnp.int32)
-
-    def take(self, value_R: Array) -> Array:
-        return lax.dynamic_slice_in_dim(value_R, self.start, self.rows.planned.block)
-
-    def put(self, value_R: Array, value_B: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
-
-    def gather(self, x_TH: Array) -> Array:
-        return exchange.at(x_TH, self.take(self.rows.token_R))
-
-    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
-        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
-
-    def bias(self, bias_E: Array) -> Array:
-        return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
-
-    def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``.
-
-        Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
-        """
-        pair = (out_B, in_B) if contract_last else (in_B, out_B)
-        return grouped.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
-
-    def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
-        """``sums``, if there are any, plus what these rows add to a bias's gradient."""
-        mine_BE = (self.expert_B[:, None] == jnp.arange(len(self.sizes_E))).astype(grad_B.dtype)
-        grad_B = jnp.where(self.matters_B1, grad_B, 0)
-        added_E = jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
-        return added_E if sums_E is None else sums_E + added_E
-
-
 class _Projection:
     """One of an expert's two projections: its weight, its bias and its factors, as far as there are any.
 
@@ -318,20 +202,20 @@ class _Projection:
         self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
         self.dtype = parameters[number].dtype
 
-    def forward(self, block: _Block, x_B: Array) -> Array:
+    def forward(self, block: Block, x_B: Array) -> Array:
         y_B = self._times(block, x_B, self.number)
         if self.a is not None:
             y_B += self._scaled(self._times(block, self._times(block, x_B, self.a), self.b))
         return y_B if self.bias is None else y_B + block.bias(self.parameters[self.bias])
 
-    def back(self, block: _Block, grad_B: Array) -> Array:
+    def back(self, block: Block, grad_B: Array) -> Array:
         """The gradient of the input from that of the result."""
         grad_x = self._times(block, grad_B, self.number, back=True)
         if self.a is None:
             return grad_x
         return grad_x + self._times(block, self._low(block, grad_B), self.a, back=True)
 
-    def add_gradients(self, block: _Block, sums: list[Any], grad_B: Array, x_B: Array) -> None:
+    def add_gradients(self, block: Block, sums: list[Any], grad_B: Array, x_B: Array) -> None:
         """Adds to ``sums``, in place, what these rows add to the gradients of what is trained."""
         self._add(block, sums, self.number, grad_B, x_B)
         if self.bias is not None and self.local.trained[self.bias]:
@@ -340,30 +224,30 @@ class _Projection:
             self._add(block, sums, self.b, self._scaled(grad_B), self._times(block, x_B, self.a))
             self._add(block, sums, self.a, self._low(block, grad_B), x_B)
 
-    def _low(self, block: _Block, grad_B: Array) -> Array:
+    def _low(self, block: Block, grad_B: Array) -> Array:
         """The gradient of what lies between the factors."""
         return self._times(block, self._scaled(grad_B), self.b, back=True)
 
     def _scaled(self, x_B: Array) -> Array:
         return x_B * jnp.asarray(self.local.lora_scale, x_B.dtype)
 
-    def _times(self, block: _Block, x_B: Array, number: Any, *, back: bool = False) -> Array:
+    def _times(self, block: Block, x_B: Array, number: Any, *, back: bool = False) -> Array:
         last = self.local.contract_last(number) != back
         return block.multiply(x_B, self.parameters[number], contract_last=last)
 
-    def _add(self, block: _Block, sums: list[Any], number: Any, out_B: Array, in_B: Array) -> None:
+    def _add(self, block: Block, sums: list[Any], number: Any, out_B: Array, in_B: Array) -> None:
         if self.local.trained[number]:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _experts(x_TH: Array, rows: _Rows, parameters: Sequence[Array], local: Local) -> tuple[Array, Array | None]:
+def _experts(x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local) -> tuple[Array, Array | None]:
     """The output of the experts held here for their rows, [R, H], and what is kept of the first projection, [R, F].
 
     Both are arbitrary in rows that don't matter.
     """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
 
-    def body(block: _Block, carry: tuple[Array, None]) -> tuple[Array, Array | None]:
+    def body(block: Block, carry: tuple[Array, None]) -> tuple[Array, Array | None]:
         h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
         return block.put(carry[0], second.forward(block, local.activation(h_BF))), h_BF if local.keep else None
 
@@ -374,7 +258,7 @@ def _experts_backward(
     grad_TH: Array,
     x_TH: Array,
     weight_Tk: Array,
-    rows: _Rows,
+    rows: Rows,
     parameters: Sequence[Array],
     sums: list[Any],
     local: Local,
@@ -389,9 +273,9 @@ def _experts_backward(
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
     weight_N = weight_Tk.T.reshape(-1)
 
-    def body(block: _Block, carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
+    def body(block: Block, carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
         grad_rows, grad_row_weights, sums = carry
-        weight_B1 = exchange.at(weight_N, block.take(rows.choice_R))[:, None]
+        weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
         h_BF = first.forward(block, x_BH) if kept_NF is None else _lengthened(kept_NF, rows.planned.block)
         a_BI = local.activation(h_BF)

@@ -122,6 +122,7 @@ TABLES: dict[str, dict[str, str]] = {
         name: f"--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=4 --sequence_length 4096 "
         f"--topology v6e:8x8 {_BATCH} 2 --only_train_step {options}"
         for name, options in (
+            ("asynchronous all-to-all", f"--compiler_options {_FLAGS['asynchronous all-to-all']}"),
             ("what attention gives is kept (remat 1.0)", "--compute remat=1.0"),
             ("a mesh axis for each dimension of the torus", "--mesh fsdp=8,expert=8"),
             ("both", "--mesh fsdp=8,expert=8 --compute remat=1.0"),
@@ -266,14 +267,11 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "exposed_layers": {topology: f"{_LAYERS8} {topology}" for topology in ("v5p:2x2x2", "v5e:4x4")},
     "exposed_small": {
-        f"{topology}, {name}": f"{_LAYERS8} {topology} --compiler_options '{flags}'"
-        for topology, name, flags in (
-            ("v6e:2x4", "as it is", ""),
-            ("v6e:2x4", "exchanges", _FLAGS["asynchronous all-to-all"]),
-            ("v6e:2x4", "sparse cores", _FLAGS["collectives on the sparse cores"]),
-            ("v5e:2x4", "as it is", ""),
-            ("v5e:2x4", "exchanges", _FLAGS["asynchronous all-to-all"]),
-        )
+        f"{topology}, {batch} × 4,096, {name}": f"{_LAYERS8} {topology} {_BATCH} {batch} {state} "
+        f"--compiler_options xla_tpu_enable_async_all_to_all={flag}"
+        for topology, state in (("v6e:2x4", ""), ("v5e:2x4", _BF16))
+        for batch in (1, 2, 4)
+        for name, flag in (("reduce-scatters", "false"), ("exchanges", "true"))
     },
     "mixers": {
         f"{name}, {length:,} tokens": f"--recipe auto --model {config},num_hidden_layers=1,"

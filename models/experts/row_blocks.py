@@ -1,0 +1,218 @@
+"""The order in which a device multiplies its rows, and the blocks that it multiplies at once, in JAX.
+
+A row is a (token, choice) pair. Rows are sorted by expert, in one of two ways:
+
+- *one after the other*: a block may have rows of several experts, and `models.experts.grouped` multiplies each by the
+  weights of its own;
+- *apart*: each expert's rows begin a block of their own, and fill its end with copies that count for nothing. So a
+  block has one expert's weights, and no row is masked. XLA's CPU backend takes less time so.
+
+Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
+E experts held by a device, R rows in whole blocks, B rows of a block, F width of a projection's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from models.experts import exchange, grouped
+from models.jax_call import jax
+
+jnp, lax = jax.numpy, jax.lax
+
+# a jax.Array, when it is traced
+Array = Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a device's rows are multiplied.
+
+    Args:
+        crossing: how tokens get to the experts.
+        block: rows that are multiplied at once.
+        tile: see `models.experts.grouped`.
+        at_once: whether one block is all that a device multiplies.
+        apart: whether a block has rows of one expert alone.
+    """
+
+    crossing: exchange.Plan
+    block: int
+    tile: int
+    at_once: bool
+    apart: bool = False
+
+
+def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Rows:
+    """The pairs of routing indices ``index_Tk`` in the planned order, those of the experts ``held`` [E] first.
+
+    Args:
+        all_held: whether every expert is held here. Then every pair matters.
+    """
+    (T, k), E = index_Tk.shape, len(held)
+    N = T * k
+    # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
+    expert_N = index_Tk.T.reshape(N) - held[0]
+    expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
+    number_N = lax.iota(jnp.int32, N)
+    expert_S, choice_S = lax.sort((expert_N, number_N), num_keys=1, is_stable=True)
+    if planned.apart:
+        row_N, choice_R, end_E = _apart(expert_S, choice_S, _counts(expert_N, E), planned.block)
+        return Rows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, False)
+    _, row_N = lax.sort((choice_S, number_N), num_keys=1)
+    end_E = jnp.cumsum(_counts(expert_N, E))
+    choice_R = jnp.pad(choice_S, (0, -N % planned.block))
+    return Rows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, all_held)
+
+
+@dataclass
+class Rows:
+    """Rows sorted by expert, those of the experts held here first: only these matter.
+
+    Args:
+        token_R: the token of each row; any token in a row behind the last pair.
+        choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
+        row_kT: the inverse: the row of each pair; behind the last row that matters, if its expert is not held here.
+        end_E: where each expert's rows end. The last entry is the number of rows that matter.
+        planned: how they are multiplied.
+        all_held: whether every row matters. Then the number of blocks is static.
+    """
+
+    token_R: Array
+    choice_R: Array
+    row_kT: Array
+    end_E: Array
+    planned: Plan
+    all_held: bool
+
+    def fold(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
+        """``carry`` after ``carry = body(block, carry)`` for each block with rows that matter."""
+        block = self.planned.block
+        if len(self.token_R) == block:
+            return body(self.block_at(jnp.int32(0)), carry)
+        count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
+        return lax.fori_loop(0, count, lambda i, carry: body(self.block_at(i * block), carry), carry)
+
+    def block_at(self, start: Array) -> Block:
+        return (OwnBlock if self.planned.apart else Block)(self, start)
+
+    def of_choices(self, value_R: Array) -> Array:
+        """The value of each pair, [T, k]; 0 if its expert is not held here."""
+        return jnp.where(self.row_kT < self.end_E[-1], exchange.at(value_R, self.row_kT), 0).T
+
+    def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
+        """The sum of each token's rows, [T, H] float32; weighted, if weights are given."""
+        total = jnp.zeros((), jnp.float32)
+        # choice by choice: on a TPU a reduction over k takes several times longer
+        for choice, row_T in enumerate(self.row_kT):
+            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], exchange.at(y_RH, row_T), 0).astype(jnp.float32)
+            total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
+        return total
+
+
+class Block:
+    """Consecutive sorted rows, ``planned.block`` of them from row ``start``."""
+
+    def __init__(self, rows: Rows, start: Array) -> None:
+        self.rows, self.start = rows, start
+        end_E = jnp.clip(rows.end_E, start, start + rows.planned.block)
+        self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.planned.block))
+        row_B = start + lax.iota(jnp.int32, rows.planned.block)
+        self.matters_B1 = (row_B < rows.end_E[-1])[:, None]
+        self.expert_B = (row_B[:, None] >= rows.end_E).sum(1, dtype=jnp.int32)
+
+    def take(self, value_R: Array) -> Array:
+        return lax.dynamic_slice_in_dim(value_R, self.start, self.rows.planned.block)
+
+    def put(self, value_R: Array, value_B: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
+
+    def gather(self, x_TH: Array) -> Array:
+        return exchange.at(x_TH, self.take(self.rows.token_R))
+
+    def weights(self, weight_N: Array) -> Array:
+        """The routing weight of each row, [B]."""
+        return exchange.at(weight_N, self.take(self.rows.choice_R))
+
+    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
+        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
+
+    def bias(self, bias_E: Array) -> Array:
+        return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
+
+    def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``.
+
+        Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
+        """
+        pair = (out_B, in_B) if contract_last else (in_B, out_B)
+        return grouped.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
+
+    def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
+        """``sums``, if there are any, plus what these rows add to a bias's gradient."""
+        mine_BE = (self.expert_B[:, None] == jnp.arange(len(self.sizes_E))).astype(grad_B.dtype)
+        grad_B = jnp.where(self.matters_B1, grad_B, 0)
+        added_E = jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
+        return added_E if sums_E is None else sums_E + added_E
+
+
+class OwnBlock(Block):
+    """Consecutive rows of one expert; a copy has the routing weight 0, so that it adds nothing to a gradient."""
+
+    def __init__(self, rows: Rows, start: Array) -> None:
+        self.rows, self.start = rows, start
+        self.expert = (start >= rows.end_E).sum(dtype=jnp.int32)
+
+    def weights(self, weight_N: Array) -> Array:
+        row_B = self.start + lax.iota(jnp.int32, self.rows.planned.block)
+        own_B = exchange.at(self.rows.row_kT.reshape(-1), self.take(self.rows.choice_R)) == row_B
+        return jnp.where(own_B, super().weights(weight_N), 0)
+
+    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
+        return lax.dot_general(x_B, self._own(w_E), (((1,), (1 if contract_last else 0,)), ((), ())))
+
+    def bias(self, bias_E: Array) -> Array:
+        return self._own(bias_E)
+
+    def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        assert sums_E is not None
+        pair = (out_B, in_B) if contract_last else (in_B, out_B)
+        added = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return sums_E.at[self.expert].add(added)
+
+    def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
+        assert sums_E is not None
+        return sums_E.at[self.expert].add(grad_B.astype(jnp.float32).sum(0))
+
+    def _own(self, value_E: Array) -> Array:
+        return lax.dynamic_index_in_dim(value_E, self.expert, keepdims=False)
+
+
+def _apart(expert_S: Array, choice_S: Array, count_E: Array, B: int) -> tuple[Array, Array, Array]:
+    """The row of each pair, the pair of each row, and where each expert's rows end, where its first begins a block.
+
+    Args:
+        expert_S, choice_S: experts (E: not held) and numbers of the sorted pairs.
+        count_E: how many of them each expert has.
+    """
+    N, E = len(choice_S), len(count_E)
+    rows_E = -(-count_E // B) * B
+    end_E, until_E = jnp.cumsum(rows_E), jnp.cumsum(count_E)
+    ahead_E = (end_E - rows_E) - (until_E - count_E)  # of a pair's place among the sorted pairs is its row
+    # behind the last expert's rows is one at least, that of the pairs whose expert is not held
+    R = (-(-N // B) + E) * B
+    row_S = lax.iota(jnp.int32, N) + exchange.at(ahead_E, jnp.minimum(expert_S, E - 1))
+    row_S = jnp.where(expert_S < E, row_S, R - 1)
+    row_N = jnp.zeros(N, jnp.int32).at[choice_S].set(row_S, unique_indices=True)
+    row_R = lax.iota(jnp.int32, R)
+    expert_R = jnp.minimum((row_R[:, None] >= end_E).sum(1, dtype=jnp.int32), E - 1)
+    # a copy is of the expert's last pair, so that it is as finite as a row that counts
+    place_R = jnp.minimum(row_R - exchange.at(ahead_E, expert_R), exchange.at(until_E, expert_R) - 1)
+    return row_N, exchange.at(choice_S, jnp.clip(place_R, 0, N - 1)), end_E
+
+
+def _counts(expert_N: Array, E: int) -> Array:
+    """How many of the pairs each of the experts held here has, [E]."""
+    return (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
