@@ -30,7 +30,8 @@ def test_each_expert_has_blocks_of_its_own(experts, block):
     token_R, choice_R, row_kT, end_E = (np.asarray(x) for x in (rows.token_R, rows.choice_R, rows.row_kT, rows.end_E))
     is_held = (index_Tk >= 4).T
     assert len(token_R) % block == 0
-    assert (row_kT[~is_held] >= end_E[-1]).all() and row_kT.max() < len(token_R)
+    assert (row_kT[~is_held] >= end_E[-1]).all()
+    assert row_kT.max() < len(token_R)
     assert len(set(row_kT[is_held])) == is_held.sum()
     # a pair's row has the pair's token, and is among its expert's rows
     numbers = np.arange(index_Tk.size).reshape(2, -1)
