@@ -86,14 +86,45 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
     return Work(kind, flops, float(blocks * block * both + tokens * stays + rows), width)
 
 
-def tile_width(width: int, most: int = 1024) -> int:
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of a grouped product, each at most so large.
+
+    Args:
+        rows: of both kernels.
+        gmm: the widths of ``gmm``'s, along what is contracted and along the columns of the result.
+        tgmm: those of ``tgmm``'s, along the two widths of the result. Its float32 sums take VMEM too.
+    """
+
+    rows: int
+    gmm: tuple[int, int]
+    tgmm: tuple[int, int]
+
+
+_NARROW, _WIDE = Tiles(512, (1024, 1024), (512, 1024)), Tiles(1024, (512, 2048), (1024, 1024))
+
+
+def is_fast(flops_a_byte: float) -> bool:
+    """Whether a chip does so many FLOPs, while a byte crosses between HBM and VMEM, that it waits for the bytes.
+
+    A tile of 512 × 1,024 has 341 FLOPs for each byte that it reads; v6e does 560, the others at most 240.
+    """
+    return flops_a_byte > 512 * 1024 / (512 + 1024)
+
+
+def tiles(flops_a_byte: float) -> Tiles:
+    """The tiles for a chip. Wide ones have 683 FLOPs a byte; they take 28 MiB of VMEM, where v6e gives a kernel 32."""
+    return _WIDE if is_fast(flops_a_byte) else _NARROW
+
+
+def tile_width(width: int, most: int) -> int:
     """The width of a grouped product's tile, at most ``most``. Above half of that it is the one padded least."""
     if width <= most:
         return width
     return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)
 
 
-def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int) -> Work:
+def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
     """[rows, inner] times a matrix [inner, outer] of each row's group.
 
     The rows are read anew for each tile of columns, and in each visit a whole matrix passes by.
@@ -101,14 +132,17 @@ def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int) -> W
     Args:
         rows: all that the kernel was called with, also those behind the last group.
         visits: pairs of a tile of rows and a group at most.
+        most: as :func:`tiles` gives them.
     """
-    columns = -(-outer // tile_width(outer))
+    columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer
     return Work("gmm", 2.0 * rows * inner * outer, float(moved * itemsize), min(inner, outer))
 
 
-def tgmm_work(rows: int, inner: int, outer: int, groups: int, itemsize: int, sum_itemsize: int) -> Work:
+def tgmm_work(rows: int, inner: int, outer: int, groups: int, itemsize: int, sum_itemsize: int, most: Tiles) -> Work:
     """For each group the sum of its rows' outer products, [inner, outer], added to what is there."""
-    columns, lines = -(-outer // tile_width(outer)), -(-inner // tile_width(inner, 512))
+    lines, columns = (
+        -(-width // tile_width(width, widest)) for width, widest in zip((inner, outer), most.tgmm, strict=True)
+    )
     moved = rows * (inner * columns + outer * lines) * itemsize + 2 * groups * inner * outer * sum_itemsize
     return Work("tgmm", 2.0 * rows * inner * outer, float(moved), min(inner, outer))

@@ -56,6 +56,8 @@ class Dropless:
         order: the device ids in mesh order; None: 0, 1, 2, …
         keep: keep what the first projection gives until the backward, which then need not compute it again; where a
             device multiplies the rows of its own tokens in one block.
+        flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
+            are. 0: it is not known.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
             of hidden width, and for a block's rows of the first projection's width.
     """
@@ -67,6 +69,7 @@ class Dropless:
     order: tuple[int, ...] | None = None
     buffer_bytes: int = 2**31
     keep: bool = False
+    flops_a_byte: float = 0.0
 
     def __call__(
         self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
@@ -96,6 +99,7 @@ class Dropless:
             specs=specs,
             buffer_bytes=self.buffer_bytes,
             links=has_links(),
+            flops_a_byte=self.flops_a_byte,
             keep=self.keep and not self.expert_axes,
         )
         if local.keep:

@@ -41,6 +41,7 @@ class Local:
         specs: the axes of each dimension of each parameter.
         buffer_bytes: see `models.experts.dropless.Dropless`.
         links: whether what crosses devices goes over links (see `models.experts.exchange.plan`).
+        flops_a_byte: see `models.experts.dropless.Dropless`.
         keep: whether the forward returns the first projection's results too, and the backward takes them.
     """
 
@@ -55,6 +56,7 @@ class Local:
     specs: tuple[tuple[Axes, ...], ...]
     buffer_bytes: int
     links: bool
+    flops_a_byte: float
     keep: bool = False
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
@@ -112,19 +114,27 @@ class Local:
         """
         most = max(self.buffer_bytes // hidden_bytes // top_k, 1)
         crossing = exchange.plan(
-            tokens, top_k, self.expert_shards, experts, most, links=self.links, overlaps=exchanges_beside()
+            tokens,
+            top_k,
+            self.expert_shards,
+            experts,
+            most,
+            links=self.links,
+            overlaps=exchanges_beside(),
+            flops_a_byte=self.flops_a_byte,
         )
         rows = crossing.rows * top_k
         balanced = crossing.window * top_k if self.expert_axes else rows
         most = max(self.buffer_bytes // first_bytes, 1)
-        tile = grouped.tile_rows(min(balanced, most), experts)
+        tiles = grouped.tiles_for(min(balanced, most), experts, self.flops_a_byte)
+        tile = tiles.rows
         most = max(min(most, balanced + balanced // _SPARE if self.expert_axes else rows) // tile * tile, tile)
         if not self.links and not self.keep:
             # what is between a tile's products stays in a core's cache
-            return Plan(crossing, tile, tile, at_once=False, apart=True)
+            return Plan(crossing, tile, tiles, at_once=False, apart=True)
         blocks = -(-rows // most)
         at_once = blocks == 1 and crossing.rounds == 1 and crossing.slots is None
-        return Plan(crossing, -(-rows // (blocks * tile)) * tile, tile, at_once)
+        return Plan(crossing, -(-rows // (blocks * tile)) * tile, tiles, at_once)
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.jax_call import Axes, jax
+from models.kernel_work import is_fast
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -40,6 +41,8 @@ _ROUNDS = 8
 _ROWS = 512
 # But two rounds, where that leaves an expert so many rows, a tile: with one, nothing is computed beside an exchange.
 _FEWEST = 128
+# Both, on a chip that waits for bytes: so many rows fill wide tiles, and fewer cost more than they hide (docs/tpu.md).
+_ROWS_IF_FAST = 8192
 # By how many standard deviations of a random routing a pair of devices may exceed its mean without a shorter window.
 _DEVIATIONS = 4
 
@@ -62,7 +65,15 @@ class Plan:
 
 
 def plan(
-    tokens: int, top_k: int, shards: int, experts: int, most: int, *, links: bool = True, overlaps: bool = True
+    tokens: int,
+    top_k: int,
+    shards: int,
+    experts: int,
+    most: int,
+    *,
+    links: bool = True,
+    overlaps: bool = True,
+    flops_a_byte: float = 0.0,
 ) -> Plan:
     """The form that sends less, with as many rounds as pay.
 
@@ -73,11 +84,13 @@ def plan(
         most: tokens that a device can hold in a round.
         links: whether devices send over links. Where they share a memory a copy is cheaper than one round more.
         overlaps: whether devices exchange tokens beside their products, so that rounds pay.
+        flops_a_byte: that a chip does while a byte crosses between HBM and VMEM.
     """
     rounds = -(-tokens * shards // most)
     if overlaps and shards > 1:
         rows = tokens * top_k // experts
-        rounds = max(rounds, min(_ROUNDS, rows // _ROWS), min(2, rows // _FEWEST))
+        least, fewest = (_ROWS_IF_FAST,) * 2 if is_fast(flops_a_byte) else (_ROWS, _FEWEST)
+        rounds = max(rounds, min(_ROUNDS, rows // least), min(2, rows // fewest))
     rounds = min(max(rounds, 1), tokens)
     # rather somewhat more rounds that the tokens fill: else windows are padded, and their size suits no tile
     rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)

@@ -10,10 +10,11 @@ Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from models.jax_call import jax, target
-from models.kernel_work import tile_width
+from models.kernel_work import Tiles, tile_width, tiles
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -21,13 +22,20 @@ jnp, lax = jax.numpy, jax.lax
 Array = Any
 
 
-def tile_rows(rows: int, groups: int) -> int:
-    """How many rows a tile has: few if groups are small, because each group with rows in a tile visits it."""
-    sizes = (128, 64) if target() == "cpu" else (512, 256, 128)
-    return next(tile for tile in sizes if tile == sizes[-1] or rows >= 4 * tile * groups)
+def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
+    """The tiles for so many rows: of few rows if groups are small, because each group with rows in a tile visits it.
+
+    Args:
+        flops_a_byte: see `models.kernel_work.tiles`.
+    """
+    most = tiles(flops_a_byte)
+    least, size = (64, 128) if target() == "cpu" else (128, most.rows)
+    while size > least and rows < 4 * size * groups:
+        size //= 2
+    return replace(most, rows=size)
 
 
-def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_last: bool) -> Array:
+def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
     """The rows of each group g times ``w[g]``: [R, N], in the dtype of ``x``.
 
     Args:
@@ -40,24 +48,24 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: int, *, contract_las
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
         K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
-        tiling = (tile, tile_width(K), tile_width(N))
+        tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
         return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, transpose_rhs=contract_last)
 
-    count, visit = _visits(sizes_G, tile)
+    count, visit = _visits(sizes_G, tile.rows)
 
     def body(i: Array, y_RN: Array) -> Array:
         group, start, mine = visit(i)
-        x = lax.dynamic_slice_in_dim(x_RK, start, tile)
+        x = lax.dynamic_slice_in_dim(x_RK, start, tile.rows)
         w = lax.dynamic_index_in_dim(w_G, group, keepdims=False)
         new = lax.dot_general(x, w, (((1,), (1 if contract_last else 0,)), ((), ())))
-        old = lax.dynamic_slice_in_dim(y_RN, start, tile)
+        old = lax.dynamic_slice_in_dim(y_RN, start, tile.rows)
         return lax.dynamic_update_slice_in_dim(y_RN, jnp.where(mine[:, None], new, old), start, 0)
 
     N = w_G.shape[1 if contract_last else 2]
     return lax.fori_loop(0, count, body, jnp.zeros((x_RK.shape[0], N), x_RK.dtype))
 
 
-def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array | None) -> Array:
+def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
     """``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
 
     The result has the dtype of ``into``, or of ``a`` where that is None. Products are summed in float32. Rows behind
@@ -66,18 +74,17 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: int, into_GKN: Array |
     if target() == "tpu":
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-        # the float32 sums take VMEM too, so tiles are narrower than those of `multiply`
-        tiling = (tile, tile_width(a_RK.shape[1], 512), tile_width(b_RN.shape[1]))
+        tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
         dtype = a_RK.dtype if into_GKN is None else into_GKN.dtype
         return tgmm(a_RK.T, b_RN, sizes_G, dtype, tiling, existing_out=into_GKN)
 
-    count, visit = _visits(sizes_G, tile)
+    count, visit = _visits(sizes_G, tile.rows)
     sums_GKN = jnp.zeros((len(sizes_G), a_RK.shape[1], b_RN.shape[1]), jnp.float32) if into_GKN is None else into_GKN
 
     def body(i: Array, into: Array) -> Array:
         group, start, mine = visit(i)
-        a = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(a_RK, start, tile), 0)
-        b = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(b_RN, start, tile), 0)
+        a = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(a_RK, start, tile.rows), 0)
+        b = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(b_RN, start, tile.rows), 0)
         new = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return into.at[group].add(new.astype(into.dtype))
 

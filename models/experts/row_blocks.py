@@ -19,6 +19,7 @@ from typing import Any
 
 from models.experts import exchange, grouped
 from models.jax_call import jax
+from models.kernel_work import Tiles
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -40,7 +41,7 @@ class Plan:
 
     crossing: exchange.Plan
     block: int
-    tile: int
+    tile: Tiles
     at_once: bool
     apart: bool = False
 

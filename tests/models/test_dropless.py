@@ -17,6 +17,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from models.experts import dropless, exchange, grouped
 from models.experts.dropless import Dropless
 from models.jax_call import jax
+from models.kernel_work import Tiles
+from trainer.xla.chips import CHIPS
 
 T, H, I, E, K = 128, 16, 32, 8, 2
 
@@ -201,19 +203,21 @@ def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_on
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("chip", "given", "expected"),
     [
-        ((49152, 2, 4, 2), (8, 2848)),  # Mixtral-8x7B over 4: a device gets 2,848 of another's 6,144 tokens
-        ((4096, 8, 16, 16), (4, 480)),  # DeepSeek-V3 over 16
-        ((4096, 4, 4, 32), (2, 1488)),  # GPT-OSS-120B over 4: a tile of rows for each expert
-        ((4096, 8, 2, 64), (2, None)),  # of 8 choices over 2 devices nearly all need both
-        ((4096, 8, 1, 128), (1, None)),
-        ((16, 2, 4, 2), (1, None)),  # too few tokens to foresee how many a device gets
+        ("v5p", (49152, 2, 4, 2), (8, 2848)),  # Mixtral-8x7B over 4: a device gets 2,848 of another's 6,144 tokens
+        ("v5p", (4096, 8, 16, 16), (4, 480)),  # DeepSeek-V3 over 16
+        ("v5p", (4096, 4, 4, 32), (2, 1488)),  # GPT-OSS-120B over 4: a tile of rows for each expert
+        ("v5p", (4096, 8, 2, 64), (2, None)),  # of 8 choices over 2 devices nearly all need both
+        ("v5p", (4096, 8, 1, 128), (1, None)),
+        ("v6e", (8192, 2, 4, 2), (1, 3768)),  # Mixtral-8x7B over 4: two rounds would cost more than they hide
+        ("v6e", (65536, 2, 4, 2), (8, 3768)),
+        ("v5p", (16, 2, 4, 2), (1, None)),  # too few tokens to foresee how many a device gets
     ],
     ids=str,
 )
-def test_the_form_that_sends_less_in_as_many_rounds_as_pay(given, expected):
-    planned = exchange.plan(*given, most=10**6)
+def test_the_form_that_sends_less_in_as_many_rounds_as_pay(chip, given, expected):
+    planned = exchange.plan(*given, most=10**6, flops_a_byte=CHIPS[chip].flops_a_byte)
     assert (planned.rounds, planned.slots) == expected
     assert planned.rounds * planned.window == given[0]
 
@@ -229,27 +233,29 @@ def test_windows_that_tokens_do_not_fill():
     assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.Plan(33, 3, None, 12)
 
 
-def _grouped_products(tile):
+def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
     """The products of 256 rows: 4 groups, one of them empty, some ending within a tile, and 56 rows behind the last."""
     random = np.random.default_rng(0)
     x, y, w, into = (
         jax.numpy.asarray(random.standard_normal(shape), "float32")
         for shape in ((256, 128), (256, 256), (4, 256, 128), (4, 256, 128))
     )
-    sizes = jax.numpy.asarray([70, 0, 100, 30])
+    sizes, tile = jax.numpy.asarray([70, 0, 100, 30]), Tiles(rows, gmm, tgmm)
     yield grouped.multiply(x, w, sizes, tile, contract_last=True)[:200]
     yield grouped.multiply(y, w, sizes, tile, contract_last=False)[:200]
     yield grouped.outer(y, x, sizes, tile, into)
 
 
-def test_the_tpus_kernels_give_the_portable_loops_numbers(monkeypatch):
+# all widths at once, and several tiles of each
+@pytest.mark.parametrize("widths", [{}, {"gmm": (128, 256), "tgmm": (128, 128)}], ids=["whole", "in tiles"])
+def test_the_tpus_kernels_give_the_portable_loops_numbers(widths, monkeypatch):
     portable = list(_grouped_products(64))
     # monkeypatch: jax/experimental/pallas/ops/tpu/megablox/gmm.py, jax 0.7.1. This machine interprets its kernels.
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
     monkeypatch.setattr(grouped, "target", lambda: "tpu")
-    for ours, theirs in zip(_grouped_products(128), portable, strict=True):
+    for ours, theirs in zip(_grouped_products(128, **widths), portable, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 

@@ -74,12 +74,13 @@ class CompileJob:
         )
         given = " ".join(f"{name}={value}" for name, value in (target.flags or {}).items())
         flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {given}"
-        step = lower(job, compiler_flags=flags)
+        step = lower(job, compiler_flags=flags, chip=where.chip)
         report = replace(compile_for(step, target, expected), uncompiled=shorter_steps(job))
         if options.only_train_step or not report.fits:  # if it does not fit, the others can't change the verdict
             return report
         for graph in graphs_of(job)[1:]:
-            report = report.beside(graph, compile_for(lower(job, graph, compiler_flags=flags), target))
+            lowered = lower(job, graph, compiler_flags=flags, chip=where.chip)
+            report = report.beside(graph, compile_for(lowered, target))
         return report
 
 

@@ -34,6 +34,7 @@ from trainer.step.train_step import step_name
 from trainer.weights.place import layer_batches, read_layer, write_layer
 from trainer.weights.sources import state_dict_weights
 from trainer.xla.batch import batch_spec
+from trainer.xla.chips import Chip
 from trainer.xla.mesh import AbstractMesh
 from trainer.xla.runtime import init_runtime
 
@@ -73,18 +74,21 @@ def shorter_steps(job: Job) -> tuple[str, ...]:
     return tuple(step_name(length, job.row_lengths) for length in job.row_lengths[:-1])
 
 
-def lower(job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_flags: str = "") -> Lowered:
+def lower(
+    job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_flags: str = "", chip: Chip | None = None
+) -> Lowered:
     """One of the job's graphs as HLO.
 
     Args:
         graph: one of :func:`graphs_of`.
         platform: what kernels are chosen and lowered for: ``tpu`` or ``cpu``.
         compiler_flags: that it will be compiled with, as LIBTPU_INIT_ARGS holds them.
+        chip: that it will be compiled for.
     """
     init_runtime()
     # autograd asks the device for its context, which only a first computation makes
     torch.ones(1, device=torch_xla.device()).cpu()
-    mesh = AbstractMesh(job.plan.mesh)
+    mesh = AbstractMesh(job.plan.mesh, chip)
     try:
         with jax_call.lowering_for(platform, compiler_flags):
             return _lower(job, graph, mesh)

@@ -51,7 +51,7 @@ from trainer.weights.live import LiveWeights
 from trainer.weights.place import place_buffers, place_parameters
 from trainer.weights.sources import Source
 from trainer.xla import sharding
-from trainer.xla.mesh import DeviceMesh, device_order
+from trainer.xla.mesh import DeviceMesh, chip_of, device_order
 
 _LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -219,6 +219,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             constrain=lambda tensor, axes: sharding.constrain(tensor, mesh, tuple(a or None for a in axes)),
         )
     else:
+        chip = chip_of(mesh)
         keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
         kernel = Dropless(
             axes=axes,
@@ -227,6 +228,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
             keep=not isinstance(job.recipe.compute.remat, str) or job.recipe.compute.remat == "none",
+            flops_a_byte=0.0 if chip is None else chip.flops_a_byte,
         )
         if jax_call.gathers_beside():
             kernel = kernel.in_rings(_LONGEST_RING)

@@ -55,6 +55,11 @@ class Chip:
         return {name: value for name, value in FLAGS[self.name].items() if name not in named}
 
     @property
+    def flops_a_byte(self) -> float:
+        """FLOPs that the chip does while a byte crosses between HBM and VMEM."""
+        return self.flops / self.hbm_bandwidth
+
+    @property
     def ici_bandwidth(self) -> float:
         """Bytes/s that a chip can send over all its links together."""
         return self.links * self.link_bandwidth
@@ -94,7 +99,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "v4": _TORCH_XLA,
     "v5e": _TORCH_XLA_V5 | _VMEM,
     "v5p": _TORCH_XLA_V5 | _EXCHANGE | _VMEM,
-    "v6e": _TORCH_XLA,
+    "v6e": _TORCH_XLA | _EXCHANGE,
 }
 
 # Of 3 dimensions (v4, v5p), the slices smaller than a cube; of 2 (v5e, v6e), all but the pod. Source: the pages above.

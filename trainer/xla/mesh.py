@@ -19,8 +19,9 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 from trainer.errors import UserError
 from trainer.layout.mesh import Mesh
 from trainer.layout.partition import PartitionSpec
+from trainer.xla.chips import Chip
 from trainer.xla.physical import as_reported, in_mesh_order
-from trainer.xla.runtime import device_kind, init_runtime
+from trainer.xla.runtime import chip, device_kind, init_runtime
 
 # torch_xla's mesh, under a name that other packages use without importing torch_xla
 DeviceMesh: TypeAlias = xs.Mesh
@@ -109,12 +110,14 @@ class AbstractMesh(xs.Mesh):
 
     Args:
         axes: axis → size, in mesh order; a device's id is its position in the mesh.
+        chip: what the devices are; None: it is not known.
     """
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
+    def __init__(self, axes: Mapping[str, int], chip: Chip | None = None) -> None:
         # the parent's __init__ is not called: it wants the runtime to have as many devices
         self.device_ids = np.arange(math.prod(axes.values()))
         self.mesh_shape, self.axis_names = tuple(axes.values()), tuple(axes)
+        self.chip = chip
         self.placed: list[Placeholder] = []
 
     def place(self, name: str, shape: Sequence[int], dtype: torch.dtype, spec: PartitionSpec) -> torch.Tensor:
@@ -129,6 +132,11 @@ def device_order(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Device ids in mesh order, for kernels that run shard by shard; None if they are 0, 1, 2, …"""
     ids = tuple(int(i) for i in mesh.device_ids)
     return None if ids == tuple(range(len(ids))) else ids
+
+
+def chip_of(mesh: DeviceMesh) -> Chip | None:
+    """What the devices of ``mesh`` are; None for virtual devices, and for a TPU that is not in the table."""
+    return mesh.chip if isinstance(mesh, AbstractMesh) else chip()
 
 
 def local_devices() -> list[int]:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from models.kernel_work import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work
+from models.kernel_work import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
 from tests.support.captured import V5P
 from tests.support.paths import ROOT
 from trainer.compile.efficiency import EFFICIENCIES, efficiencies
@@ -84,12 +84,12 @@ custom_call_target="tpu_custom_call"
     )
     entry = module.entry
     names = ("forward", "dkv", "dq", "gmm", "tgmm", "strange", "unwritten", "one")
-    found = {name: kernel_work(entry, entry.by_name[name]) for name in names}
+    found = {name: kernel_work(entry, entry.by_name[name], V5P.flops_a_byte) for name in names}
     heads = Heads(24, 4096, 128, 128, 2)
     assert found == {
         **{phase: attention_work(phase, heads, 1024, reach=1) for phase in ("forward", "dkv", "dq")},
-        "gmm": gmm_work(2048, 256, 512, 7, 2),
-        "tgmm": tgmm_work(2048, 256, 512, 4, 2, 4),
+        "gmm": gmm_work(2048, 256, 512, 7, 2, tiles(V5P.flops_a_byte)),
+        "tgmm": tgmm_work(2048, 256, 512, 4, 2, 4, tiles(V5P.flops_a_byte)),
         "strange": None,
         "one": attention_work("dq", Heads(8, 4096, 128, 128, 2), 1024, reach=1),  # of one sequence
         "unwritten": Work("unwritten", 0.0, 0.0, 0),
@@ -126,7 +126,7 @@ custom_call_target="tpu_custom_call"
 """
     )
     phases = ("forward", "dkv", "dq")
-    found = [kernel_work(module.entry, module.entry.by_name[phase]) for phase in phases]
+    found = [kernel_work(module.entry, module.entry.by_name[phase], V5P.flops_a_byte) for phase in phases]
     heads = Heads(8, 4096, 128, 64, 2)
     assert found == [attention_work(phase, heads, 1024, reach) for phase in phases]
     assert found[0] is not None

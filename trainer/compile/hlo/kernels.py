@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from models.kernel_work import Heads, Work, attention_work, gmm_work, tgmm_work
+from models.kernel_work import Heads, Work, attention_work, gmm_work, tgmm_work, tiles
 from trainer.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits
 
 _PHASES = {1: "dq", 2: "dkv", 3: "forward"}  # by how many scratch arrays a kernel of splash attention puts out
@@ -21,8 +21,12 @@ def is_kernel(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
-def kernel_work(computation: Computation, kernel: Instruction) -> Work | None:
-    """What a custom kernel does when it runs once; None if it is none of ours."""
+def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: float) -> Work | None:
+    """What a custom kernel does when it runs once; None if it is none of ours.
+
+    Args:
+        flops_a_byte: of the chip, which decides how large tiles are.
+    """
     operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
     outputs = list(kernel.leaves)
     numbers = [leaf for leaf in operands if not _whole(leaf) and len(leaf.dims) > 1]
@@ -34,7 +38,7 @@ def kernel_work(computation: Computation, kernel: Instruction) -> Work | None:
         masked = len([leaf for leaf in operands[2:] if _whole(leaf)]) % 2 == 1
         return _attention(lists[0], numbers, outputs, masked)
     if len(outputs) == 1 and len(numbers) >= 2 and len(numbers[0].dims) == 2:
-        return _grouped(operands, numbers, outputs[0])
+        return _grouped(operands, numbers, outputs[0], flops_a_byte)
     return None
 
 
@@ -51,15 +55,15 @@ def _attention(blocks: Leaf, numbers: list[Leaf], outputs: list[Leaf], masked: b
     return attention_work(phase, heads, scratch[0].dims[-2], reach)
 
 
-def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf) -> Work | None:
-    left, right = numbers[:2]
+def _grouped(operands: list[Leaf], numbers: list[Leaf], output: Leaf, flops_a_byte: float) -> Work | None:
+    (left, right), most = numbers[:2], tiles(flops_a_byte)
     size = dtype_bits(left.dtype) // 8
     if len(output.dims) == 2 and len(right.dims) == 3 and output.dims[0] == left.dims[0]:
         visits = max((leaf.elements for leaf in operands if _whole(leaf)), default=1)
-        return gmm_work(left.dims[0], left.dims[1], output.dims[1], visits, size)
+        return gmm_work(left.dims[0], left.dims[1], output.dims[1], visits, size, most)
     if len(output.dims) == 3 and len(right.dims) == 2 and right.dims[0] in left.dims:
         groups, inner, outer = output.dims
-        return tgmm_work(right.dims[0], inner, outer, groups, size, dtype_bits(output.dtype) // 8)
+        return tgmm_work(right.dims[0], inner, outer, groups, size, dtype_bits(output.dtype) // 8, most)
     return None
 
 

@@ -124,7 +124,7 @@ class _Schedule:
     def _operation(self, computation: Computation, instruction: Instruction, own: Cost) -> tuple[str, float]:
         """The cause of an operation's time, and its seconds."""
         chip = self.chip
-        if is_kernel(instruction) and (work := kernel_work(computation, instruction)):
+        if is_kernel(instruction) and (work := kernel_work(computation, instruction, chip.flops_a_byte)):
             if not work.flops:
                 return "rest", work.hbm_bytes / self.bandwidth
             return ("grouped" if work.kind.endswith("gmm") else work.kind), self._kernel(work)
