@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 
 from tests.support.cases import make_batch, make_case, small_config
@@ -19,6 +20,7 @@ from trainer.xla.runtime import run_now
 
 
 def count(metric: str) -> int:
+    xm.wait_device_ops()  # an execution is counted when its thread ends
     return (met.metric_data(metric) or (0,))[0]
 
 
