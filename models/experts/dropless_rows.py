@@ -105,8 +105,9 @@ class Local:
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> Plan:
         """How a device's tokens get to the experts, and how many rows are multiplied at once.
 
-        A block holds the rows of a balanced routing and some more. If there are more still, there are more blocks. On
-        virtual devices it holds a tile of one expert's, unless what the first projection gives is to be kept.
+        A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
+        for all. If there are more rows still, there are more blocks. On virtual devices a block holds a tile of one
+        expert's rows, unless what the first projection gives is to be kept.
 
         Args:
             experts: of a device.
@@ -128,13 +129,14 @@ class Local:
         most = max(self.buffer_bytes // first_bytes, 1)
         tiles = grouped.tiles_for(min(balanced, most), experts, self.flops_a_byte)
         tile = tiles.rows
-        most = max(min(most, balanced + balanced // _SPARE if self.expert_axes else rows) // tile * tile, tile)
         if not self.links and not self.keep:
             # what is between a tile's products stays in a core's cache
             return Plan(crossing, tile, tiles, at_once=False, apart=True)
-        blocks = -(-rows // most)
-        at_once = blocks == 1 and crossing.rounds == 1 and crossing.slots is None
-        return Plan(crossing, -(-rows // (blocks * tile)) * tile, tiles, at_once)
+        expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
+        blocks = -(-expected // max(most // tile * tile, tile))
+        block = -(-expected // (blocks * tile)) * tile
+        at_once = block >= rows and crossing.rounds == 1 and crossing.slots is None
+        return Plan(crossing, block, tiles, at_once)
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:

@@ -14,7 +14,7 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from models.experts import dropless, exchange, grouped
+from models.experts import dropless, dropless_rows, exchange, grouped
 from models.experts.dropless import Dropless
 from models.jax_call import jax
 from models.kernel_work import Tiles
@@ -220,6 +220,18 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(chip, given, expected
     planned = exchange.plan(*given, most=10**6, flops_a_byte=CHIPS[chip].flops_a_byte)
     assert (planned.rounds, planned.slots) == expected
     assert planned.rounds * planned.window == given[0]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("tokens", "chip"), [(8192, "v6e"), (24576, "v5p"), (4096, "v5p")])
+def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth_more(tokens, chip, blocks):
+    rows, row_bytes = tokens * K, 57344  # of Mixtral-8x7B's gate and up
+    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
+    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
+    buffer = {"buffer_bytes": 2 * rows * row_bytes // blocks, "flops_a_byte": CHIPS[chip].flops_a_byte}
+    planned = dropless_rows.Local(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
+    assert planned.crossing.window == tokens
+    assert planned.block * blocks == rows * 9 // 8
 
 
 def test_tokens_cross_two_axes_by_need():
