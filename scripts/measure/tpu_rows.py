@@ -122,16 +122,10 @@ TABLES: dict[str, dict[str, str]] = {
         name: f"--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=4 --sequence_length 4096 "
         f"--topology v6e:8x8 {_BATCH} 2 --only_train_step {options}"
         for name, options in (
-            ("asynchronous all-to-all", f"--compiler_options {_FLAGS['asynchronous all-to-all']}"),
+            ("an all-to-all runs alone", "--compiler_options xla_tpu_enable_async_all_to_all="),
             ("what attention gives is kept (remat 1.0)", "--compute remat=1.0"),
             ("a mesh axis for each dimension of the torus", "--mesh fsdp=8,expert=8"),
-            ("both", "--mesh fsdp=8,expert=8 --compute remat=1.0"),
             ("remat 1.0, sparse cores", f"--compute remat=1.0 --compiler_options '{_BESIDE}'"),
-            (
-                "both, sparse cores, 96 MiB",
-                f"--mesh fsdp=8,expert=8 --compute remat=1.0 --compiler_options '{_BESIDE} "
-                "xla_tpu_scoped_vmem_limit_kib=98304'",
-            ),
         )
     },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)

@@ -167,6 +167,7 @@ def test_the_answer_of_tune_says_all_that_was_asked_and_leaves_room(taking, monk
 
 def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(taking, monkeypatch, tmp_path):
     asked_of(monkeypatch, landscape(taking))
+    monkeypatch.setattr("trainer.compile.tune.shipped_recipes", lambda: ("gemma3_fsdp", "mixtral_ep"))
     (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
     args = dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json"))
     code, out = run(args, tune=60, json=str(tmp_path / "found.json"))
@@ -180,6 +181,19 @@ def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(tak
     tried = json.loads((tmp_path / "found.json").read_text())["tried"]
     assert tried[0]["what"] == "mixtral_ep, fsdp=1 × expert=8, 4 rows a device, remat 1"
     assert tried[0]["tokens_per_second"] == max(each["tokens_per_second"] for each in tried if each["fits"])
+
+
+def test_tune_climbs_from_each_recipe_though_another_starts_faster(taking, monkeypatch, tmp_path):
+    def found(graph: str, job: Job) -> CompileReport:
+        expert = job.plan.mesh.get("expert", 0)
+        part = 0.9 * job.args.per_device_train_batch_size if graph == TRAIN_STEP else 0.1
+        return taking(part, {0: 2.0, 8: 3.0}.get(expert, 1.0))
+
+    asked_of(monkeypatch, found)
+    monkeypatch.setattr("trainer.compile.tune.shipped_recipes", lambda: ("mixtral_ep", "mixtral_fsdp"))
+    (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
+    _, out = run(dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json")), tune=60)
+    assert (parsed(out).recipe, parsed(out).mesh) == ("mixtral_ep", "fsdp=1,expert=8")
 
 
 def test_tune_goes_on_where_it_was_stopped(taking, monkeypatch):

@@ -1,8 +1,8 @@
 """The search for the fastest way to run a job on a slice: recipe, mesh, batch and remat, by the estimate of each step.
 
-From the best of the recipes that take the model it climbs: of all settings that are near to the best, the first that is
-faster becomes the best. Each setting is compiled, which takes minutes, so what was found is kept in the
-cache, and the same command goes on where it was stopped.
+From each recipe that takes the model it climbs, from the fastest first: of all settings that are near to the recipe's
+best, the first that is faster becomes its best. Each setting is compiled, which takes minutes, so what was found is
+kept in the cache, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -115,6 +115,7 @@ class Tuning:
 
     Args:
         minutes: after which no other is tried, of this process's own time.
+        cut_short: whether a setting was not tried for want of time.
     """
 
     args: TrainingArguments
@@ -122,6 +123,7 @@ class Tuning:
     console: Console
     minutes: float
     tried: dict[Setting, Found] = field(default_factory=dict)
+    cut_short: bool = False
 
     def __post_init__(self) -> None:
         self._until = time.monotonic() + 60 * self.minutes
@@ -138,10 +140,7 @@ class Tuning:
         """The fastest setting that was found to fit, in the time that there is; None: none fits."""
         for setting in self._starts():
             self.attempt(setting)
-        while (best := self.first()) is not None:
-            rank = self.tried[best].rank
-            if any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
-                continue
+        while (best := self._climb()) is not None:
             if not self.tried[best].fits:
                 return None
             whole = self._compiled(best, replace(self.options, only_train_step=False))
@@ -151,9 +150,23 @@ class Tuning:
             self._write()
         return None
 
-    def first(self) -> Setting | None:
-        """The fastest of what was tried; where none fits, the one that is nearest to it."""
-        return max(self.tried, key=lambda setting: self.tried[setting].rank, default=None)
+    def _climb(self) -> Setting | None:
+        """The fastest of all recipes' settings, once no recipe's best has a faster neighbour."""
+        done: set[str] = set()
+        while (best := self.first(done)) is not None:
+            rank = self.tried[best].rank
+            if not any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
+                done.add(best.recipe)
+        return self.first()
+
+    def first(self, without: Container[str] = ()) -> Setting | None:
+        """The fastest of what was tried; where none fits, the one that is nearest to it.
+
+        Args:
+            without: recipes that don't count.
+        """
+        settings = (setting for setting in self.tried if setting.recipe not in without)
+        return max(settings, key=lambda setting: self.tried[setting].rank, default=None)
 
     @property
     def results(self) -> list[Tried]:
@@ -193,6 +206,7 @@ class Tuning:
         """What is found of ``setting``; without time for it, as if it could not be."""
         if setting not in self.tried:
             if time.monotonic() > self._until:
+                self.cut_short = True
                 return Found(refused="no time")
             with waiting(self.console, f"compiling {setting} …"):
                 self.tried[setting] = self._compiled(setting, self.options)
@@ -249,6 +263,8 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
             why=f"{len(tuning.tried)} were tried on {options.topology}",
             instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
         )
+    if tuning.cut_short:
+        say(console, f"tune:    {options.tune:g} minutes are over; the same command tries more")
     found = best.of(args)
     say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
     say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
