@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.quick_compile import QUICK_COMPILE
+
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "8"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# a step is compiled in less than half the time, and most tests run theirs once
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip()
 # A process may have 65,530 mappings (vm.max_map_count). An executable of XLA:CPU takes some hundreds, a step's nearly a
 # thousand, and torch_xla keeps 2,048 executables. Beyond that a compile fails, and the exception crashes the process.
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"

@@ -16,8 +16,9 @@ import pytest
 from tests.support.host import free_ports
 from tests.support.hosts import child_of, wait_until
 from tests.support.jobs import job_of
-from tests.support.lives import QUICK_COMPILE, tiny_run, write_text
+from tests.support.lives import tiny_run, write_text
 from tests.support.paths import ROOT
+from tests.support.quick_compile import QUICK_COMPILE
 from trainer import supervisor
 from trainer.checkpoint import manifest
 from trainer.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError

@@ -17,6 +17,7 @@ from torch import nn
 
 from models import partial_gradients
 from models.partial_gradients import SUFFIX
+from tests.support.quick_compile import QUICK_COMPILE
 
 # (recipe, micro-batches, overrides of Compute); each is one compile in the one child process that runs them all
 CASES: dict[str, tuple[str, int, dict[str, object]]] = {
@@ -72,7 +73,7 @@ def measure(folder: Path) -> dict[str, dict[str, object]]:
 @pytest.fixture(scope="module")
 def measured():
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_backend_optimization_level=0"
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text {QUICK_COMPILE}"
         child = subprocess.run(
             [sys.executable, "-m", "tests.step.test_accumulation", folder],
             env={**os.environ, "XLA_FLAGS": flags},

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.host import ENVIRONMENT, become, end, free_ports
-from tests.support.lives import QUICK_COMPILE
 from tests.support.paths import ROOT
+from tests.support.quick_compile import QUICK_COMPILE
 from trainer.restarts import NOTES, asked_limit
 
 DEVICES = 8  # of all hosts together, unless a job has others

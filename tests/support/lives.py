@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import IO
 
 from tests.support.paths import ROOT
+from tests.support.quick_compile import QUICK_COMPILE
 
-# these runs are so short that compiling quickly matters, and quick steps do not
-QUICK_COMPILE = "--xla_backend_optimization_level=0"
 TINY = {
     "model_type": "llama",
     "hidden_size": 16,

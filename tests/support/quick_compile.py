@@ -1,0 +1,4 @@
+"""The flags with which XLA:CPU compiles a step in a quarter of the time; tests run most steps once."""
+
+# The emitters of fusions that are the default take as long as all else.
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
