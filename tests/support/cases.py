@@ -28,13 +28,14 @@ from trainer.xla.mesh import build_mesh
 ROWS, LENGTH = 32, 16
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
 RECIPES = tuple(path.stem for path in sorted((ROOT / "recipes").glob("[!_]*.py")))
-# Where layers differ, more of them, for each kind to come twice; and windows and chunks shorter than a row.
+# Where layers differ, more of them, for each kind to come twice, though fewer at a time than the models have; and
+# windows and chunks shorter than a row.
 PATTERNS = {
     "gpt_oss": {"num_hidden_layers": 4, "sliding_window": 8},
     "deepseek_v3": {"num_hidden_layers": 3},
-    "qwen3_next": {"num_hidden_layers": 8},
-    "gemma3_text": {"num_hidden_layers": 14, "sliding_window": 8},
-    "llama4_text": {"num_hidden_layers": 8, "attention_chunk_size": 8},
+    "qwen3_next": {"num_hidden_layers": 4, "full_attention_interval": 2},
+    "gemma3_text": {"num_hidden_layers": 7, "sliding_window_pattern": 3, "sliding_window": 8},
+    "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 8},
 }
 
 
