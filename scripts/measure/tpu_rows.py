@@ -115,7 +115,6 @@ TABLES: dict[str, dict[str, str]] = {
         for name, options in (
             ("capacity 2.0", "experts=capacity,capacity_factor=2.0"),
             ("dropless", "experts=dropless"),
-            ("dropless, 80 MiB", f"experts=dropless --compiler_options {_FLAGS['80 MiB of VMEM for a fusion']}"),
         )
     },
     "levers_v6e": {
@@ -125,7 +124,6 @@ TABLES: dict[str, dict[str, str]] = {
             ("an all-to-all runs alone", "--compiler_options xla_tpu_enable_async_all_to_all="),
             ("what attention gives is kept (remat 1.0)", "--compute remat=1.0"),
             ("a mesh axis for each dimension of the torus", "--mesh fsdp=8,expert=8"),
-            ("remat 1.0, sparse cores", f"--compute remat=1.0 --compiler_options '{_BESIDE}'"),
         )
     },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)
