@@ -202,7 +202,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_is_none_the_worse(l
 def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     output, log = place / "best", place / "best.log"
     # a learning rate that, once warmed up, ruins what was learnt before
-    ruin = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 50, "--learning_rate", 0.5]
+    ruin = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 50, "--learning_rate", 5]
     best = ["--eval_strategy", "steps", "--eval_steps", 10, "--save_steps", 10, "--load_best_model_at_end", True]
     assert lives.run(log, *arguments(place, output, *ruin, *best, "--save_total_limit", 1)) == 0, log.read_text()
     state = json.loads((output / "trainer_state.json").read_text())
