@@ -115,6 +115,7 @@ TABLES: dict[str, dict[str, str]] = {
         for name, options in (
             ("capacity 2.0", "experts=capacity,capacity_factor=2.0"),
             ("dropless", "experts=dropless"),
+            ("dropless, 80 MiB", f"experts=dropless --compiler_options {_FLAGS['80 MiB of VMEM for a fusion']}"),
         )
     },
     "levers_v6e": {

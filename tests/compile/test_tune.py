@@ -236,6 +236,15 @@ def test_tune_without_time_left_reports_the_best_so_far(taking, monkeypatch):
     assert not asked
 
 
+def test_tune_says_when_its_time_was_too_short(taking, monkeypatch):
+    asked_of(monkeypatch, landscape(taking))
+    monkeypatch.setattr("trainer.compile.tune.time.monotonic", iter(range(0, 10**9, 40)).__next__)
+    code, out = run(ARGS, tune=1)
+    assert code == 0
+    assert "the time of --tune 1 is over; the same command tries more" in out
+    assert "tune:    of 1 settings" in out
+
+
 def test_minutes_below_nothing_are_refused():
     with pytest.raises(UserError, match="--tune 60"):
         CompileArguments(topology=TOPOLOGY, tune=-1)

@@ -264,7 +264,7 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
             instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
         )
     if tuning.cut_short:
-        say(console, f"tune:    {options.tune:g} minutes are over; the same command tries more")
+        say(console, f"tune:    the time of --tune {options.tune} is over; the same command tries more")
     found = best.of(args)
     say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
     say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
