@@ -15,10 +15,11 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 The factors of LoRA (`models.adapters.lora`) are parameters like the others; a token goes through one and then through
 the other. A weight that is frozen has no gradient, and no product is made for one.
 
-The forward saves its inputs alone, and the backward computes the first projection again; or it keeps that too, where
-it is told to and a device's rows are one block. It does not compute the second
-again for the router's gradient. That gradient is the product of an expert's output with the output's gradient, and the
-same number is the product of the second projection's input with the gradient taken back through that projection.
+The forward saves its inputs alone, and the backward computes the first projection again. Or, where it is told to, it
+keeps what that gives, and the tokens that came from other devices, which are then not sent again. Shapes are static, so
+there is room for the rows of a balanced routing and an eighth more; of what exceeds it nothing is kept. The second
+projection is not computed again for the router's gradient: that is the product of an expert's output with the output's
+gradient, and the same number is the product of the second projection's input with the gradient taken back through it.
 
 Shape suffixes: T tokens, H hidden width, k experts a token.
 """
@@ -54,8 +55,7 @@ class Dropless:
         expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
         order: the device ids in mesh order; None: 0, 1, 2, …
-        keep: keep what the first projection gives until the backward, which then need not compute it again; where a
-            device multiplies the rows of its own tokens in one block.
+        keep: keep what the first projection gives until the backward, which then need not compute it again.
         flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
             are. 0: it is not known.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
@@ -100,16 +100,16 @@ class Dropless:
             buffer_bytes=self.buffer_bytes,
             links=has_links(),
             flops_a_byte=self.flops_a_byte,
-            keep=self.keep and not self.expert_axes,
+            keep=self.keep,
         )
-        if local.keep:
-            hidden, first = (x_TH.element_size() * width for width in (x_TH.shape[1], _first_width(parameters, local)))
-            planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], len(parameters[0]), hidden, first)
-            local = replace(local, keep=planned.at_once)
-        call = _Call(local, self._manual(specs, local) if self.axes else None)
-        if local.keep:
-            return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, as_text(call))[0]
-        return _dropless(x_TH, index_Tk, weight_Tk, parameters, as_text(call))
+        widths, held = (x_TH.shape[1], _first_width(parameters, local)), len(parameters[0]) // local.expert_shards
+        bytes_a_row = (x_TH.element_size() * width for width in widths)
+        planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
+        kept = tuple((rows * devices, width) for rows, width in local.kept(planned, *widths))
+        call = as_text(_Call(local, self._manual(specs, local) if self.axes else None, kept))
+        if kept:
+            return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, call)[0]
+        return _dropless(x_TH, index_Tk, weight_Tk, parameters, call)
 
     def in_rings(self, longest: int) -> Dropless:
         """The same with the axes along which weights are gathered cut into rings of at most ``longest`` devices."""
@@ -145,7 +145,7 @@ class Dropless:
         held: Spec = (self.expert_axes or None,)
         weights = [tuple(a or None for a in spec) for spec in specs]
         trained = [spec for spec, learns in zip(weights, local.trained, strict=True) if learns]
-        kept = [tokens] if local.keep else []
+        kept = [tokens] * (1 + bool(local.expert_axes)) if local.keep else []
         inputs = (tokens, tokens, tokens, held, *weights)
         return (
             Manual(self.axes, inputs, (tokens, *kept), self.order),
@@ -178,10 +178,12 @@ class _Call:
 
     Args:
         manual: the layouts of the forward and of the backward; None: one device.
+        kept: the shapes of what the forward keeps.
     """
 
     local: dropless_rows.Local
     manual: tuple[Manual, Manual] | None
+    kept: tuple[tuple[int, int], ...]
 
 
 @torch.library.custom_op("shardwright::dropless", mutates_args=())
@@ -207,16 +209,14 @@ def _dropless_kept(
     weight_Tk: torch.Tensor,
     parameters: Sequence[torch.Tensor],
     call_text: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and what the first projection gives for each (token, choice) pair, in an order of each device."""
-    y_TH, h_NF = _run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text)
-    return y_TH, h_NF
+) -> list[torch.Tensor]:
+    """The output, and what the backward takes beside it (`models.experts.dropless_rows.Local.kept`)."""
+    return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
 
 
 @_dropless_kept.register_fake
 def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
-    width = _first_width(parameters, from_text(call_text).local)
-    return x_TH.new_empty(x_TH.shape), x_TH.new_empty(index_Tk.numel(), width)
+    return [x_TH.new_empty(shape) for shape in (x_TH.shape, *from_text(call_text).kept)]
 
 
 @register_flop_formula(torch.ops.shardwright.dropless_kept)
@@ -274,11 +274,12 @@ def _run(
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x_TH, index_Tk, weight_Tk, parameters, ctx.call_text = inputs
-    kept = [] if isinstance(output, torch.Tensor) else [output[1]]
+    kept = [] if isinstance(output, torch.Tensor) else output[1:]
     ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters, *kept)
 
 
-def _differentiate(ctx: Any, grad_TH: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: torch.Tensor | list[torch.Tensor]) -> tuple[Any, ...]:
+    grad_TH = grad if isinstance(grad, torch.Tensor) else grad[0]
     x_TH, index_Tk, weight_Tk, *rest = ctx.saved_tensors
     trained = from_text(ctx.call_text).local.trained
     parameters, kept = rest[: len(trained)], rest[len(trained) :]

@@ -13,6 +13,7 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
+from models.experts.exchange import Turn
 from models.experts.row_blocks import Block, Plan, Rows, in_order
 from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
 from models.rings import exchange_sum
@@ -42,7 +43,7 @@ class Local:
         buffer_bytes: see `models.experts.dropless.Dropless`.
         links: whether what crosses devices goes over links (see `models.experts.exchange.plan`).
         flops_a_byte: see `models.experts.dropless.Dropless`.
-        keep: whether the forward returns the first projection's results too, and the backward takes them.
+        keep: whether the forward returns what :meth:`kept` says too, and the backward takes it.
     """
 
     activation: activation.Activation
@@ -136,13 +137,23 @@ class Local:
         blocks = -(-expected // max(most // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = block >= rows and crossing.rounds == 1 and crossing.slots is None
-        return Plan(crossing, block, tiles, at_once)
+        return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0)
+
+    def kept(self, planned: Plan, hidden: int, first: int) -> list[tuple[int, int]]:
+        """The shapes of what a device's forward keeps: of the tokens that came, if tokens cross, and of their rows.
+
+        Args:
+            hidden, first: the hidden width, and that of the first projection's result.
+        """
+        rounds = planned.crossing.rounds
+        came = [(rounds * planned.crossing.rows, hidden)] if self.expert_axes else []
+        return [*came, (rounds * planned.room, first)] if self.keep else []
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
-    With ``local.keep`` also what the first projection gives for each of their pairs, sorted by expert, [N, F].
+    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round (`models.experts.exchange.Turn`).
 
     Args:
         held: the numbers of the experts held here, [E].
@@ -151,16 +162,20 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
 
-    def compute(_: None, tokens: tuple[Array, ...]) -> tuple[Any, tuple[Array]]:
+    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], turn: Turn) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
-        y, kept = _experts(x, rows, parameters, local)
+        *came, h = kept or (None,)
+        y, h = _experts(x, rows, parameters, local, h, turn)
+        kept = (*(turn.put(c, x) for c in came), h) if kept else ()
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
     axes = (local.expert_axes, local.axes)
     tensors = (x_TH, index_Tk, weight_Tk)
-    kept, (y_TH,) = exchange.in_rounds(compute, None, tensors, (x_TH,), held, planned.crossing, axes)
-    return (y_TH, kept[: index_Tk.size]) if local.keep else y_TH
+    shapes = local.kept(planned, x_TH.shape[1], _first_width(parameters, local))
+    room = tuple(grouped.unwritten(shape, x_TH.dtype, held) for shape in shapes)
+    kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
+    return (y_TH, *kept) if local.keep else y_TH
 
 
 def backward(
@@ -171,24 +186,26 @@ def backward(
     Args:
         given: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
     """
-    *shards, kept_NF = given if local.keep else (*given, None)
+    shards, kept = given[: len(local.names)], given[len(local.names) :]
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    def compute(sums: list[Any], tokens: tuple[Array, ...]) -> tuple[list[Any], tuple[Array, Array]]:
+    def compute(sums: list[Any], tokens: tuple[Array, ...], turn: Turn) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
-        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, kept_NF)
+        first = (kept[-1], turn) if kept else None
+        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, first)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
 
     axes = (local.expert_axes, local.axes)
     tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
     like = (x_TH, weight_Tk)
-    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes)
+    came = kept[0] if len(kept) > 1 else None
+    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes, came)
     gradients = [
         local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
     ]
@@ -196,9 +213,15 @@ def backward(
 
 
 def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> Plan:
-    first, itemsize, (tokens, top_k) = parameters[0], x_TH.dtype.itemsize, index_Tk.shape
-    width = first.shape[1 if local.contract_last(0) else 2]
-    return local.plan(tokens, top_k, len(first), x_TH.shape[1] * itemsize, width * itemsize)
+    itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
+    width = _first_width(parameters, local)
+    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, width * itemsize)
+
+
+def _first_width(parameters: Sequence[Array], local: Local) -> int:
+    """The width of the first projection's result."""
+    width: int = parameters[0].shape[1 if local.contract_last(0) else 2]
+    return width
 
 
 class _Projection:
@@ -252,18 +275,23 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _experts(x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local) -> tuple[Array, Array | None]:
-    """The output of the experts held here for their rows, [R, H], and what is kept of the first projection, [R, F].
+def _experts(
+    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: Array | None, turn: Turn
+) -> tuple[Array, Array | None]:
+    """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter; and ``kept``.
 
-    Both are arbitrary in rows that don't matter.
+    Args:
+        kept: what the first projection gives, as far as there is room for it.
     """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
 
-    def body(block: Block, carry: tuple[Array, None]) -> tuple[Array, Array | None]:
+    def body(block: Block, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        y_RH, kept = carry
         h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
-        return block.put(carry[0], second.forward(block, local.activation(h_BF))), h_BF if local.keep else None
+        kept = None if kept is None else block.keep(kept, h_BF, turn)
+        return block.put(y_RH, second.forward(block, local.activation(h_BF))), kept
 
-    return rows.fold(body, (grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E), None))
+    return rows.fold(body, (grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E), kept))
 
 
 def _experts_backward(
@@ -274,13 +302,13 @@ def _experts_backward(
     parameters: Sequence[Array],
     sums: list[Any],
     local: Local,
-    kept_NF: Array | None,
+    kept: tuple[Array, Turn] | None,
 ) -> tuple[Array, Array, list[Any]]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
 
     Args:
         sums: None for a parameter that has none yet.
-        kept_NF: what the first projection gave; None: it is computed again.
+        kept: what the forward kept of the first projection, and which round this is; None: it is computed again.
     """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
     weight_N = weight_Tk.T.reshape(-1)
@@ -289,7 +317,11 @@ def _experts_backward(
         grad_rows, grad_row_weights, sums = carry
         weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-        h_BF = first.forward(block, x_BH) if kept_NF is None else _lengthened(kept_NF, rows.planned.block)
+
+        def again() -> Array:
+            return first.forward(block, x_BH)
+
+        h_BF = again() if kept is None else block.kept(*kept, again)
         a_BI = local.activation(h_BF)
         new = list(sums)
         second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
@@ -320,11 +352,6 @@ def _after(x: Any, gradients: Any) -> Any:
     Left to itself the compiler puts the products that make gradients last, and nothing beside the sums.
     """
     return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
-
-
-def _lengthened(x_NF: Array, rows: int) -> Array:
-    """``x`` with rows of zeros behind, so many in all."""
-    return jnp.pad(x_NF, ((0, rows - len(x_NF)), (0, 0)))
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:

@@ -104,6 +104,42 @@ def plan(
     return Plan(rounds, window, slots, slots * shards)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A round, to those who keep something of each of the planned ones, one behind the other.
+
+    More rounds than planned come first. What they keep is written over.
+
+    Args:
+        place: its number among the planned; of one that is not, the first's.
+        more: whether it is not planned; None: there is no such round.
+    """
+
+    place: Array
+    more: Array | None
+
+    def put(self, kept: Array, value: Array) -> Array:
+        """``kept`` with what there is of this round."""
+        return lax.dynamic_update_slice_in_dim(kept, value.astype(kept.dtype), self.place * len(value), 0)
+
+    def take(self, kept: Array, rows: int) -> Array:
+        """What was kept of this round."""
+        return lax.dynamic_slice_in_dim(kept, self.place * rows, rows)
+
+
+def again(needed: Array | None, make: Callable[[], Array], kept: Array) -> Array:
+    """``kept``, or what ``make`` gives where that is ``needed`` (None: never).
+
+    It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison tells a reader
+    of the program that there is none.
+    """
+    if needed is None:
+        return kept
+    end = 1 + needed.astype(jnp.int32)
+    state = (jnp.int32(1), kept)
+    return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), lambda s: (s[0] + 1, make()), state)[1]
+
+
 def in_rounds(
     compute: Callable[..., Any],
     carry: Any,
@@ -112,23 +148,38 @@ def in_rounds(
     held: Array,
     planned: Plan,
     axes: tuple[Axes, Axes],
+    came: Array | None = None,
 ) -> tuple[Any, tuple[Array, ...]]:
     """``carry`` after all rounds, and the results for this device's tokens.
 
     Args:
-        compute: (carry, tensors of the tokens that came in) -> (carry, results for each of them). The results for a
-            token are added up over the devices that it went to.
+        compute: (carry, tensors of the tokens that came in, the round) -> (carry, results for each of them). The
+            results for a token are added up over the devices that it went to.
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
         held: the numbers of the experts held here.
         axes: those that split the experts, and all of the mesh.
+        came: of the tensor before these two, what came in the planned rounds, if that was kept: it is not sent again.
     """
     make = _Gathered if planned.slots is None else _ByNeed
     exchange = make(tensors, held, planned, *axes)
     zero = jnp.int32(0)
     first = (zero, exchange.stop(zero))
+    every = range(len(tensors))
+    old = every[-3:-2] if came is not None else ()
+
+    def send(window: Window) -> tuple[Array, ...]:
+        return exchange.send(window, [number for number in every if number not in old])
+
+    def work(carry: Any, sent: tuple[Array, ...], window: Window, turn: Turn) -> Any:
+        if came is not None:
+            kept = turn.take(came, planned.rows)
+            x = again(turn.more, lambda: exchange.send(window, old)[0], kept)
+            sent = (*sent[:-2], x, *sent[-2:])
+        return compute(carry, sent, turn)
+
     if planned.rounds == 1 and planned.slots is None:
-        carry, results = compute(carry, exchange.send(first))
+        carry, results = work(carry, send(first), first, Turn(zero, None))
         return carry, tuple(r[: len(t)] for r, t in zip(exchange.back(results, first), like, strict=True))
 
     def empty(rows: int) -> tuple[Array, ...]:
@@ -142,17 +193,22 @@ def in_rounds(
     def following(window: Window) -> Window:
         return window[1], exchange.stop(window[1])
 
+    def turn_of(number: Array) -> Turn:
+        left = jnp.maximum(needed, planned.rounds) - 1 - number
+        more = None if planned.slots is None else left >= planned.rounds
+        return Turn(planned.rounds - 1 - jnp.minimum(left, planned.rounds - 1), more)
+
     def alone(state: Any) -> Any:
         number, now, carry, out = state
-        carry, results = compute(carry, exchange.send(now))
+        carry, results = work(carry, send(now), now, turn_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
     def overlapped(state: Any) -> Any:
-        number, now, carry, out, last, came, made = state
+        number, now, carry, out, last, sent, made = state
         ahead = following(now)
-        coming = exchange.send(ahead)
+        coming = send(ahead)
         out = put(out, made, last)
-        carry, results = compute(carry, came)
+        carry, results = work(carry, sent, now, turn_of(number))
         return number + 1, ahead, carry, out, now, coming, results
 
     # The first comparison is always true where the second isn't: it tells a reader of the program how often a loop
@@ -167,7 +223,7 @@ def in_rounds(
     if planned.rounds == 1 or not axes[0]:
         _, _, carry, out = lax.while_loop(more, alone, state)
     else:
-        state = (*state, (zero, zero), exchange.send(first), empty(planned.rows))
+        state = (*state, (zero, zero), send(first), empty(planned.rows))
         _, _, carry, out, last, _, made = lax.while_loop(more, overlapped, state)
         out = put(out, made, last)
     return carry, tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
@@ -193,8 +249,8 @@ class _Gathered:
     def stop(self, start: Array) -> Array:
         return start + self.planned.window
 
-    def send(self, window: Window) -> tuple[Array, ...]:
-        parts = (lax.dynamic_slice_in_dim(t, window[0], self.planned.window) for t in self.tensors)
+    def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
+        parts = (lax.dynamic_slice_in_dim(self.tensors[i], window[0], self.planned.window) for i in numbers)
         return tuple(lax.all_gather(t, self.across, axis=0, tiled=True) if self.across else t for t in parts)
 
     def back(self, results: tuple[Array, ...], _: Window) -> tuple[Array, ...]:
@@ -235,15 +291,17 @@ class _ByNeed:
         fit = (self._counts(start) <= self.slots).all(1).sum(dtype=jnp.int32)
         return jnp.minimum(start + fit, self.tokens)
 
-    def send(self, window: Window) -> tuple[Array, ...]:
+    def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
         number_W1 = lax.iota(jnp.int32, self.window)[:, None]
         number_Wn = jnp.where(self._needs(window), number_W1, self.window)
         # the tokens for each device in their order; those that it does not get are behind them
         number_M = lax.sort(number_Wn.T, dimension=1)[:, : self.slots].reshape(-1)
         token_M = jnp.minimum(window[0] + number_M, self.tokens - 1)
-        *parts, index, weight = (at(t, token_M) for t in self.tensors)
-        index = jnp.where(number_M[:, None] < self.window, index, self.nobody)
-        return tuple(_all_to_all(t, self.across) for t in (*parts, index, weight))
+        parts = {i: at(self.tensors[i], token_M) for i in numbers}
+        indices = len(self.tensors) - 2
+        if indices in parts:
+            parts[indices] = jnp.where(number_M[:, None] < self.window, parts[indices], self.nobody)
+        return tuple(_all_to_all(t, self.across) for t in parts.values())
 
     def back(self, results: tuple[Array, ...], window: Window) -> tuple[Array, ...]:
         arrived = [_all_to_all(r, self.across) for r in results]

@@ -37,6 +37,7 @@ class Plan:
         tile: see `models.experts.grouped`.
         at_once: whether one block is all that a device multiplies.
         apart: whether a block has rows of one expert alone.
+        room: rows of a round for which there is room where something is kept of them; whole blocks.
     """
 
     crossing: exchange.Plan
@@ -44,6 +45,7 @@ class Plan:
     tile: Tiles
     at_once: bool
     apart: bool = False
+    room: int = 0
 
 
 def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Rows:
@@ -94,6 +96,8 @@ class Rows:
         if len(self.token_R) == block:
             return body(self.block_at(jnp.int32(0)), carry)
         count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
+        if self.planned.room:  # from the last: what there is no room for is written over
+            return lax.fori_loop(0, count, lambda i, carry: body(self.block_at((count - 1 - i) * block), carry), carry)
         return lax.fori_loop(0, count, lambda i, carry: body(self.block_at(i * block), carry), carry)
 
     def block_at(self, start: Array) -> Block:
@@ -129,6 +133,22 @@ class Block:
 
     def put(self, value_R: Array, value_B: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
+
+    def keep(self, kept: Array, value_B: Array, turn: exchange.Turn) -> Array:
+        """``kept``, [rounds * room, …], with what there is of this block."""
+        return lax.dynamic_update_slice_in_dim(kept, value_B, self._place(turn), 0)
+
+    def kept(self, kept: Array, turn: exchange.Turn, make: Callable[[], Array]) -> Array:
+        """What was kept of this block; what ``make`` gives, if there was no room for it."""
+        room, more = self.rows.planned.room, turn.more
+        if len(self.rows.token_R) > room:
+            more = (self.start >= room) | (False if more is None else more)
+        value_B = lax.dynamic_slice_in_dim(kept, self._place(turn), self.rows.planned.block)
+        return exchange.again(more, make, value_B)
+
+    def _place(self, turn: exchange.Turn) -> Array:
+        planned = self.rows.planned
+        return turn.place * planned.room + jnp.minimum(self.start, planned.room - planned.block)
 
     def gather(self, x_TH: Array) -> Array:
         return exchange.at(x_TH, self.take(self.rows.token_R))

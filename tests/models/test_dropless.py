@@ -137,7 +137,7 @@ def test_what_the_first_projection_gives_can_be_kept_where_there_are_biases():
     check(Dropless(keep=True), "gpt_oss", "skewed")
 
 
-def test_nothing_is_kept_where_rows_take_more_than_one_block():
+def test_what_the_first_projection_gives_can_be_kept_of_several_blocks():
     check(Dropless(buffer_bytes=160 * H * 4, keep=True), "mixtral", "skewed")
 
 
@@ -176,14 +176,16 @@ BY_NEED = {
 
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", BY_NEED)
-def test_tokens_cross_by_need_for_any_routing(mesh, kind, links):
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_tokens_cross_by_need_for_any_routing(keep, mesh, kind, links):
     sizes, rounds = BY_NEED[mesh]
     tokens, shards = 2048, sizes["expert"]
     most = tokens // 8 * shards // rounds  # tokens that a device holds in a round
     planned = exchange.plan(tokens // 8, K, shards, E // shards, most, links=links, overlaps=False)
     assert (planned.slots is not None) == links
     assert planned.rounds >= rounds
-    kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), buffer_bytes=most * K * H * 4)
+    bytes_a_round = most * K * H * 4
+    kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), buffer_bytes=bytes_a_round, keep=keep)
     check(kernel, "gpt_oss", kind, mesh, tokens)
 
 
