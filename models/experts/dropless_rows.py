@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from models.adapters.lora import A, B
@@ -317,11 +318,8 @@ def _experts_backward(
         grad_rows, grad_row_weights, sums = carry
         weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-
-        def again() -> Array:
-            return first.forward(block, x_BH)
-
-        h_BF = again() if kept is None else block.kept(*kept, again)
+        again = partial(first.forward, block)
+        h_BF = again(x_BH) if kept is None else block.kept(*kept, again, x_BH)
         a_BI = local.activation(h_BF)
         new = list(sums)
         second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)

@@ -127,17 +127,22 @@ class Turn:
         return lax.dynamic_slice_in_dim(kept, self.place * rows, rows)
 
 
-def again(needed: Array | None, make: Callable[[], Array], kept: Array) -> Array:
-    """``kept``, or what ``make`` gives where that is ``needed`` (None: never).
+def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Array) -> Array:
+    """``kept``, or ``make(given)`` where that is ``needed`` (None: never).
 
     It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison tells a reader
-    of the program that there is none.
+    of the program that there is none. Behind the barrier what is given depends on the turn: else the compiler would
+    take the work out of the loop, and do it always.
     """
     if needed is None:
         return kept
     end = 1 + needed.astype(jnp.int32)
-    state = (jnp.int32(1), kept)
-    return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), lambda s: (s[0] + 1, make()), state)[1]
+
+    def turn(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        number, mine = lax.optimization_barrier((state[0], given))
+        return number + 1, make(mine)
+
+    return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), turn, (jnp.int32(1), kept))[1]
 
 
 def in_rounds(
@@ -174,7 +179,7 @@ def in_rounds(
     def work(carry: Any, sent: tuple[Array, ...], window: Window, turn: Turn) -> Any:
         if came is not None:
             kept = turn.take(came, planned.rows)
-            x = again(turn.more, lambda: exchange.send(window, old)[0], kept)
+            x = again(turn.more, lambda mine: exchange.send(mine, old)[0], window, kept)
             sent = (*sent[:-2], x, *sent[-2:])
         return compute(carry, sent, turn)
 

@@ -138,13 +138,13 @@ class Block:
         """``kept``, [rounds * room, …], with what there is of this block."""
         return lax.dynamic_update_slice_in_dim(kept, value_B, self._place(turn), 0)
 
-    def kept(self, kept: Array, turn: exchange.Turn, make: Callable[[], Array]) -> Array:
-        """What was kept of this block; what ``make`` gives, if there was no room for it."""
+    def kept(self, kept: Array, turn: exchange.Turn, make: Callable[..., Array], x_B: Array) -> Array:
+        """What was kept of this block; ``make(x_B)``, if there was no room for it."""
         room, more = self.rows.planned.room, turn.more
         if len(self.rows.token_R) > room:
             more = (self.start >= room) | (False if more is None else more)
         value_B = lax.dynamic_slice_in_dim(kept, self._place(turn), self.rows.planned.block)
-        return exchange.again(more, make, value_B)
+        return exchange.again(more, make, x_B, value_B)
 
     def _place(self, turn: exchange.Turn) -> Array:
         planned = self.rows.planned
