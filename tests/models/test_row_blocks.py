@@ -52,3 +52,44 @@ def test_a_copy_weighs_nothing(block):
     weight_R = np.concatenate([np.asarray(rows.block_at(jax.numpy.int32(start)).weights(ones)) for start in starts])
     assert weight_R.sum() == index_Tk.size
     assert (weight_R[np.asarray(rows.row_kT)] == 1).all()
+
+
+@pytest.mark.parametrize("rounds", [2, 3], ids=["as planned", "one more than planned"])
+@pytest.mark.parametrize("room", [4, 8], ids=["room for one block", "room for all"])
+def test_what_is_kept_is_given_back_and_what_there_is_no_room_for_is_made_again(rounds, room):
+    """Rounds of 8 rows, of which there is room for two, in blocks of 4; a row is the number of its round and block."""
+    jnp, plan = jax.numpy, Plan(CROSSING, 4, 4, False, room=room)
+    all_rows = in_order(jnp.zeros((8, 1), "int32"), np.arange(1), plan, True)
+
+    def turn(number):
+        left = rounds - 1 - number
+        return exchange.Turn(jnp.int32(1 - min(left, 1)), jnp.asarray(left >= 2))
+
+    kept = jnp.zeros((2 * room, 1))
+    for number in range(rounds):
+        kept = all_rows.fold(
+            lambda block, kept, number=number: block.keep(
+                kept, jnp.full((4, 1), 10.0 * number) + block.start, turn(number)
+            ),
+            kept,
+        )
+
+    @jax.jit
+    def of(number, start):
+        left = rounds - 1 - number
+        mine = exchange.Turn(1 - jnp.minimum(left, 1), left >= 2)
+        return all_rows.block_at(start).kept(kept, mine, lambda x: -x, jnp.ones((4, 1)))
+
+    for number in range(rounds):
+        for start in (0, 4):
+            planned = number >= rounds - 2 and start < room
+            assert (np.asarray(of(number, start)) == (10 * number + start if planned else -1)).all()
+
+
+def test_what_is_made_again_stays_in_its_loop():
+    def function(needed, x):
+        return exchange.again(needed, lambda x: x @ x, x, x)
+
+    text = jax.jit(function).lower(True, np.ones((64, 64), "float32")).compile().as_text()
+    assert " dot(" in text
+    assert " dot(" not in text.split("ENTRY")[1]
