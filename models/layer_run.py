@@ -25,6 +25,7 @@ from models.layer_graph import Flat, LayerGraph
 from models.partial_gradients import Tensors
 from models.remat import REMAT, Value
 from models.scan import Stage, run_stages
+from models.turns import Known
 
 # parameters by full name -> what the layer uses, by full name: each, and perhaps its partial gradient's leaf
 Prepare = Callable[[Tensors], Tensors]
@@ -68,6 +69,7 @@ class LayerRun:
         self.partition: Callable[..., Any] = REMAT["none"]
         # for each kind of call: the period's layers, traced
         self.graphs: dict[Any, list[_Traced]] = {}
+        self.loops: dict[str, Known] = {}  # and their loops
         self._calls: list[Call] = []
         # What the layer called last returned, which stands for what is not computed yet: id -> number in its output
         self._promised: dict[int, int] = {}
@@ -75,7 +77,7 @@ class LayerRun:
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes for a copy. It has no graphs, because those here run this run's layers."""
-        return {**vars(self), "graphs": {}, "_calls": [], "_promised": {}, "_kept": []}
+        return {**vars(self), "graphs": {}, "loops": {}, "_calls": [], "_promised": {}, "_kept": []}
 
     @property
     def values(self) -> list[Value]:
@@ -138,7 +140,8 @@ class LayerRun:
             for j, stage in enumerate(traced):
                 if stage.keyed:
                     tensors.give(j, keys[j :: len(self.parts)] if self.count > 1 else keys[j], "key")
-        last, sides = run_stages([stage.stage for stage in traced], tensors, self.count > 1)
+        known = self.loops.setdefault(str(key), {}) if self.count > 1 else None
+        last, sides = run_stages([stage.stage for stage in traced], tensors, known)
         side_outputs.replay([stage.side(side) for stage, side in zip(traced, sides, strict=True)], self.count)
         output, stores = traced[-1].output(last, tensors.loop if self.count > 1 else None)
         for mapping, entries in zip(calls[-1].shared, stores, strict=True):

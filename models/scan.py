@@ -13,11 +13,9 @@ from typing import Any
 import torch
 import torch_xla.core.xla_model as xm
 
-# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9: the loop of `scan` without its autograd
-from torch_xla.experimental.scan import _scan_impl_pytree
-
 from models.calls import Input, Sorted
 from models.layer_graph import Flat, LayerGraph
+from models.turns import Known, run_turns
 
 Gradients = list[torch.Tensor | None]
 
@@ -36,13 +34,13 @@ class Stage:
     outputs: Sequence[int]
 
 
-def run_stages(stages: Sequence[Stage], tensors: Sorted, scanned: bool) -> tuple[Flat, list[Flat]]:
-    """Run the period's ``stages`` on ``tensors``, over and over if ``scanned``.
+def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:
+    """Run the period's ``stages`` on ``tensors``, over and over if ``known``, these stages' loops so far, is there.
 
     Returns:
         the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
     """
-    program = _Program(stages, tensors, scanned)
+    program = _Program(stages, tensors, known)
     flat = [*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own)]
     results = list(_Run.apply(program, *flat))
     last, sides = results[: program.returned], results[program.returned :]
@@ -52,9 +50,10 @@ def run_stages(stages: Sequence[Stage], tensors: Sorted, scanned: bool) -> tuple
 class _Program:
     """What is done with the flat tensors of :func:`run_stages`."""
 
-    def __init__(self, stages: Sequence[Stage], tensors: Sorted, scanned: bool) -> None:
-        self.stages, self.scanned, self.loop = stages, scanned, tuple(tensors.loop)
-        self.returned = len(self.loop) if scanned else len(stages[-1].outputs)
+    def __init__(self, stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> None:
+        self.stages, self.known, self.loop = stages, known, tuple(tensors.loop)
+        self.scanned = known is not None
+        self.returned = len(self.loop) if self.scanned else len(stages[-1].outputs)
         self._lengths = [len(tensors.slots), len(tensors.learned), len(tensors.fixed), *map(len, tensors.own)]
 
     def split(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
@@ -152,7 +151,7 @@ class _Run(torch.autograd.Function):
                     last, sides, kept = program.forward(slots, learned, fixed, x)
                     return (last, learned, fixed), (sides, kept)
 
-                (last, _, _), (sides, kept) = _scan_impl_pytree(turn, (slots, learned, fixed), own)
+                (last, _, _), (sides, kept) = run_turns(turn, (slots, learned, fixed), own, known=program.known)
             else:
                 last, sides, kept = program.forward(slots, learned, fixed, own)
         ctx.program, ctx.counts = program, [len(part) for part in kept]
@@ -189,8 +188,8 @@ class _Run(torch.autograd.Function):
                     ]
                     return (whole, of_learned, learned, fixed), of_own
 
-                (of_slots, of_learned, _, _), of_own = _scan_impl_pytree(
-                    turn, (last, of_learned, learned, fixed), (sides, own, kept), reverse=True
+                (of_slots, of_learned, _, _), of_own = run_turns(
+                    turn, (last, of_learned, learned, fixed), (sides, own, kept), reverse=True, known=program.known
                 )
         return None, *of_slots, *of_learned, *([None] * len(fixed)), *(g for part in of_own for g in part)
 

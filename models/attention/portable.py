@@ -27,11 +27,9 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
-# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9 (scan without its autograd)
-from torch_xla.experimental.scan import _scan_impl_flat
-
 from models.op_arguments import as_text, from_text
 from models.random_bits import keep_factors
+from models.turns import run_turns
 
 # queries in a block
 BLOCK = 512
@@ -330,5 +328,5 @@ def _loop(
         carry, y = body(state[:fixed], state[fixed:], x)
         return [*state[:fixed], *carry], y
 
-    state, ys_N = _scan_impl_flat(step, [*constants, *carry], list(xs))
-    return list(state[fixed:]), list(ys_N)
+    state, ys_N = run_turns(step, [*constants, *carry], list(xs))
+    return state[fixed:], ys_N

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9: the loop of `scan` without its autograd
-from torch_xla.experimental.scan import _scan_impl_pytree
-
+from models.turns import run_turns
 from trainer.layout.partition import PartitionSpec, axes_of
 from trainer.step.update_rules import State, decayed
 from trainer.xla import sharding
@@ -120,7 +118,7 @@ class Muon:
         def turn(carry: torch.Tensor, some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return carry, orthogonalised(some, self.ns_steps, apart)
 
-        made = _scan_impl_pytree(turn, torch.zeros((), device=update.device), turns)[1]
+        made = run_turns(turn, torch.zeros((), device=update.device), turns)[1]
         whole = apart.stored(made.transpose(0, 1).reshape(update.shape))[:layers]
         return sharding.constrain(whole, self.matrices.mesh, (None, *self.matrices.spec))
 

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-# semi-private: torch_xla/experimental/scan.py, torch_xla 2.9: the loop of `scan` without its autograd
-from torch_xla.experimental.scan import _scan_impl_pytree
-
 from models import random_bits, scopes
 from models.partial_gradients import SUFFIX, Tensors
+from models.turns import run_turns
 from trainer.arrays import Array
 from trainer.layout.optimizers import StateTensor
 from trainer.layout.partition import PartitionSpec
@@ -322,7 +320,7 @@ class TrainStep:
                 micro_batch, own = x
                 return body(carry, micro_batch, own[0] if own else torch.zeros_like(random_keys[0]))
 
-            return _scan_impl_pytree(step, carry, ({k: t.transpose(0, 1) for k, t in batch.items()}, keys))
+            return run_turns(step, carry, ({k: t.transpose(0, 1) for k, t in batch.items()}, keys))
 
         result = run([random_keys] if (known := self.loss.draws) else [])
         return run([random_keys]) if self.loss.draws and not known else result
