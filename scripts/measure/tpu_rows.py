@@ -110,6 +110,11 @@ TABLES: dict[str, dict[str, str]] = {
         )
     }
     | {
+        f"experts spread, 2 sequences, {name}, v5p:4x4x4": f"--recipe mixtral_ep {_MIXTRAL} {_64} {_BATCH} 2 "
+        f"--compute remat={remat} --only_train_step"
+        for name, remat in (("remat full", "full"), ("all kept (remat 1.0)", "1.0"))
+    }
+    | {
         f"4 layers, {name}, v6e:8x8": f"--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=4 "
         f"--sequence_length 4096 --topology v6e:8x8 {_BATCH} 2 --compute {options} --only_train_step"
         for name, options in (
@@ -123,7 +128,7 @@ TABLES: dict[str, dict[str, str]] = {
         f"--topology v6e:8x8 {_BATCH} 2 --only_train_step {options}"
         for name, options in (
             ("an all-to-all runs alone", "--compiler_options xla_tpu_enable_async_all_to_all="),
-            ("what attention gives is kept (remat 1.0)", "--compute remat=1.0"),
+            ("all kept (remat 1.0)", "--compute remat=1.0"),
             ("a mesh axis for each dimension of the torus", "--mesh fsdp=8,expert=8"),
         )
     },
