@@ -176,16 +176,24 @@ BY_NEED = {
 
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", BY_NEED)
-@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
-def test_tokens_cross_by_need_for_any_routing(keep, mesh, kind, links):
-    sizes, rounds = BY_NEED[mesh]
+def test_tokens_cross_by_need_for_any_routing(mesh, kind, links):
+    check_crossing(*BY_NEED[mesh], kind, links, keep=False)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
+@pytest.mark.parametrize("mesh", ["fsdp=2 x expert=4", "fsdp=2 x expert=4, rounds"])
+def test_what_spread_experts_keep_changes_no_number(mesh, kind, links):
+    check_crossing(*BY_NEED[mesh], kind, links, keep=True)
+
+
+def check_crossing(sizes, rounds, kind, links, keep):
     tokens, shards = 2048, sizes["expert"]
     most = tokens // 8 * shards // rounds  # tokens that a device holds in a round
     planned = exchange.plan(tokens // 8, K, shards, E // shards, most, links=links, overlaps=False)
     assert (planned.slots is not None) == links
     assert planned.rounds >= rounds
-    bytes_a_round = most * K * H * 4
-    kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), buffer_bytes=bytes_a_round, keep=keep)
+    options = {"buffer_bytes": most * K * H * 4, "keep": keep}
+    kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), **options)
     check(kernel, "gpt_oss", kind, mesh, tokens)
 
 
