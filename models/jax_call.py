@@ -80,6 +80,11 @@ def _flags() -> str:
     return _target[-1][1] if _target else os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
+def lowered_for() -> tuple[str, str]:
+    """The platform and the compiler's flags that the graph is being built for: kernels depend on both."""
+    return target(), _flags()
+
+
 @contextlib.contextmanager
 def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
     """Inside, kernels are chosen and lowered for ``platform``, whatever devices this process has.

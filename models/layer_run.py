@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from models import partial_gradients, randomness, scopes, side_outputs
 from models.calls import Call, Input, LoopChanged, Sorted, as_given, as_passed, sort_calls
 from models.decoder_loop import UNUSED, Shape
+from models.jax_call import lowered_for
 from models.kv_sharing import shared_in, stored
 from models.layer_graph import Flat, LayerGraph
 from models.partial_gradients import Tensors
@@ -69,7 +70,7 @@ class LayerRun:
         self.partition: Callable[..., Any] = REMAT["none"]
         # for each kind of call: the period's layers, traced
         self.graphs: dict[Any, list[_Traced]] = {}
-        self.loops: dict[str, Known] = {}  # and their loops
+        self.loops: dict[Any, Known] = {}  # and their loops, by platform and flags too
         self._calls: list[Call] = []
         # What the layer called last returned, which stands for what is not computed yet: id -> number in its output
         self._promised: dict[int, int] = {}
@@ -140,7 +141,7 @@ class LayerRun:
             for j, stage in enumerate(traced):
                 if stage.keyed:
                     tensors.give(j, keys[j :: len(self.parts)] if self.count > 1 else keys[j], "key")
-        known = self.loops.setdefault(str(key), {}) if self.count > 1 else None
+        known = self.loops.setdefault((str(key), *lowered_for()), {}) if self.count > 1 else None
         last, sides = run_stages([stage.stage for stage in traced], tensors, known)
         side_outputs.replay([stage.side(side) for stage, side in zip(traced, sides, strict=True)], self.count)
         output, stores = traced[-1].output(last, tensors.loop if self.count > 1 else None)
