@@ -37,7 +37,8 @@ def run_turns(
 ) -> tuple[Any, Any]:
     """``carry`` after ``carry, y = turn(carry, x)`` for each slice x of ``xs``, and the stack of all y.
 
-    All are trees of tensors, in which there may be None. No gradient flows through.
+    All are trees of tensors, in which there may be None. No gradient flows through. What a turn draws from the device's
+    own generator would be the same in each: `models.randomness.OtherDraws` refuses a model that does.
 
     Args:
         reverse: from the last slice to the first; y keep the order of ``xs``.
@@ -49,7 +50,7 @@ def run_turns(
     loop = None if known is None else known.get(key)
     if loop is None:
         loop = _lowered(_traced(turn, (given, carry_spec), (parts, xs_spec)), given, parts, reverse)
-        if known is not None and all(t.dim() == 0 for t in loop.turn.hoisted):
+        if known is not None and loop.turn.closed:
             known[key] = loop
     return loop(given, parts)
 
@@ -62,6 +63,7 @@ class Turn:
         computation: of those of its inputs that it uses: the carry, a slice of each of ``xs``, and what is hoisted.
         order: the places of these among all inputs.
         hoisted: tensors that the turn uses and is not given; the numbers in its formulas are such.
+        closed: whether these are nothing but numbers, and no seed.
         results: shape and dtype of what it returns behind the carry.
         specs: of the carry that it returns, and of these.
     """
@@ -69,6 +71,7 @@ class Turn:
     computation: Any
     order: list[int]
     hoisted: Flat
+    closed: bool
     results: list[tuple[torch.Size, torch.dtype]]
     specs: tuple[Spec, Spec]
 
@@ -114,15 +117,17 @@ def _traced(turn: Callable[[Any, Any], tuple[Any, Any]], carry: tuple[Flat, Spec
     if shapes[0] != shapes[1]:
         raise ValueError(f"a turn is given a carry of {shapes[0]} and returns one of {shapes[1]}")
     made = [*next_carry, *ys]
-    if torch_xla._XLAC._get_seed_info_id() in torch_xla._XLAC._get_tensors_xla_device_data_node(made)[0]:
-        raise ValueError("a turn draws from the device's generator: every turn would draw the same numbers")
+    draws = torch_xla._XLAC._get_seed_info_id() in torch_xla._XLAC._get_tensors_xla_device_data_node(made)[0]
     context = torch_xla._XLAC.lowering.LoweringContext("turn")
     context.build(made)
     numbers = [context.tensor_parameter_id(t) for t in inputs]  # -1: it is not used
     hoisted = {k: t for k, t in context.device_parameter_id_tensor_mapping().items() if k not in numbers}
     order = [place for k, place in sorted((k, place) for place, k in enumerate((*numbers, *hoisted))) if k >= 0]
     computation = xb.computation_from_module_proto("turn", context.hlo())
-    return Turn(computation, order, [*hoisted.values()], [(t.shape, t.dtype) for t in ys], (of_carry, of_results))
+    closed = not draws and all(t.dim() == 0 for t in hoisted.values())
+    return Turn(
+        computation, order, [*hoisted.values()], closed, [(t.shape, t.dtype) for t in ys], (of_carry, of_results)
+    )
 
 
 def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
