@@ -106,7 +106,7 @@ class Dropless:
         bytes_a_row = (x_TH.element_size() * width for width in widths)
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
         kept = tuple((rows * devices, width) for rows, width in local.kept(planned, *widths))
-        call = as_text(_Call(local, self._manual(specs, local) if self.axes else None, kept))
+        call = as_text(_Call(local, self._manual(specs, local, len(kept)) if self.axes else None, kept))
         if kept:
             return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, call)[0]
         return _dropless(x_TH, index_Tk, weight_Tk, parameters, call)
@@ -138,14 +138,16 @@ class Dropless:
         others = [tuple(axis for axis in a if axis not in self.expert_axes) for a in axes]
         return (self.expert_axes + others[0], *others[1:])
 
-    def _manual(self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local) -> tuple[Manual, Manual]:
+    def _manual(
+        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local, keeps: int
+    ) -> tuple[Manual, Manual]:
         """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
         tokens: Spec = (self.batch_axes + rest, None)
         held: Spec = (self.expert_axes or None,)
         weights = [tuple(a or None for a in spec) for spec in specs]
         trained = [spec for spec, learns in zip(weights, local.trained, strict=True) if learns]
-        kept = [tokens] * (1 + bool(local.expert_axes)) if local.keep else []
+        kept = [tokens] * keeps
         inputs = (tokens, tokens, tokens, held, *weights)
         return (
             Manual(self.axes, inputs, (tokens, *kept), self.order),

@@ -14,7 +14,7 @@ from typing import Any
 
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
-from models.experts.exchange import Turn
+from models.experts.exchange import Round
 from models.experts.row_blocks import Block, Plan, Rows, in_order
 from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
 from models.rings import exchange_sum
@@ -147,14 +147,14 @@ class Local:
             hidden, first: the hidden width, and that of the first projection's result.
         """
         rounds = planned.crossing.rounds
-        came = [(rounds * planned.crossing.rows, hidden)] if self.expert_axes else []
+        came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
         return [*came, (rounds * planned.room, first)] if self.keep else []
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
-    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round (`models.experts.exchange.Turn`).
+    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round (`models.experts.exchange.Round`).
 
     Args:
         held: the numbers of the experts held here, [E].
@@ -163,12 +163,12 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
 
-    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], turn: Turn) -> tuple[Any, tuple[Array]]:
+    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
         *came, h = kept or (None,)
-        y, h = _experts(x, rows, parameters, local, h, turn)
-        kept = (*(turn.put(c, x) for c in came), h) if kept else ()
+        y, h = _experts(x, rows, parameters, local, h, round_)
+        kept = (*(round_.put(c, x) for c in came), h) if kept else ()
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
     axes = (local.expert_axes, local.axes)
@@ -194,10 +194,10 @@ def backward(
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    def compute(sums: list[Any], tokens: tuple[Array, ...], turn: Turn) -> tuple[list[Any], tuple[Array, Array]]:
+    def compute(sums: list[Any], tokens: tuple[Array, ...], round_: Round) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
-        first = (kept[-1], turn) if kept else None
+        first = (kept[-1], round_) if kept else None
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, first)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
@@ -277,7 +277,7 @@ class _Projection:
 
 
 def _experts(
-    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: Array | None, turn: Turn
+    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: Array | None, round_: Round
 ) -> tuple[Array, Array | None]:
     """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter; and ``kept``.
 
@@ -289,7 +289,7 @@ def _experts(
     def body(block: Block, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
         y_RH, kept = carry
         h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
-        kept = None if kept is None else block.keep(kept, h_BF, turn)
+        kept = None if kept is None else block.keep(kept, h_BF, round_)
         return block.put(y_RH, second.forward(block, local.activation(h_BF))), kept
 
     return rows.fold(body, (grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E), kept))
@@ -303,7 +303,7 @@ def _experts_backward(
     parameters: Sequence[Array],
     sums: list[Any],
     local: Local,
-    kept: tuple[Array, Turn] | None,
+    kept: tuple[Array, Round] | None,
 ) -> tuple[Array, Array, list[Any]]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
 

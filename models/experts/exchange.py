@@ -105,10 +105,10 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A round, to those who keep something of each of the planned ones, one behind the other.
+class Round:
+    """A round, and its part of an array that keeps something of each planned round, one behind the other.
 
-    More rounds than planned come first. What they keep is written over.
+    Rounds that are more than planned come first, so that what they put is written over.
 
     Args:
         place: its number among the planned; of one that is not, the first's.
@@ -138,11 +138,11 @@ def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Ar
         return kept
     end = 1 + needed.astype(jnp.int32)
 
-    def turn(state: tuple[Array, Array]) -> tuple[Array, Array]:
+    def once(state: tuple[Array, Array]) -> tuple[Array, Array]:
         number, mine = lax.optimization_barrier((state[0], given))
         return number + 1, make(mine)
 
-    return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), turn, (jnp.int32(1), kept))[1]
+    return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), once, (jnp.int32(1), kept))[1]
 
 
 def in_rounds(
@@ -176,15 +176,15 @@ def in_rounds(
     def send(window: Window) -> tuple[Array, ...]:
         return exchange.send(window, [number for number in every if number not in old])
 
-    def work(carry: Any, sent: tuple[Array, ...], window: Window, turn: Turn) -> Any:
+    def work(carry: Any, sent: tuple[Array, ...], window: Window, round_: Round) -> Any:
         if came is not None:
-            kept = turn.take(came, planned.rows)
-            x = again(turn.more, lambda mine: exchange.send(mine, old)[0], window, kept)
+            kept = round_.take(came, planned.rows)
+            x = again(round_.more, lambda mine: exchange.send(mine, old)[0], window, kept)
             sent = (*sent[:-2], x, *sent[-2:])
-        return compute(carry, sent, turn)
+        return compute(carry, sent, round_)
 
     if planned.rounds == 1 and planned.slots is None:
-        carry, results = work(carry, send(first), first, Turn(zero, None))
+        carry, results = work(carry, send(first), first, Round(zero, None))
         return carry, tuple(r[: len(t)] for r, t in zip(exchange.back(results, first), like, strict=True))
 
     def empty(rows: int) -> tuple[Array, ...]:
@@ -198,14 +198,14 @@ def in_rounds(
     def following(window: Window) -> Window:
         return window[1], exchange.stop(window[1])
 
-    def turn_of(number: Array) -> Turn:
+    def round_of(number: Array) -> Round:
         left = jnp.maximum(needed, planned.rounds) - 1 - number
         more = None if planned.slots is None else left >= planned.rounds
-        return Turn(planned.rounds - 1 - jnp.minimum(left, planned.rounds - 1), more)
+        return Round(planned.rounds - 1 - jnp.minimum(left, planned.rounds - 1), more)
 
     def alone(state: Any) -> Any:
         number, now, carry, out = state
-        carry, results = work(carry, send(now), now, turn_of(number))
+        carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
     def overlapped(state: Any) -> Any:
@@ -213,7 +213,7 @@ def in_rounds(
         ahead = following(now)
         coming = send(ahead)
         out = put(out, made, last)
-        carry, results = work(carry, sent, now, turn_of(number))
+        carry, results = work(carry, sent, now, round_of(number))
         return number + 1, ahead, carry, out, now, coming, results
 
     # The first comparison is always true where the second isn't: it tells a reader of the program how often a loop

@@ -134,21 +134,21 @@ class Block:
     def put(self, value_R: Array, value_B: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
 
-    def keep(self, kept: Array, value_B: Array, turn: exchange.Turn) -> Array:
+    def keep(self, kept: Array, value_B: Array, round_: exchange.Round) -> Array:
         """``kept``, [rounds * room, …], with what there is of this block."""
-        return lax.dynamic_update_slice_in_dim(kept, value_B, self._place(turn), 0)
+        return lax.dynamic_update_slice_in_dim(kept, value_B, self._place(round_), 0)
 
-    def kept(self, kept: Array, turn: exchange.Turn, make: Callable[..., Array], x_B: Array) -> Array:
+    def kept(self, kept: Array, round_: exchange.Round, make: Callable[..., Array], x_B: Array) -> Array:
         """What was kept of this block; ``make(x_B)``, if there was no room for it."""
-        room, more = self.rows.planned.room, turn.more
+        room, more = self.rows.planned.room, round_.more
         if len(self.rows.token_R) > room:
             more = (self.start >= room) | (False if more is None else more)
-        value_B = lax.dynamic_slice_in_dim(kept, self._place(turn), self.rows.planned.block)
+        value_B = lax.dynamic_slice_in_dim(kept, self._place(round_), self.rows.planned.block)
         return exchange.again(more, make, x_B, value_B)
 
-    def _place(self, turn: exchange.Turn) -> Array:
+    def _place(self, round_: exchange.Round) -> Array:
         planned = self.rows.planned
-        return turn.place * planned.room + jnp.minimum(self.start, planned.room - planned.block)
+        return round_.place * planned.room + jnp.minimum(self.start, planned.room - planned.block)
 
     def gather(self, x_TH: Array) -> Array:
         return exchange.at(x_TH, self.take(self.rows.token_R))

@@ -141,6 +141,11 @@ def test_what_the_first_projection_gives_can_be_kept_of_several_blocks():
     check(Dropless(buffer_bytes=160 * H * 4, keep=True), "mixtral", "skewed")
 
 
+def test_experts_can_be_kept_where_one_device_alone_is_along_their_axis():
+    kernel, mesh = bound({"fsdp": 8, "expert": 1}, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), keep=True)
+    check(kernel, "gpt_oss", "skewed", mesh)
+
+
 def test_weights_of_experts_that_are_spread_can_be_gathered_too():
     kernel, mesh = bound({"fsdp": 2, "expert": 4}, ("fsdp", "expert"), EXPERT | BIASES)
     check(kernel, "gpt_oss", "skewed", mesh)

@@ -61,15 +61,15 @@ def test_what_is_kept_is_given_back_and_what_there_is_no_room_for_is_made_again(
     jnp, plan = jax.numpy, Plan(CROSSING, 4, 4, False, room=room)
     all_rows = in_order(jnp.zeros((8, 1), "int32"), np.arange(1), plan, True)
 
-    def turn(number):
+    def round_of(number):
         left = rounds - 1 - number
-        return exchange.Turn(jnp.int32(1 - min(left, 1)), jnp.asarray(left >= 2))
+        return exchange.Round(jnp.int32(1 - min(left, 1)), jnp.asarray(left >= 2))
 
     kept = jnp.zeros((2 * room, 1))
     for number in range(rounds):
         kept = all_rows.fold(
             lambda block, kept, number=number: block.keep(
-                kept, jnp.full((4, 1), 10.0 * number) + block.start, turn(number)
+                kept, jnp.full((4, 1), 10.0 * number) + block.start, round_of(number)
             ),
             kept,
         )
@@ -77,7 +77,7 @@ def test_what_is_kept_is_given_back_and_what_there_is_no_room_for_is_made_again(
     @jax.jit
     def of(number, start):
         left = rounds - 1 - number
-        mine = exchange.Turn(1 - jnp.minimum(left, 1), left >= 2)
+        mine = exchange.Round(1 - jnp.minimum(left, 1), left >= 2)
         return all_rows.block_at(start).kept(kept, mine, lambda x: -x, jnp.ones((4, 1)))
 
     for number in range(rounds):
