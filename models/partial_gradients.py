@@ -203,8 +203,8 @@ def _expert_rule(weight: str) -> _Rule:
 def _linear_grad(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if target() != "cpu":
         return torch.einsum("d...o,d...i->doi", g, x)
-    # XLA's CPU backend turns the first operand in memory: not that of logits, of which nothing is larger
-    return torch.einsum("d...i,d...o->doi", x, g)
+    # one dimension of rows: XLA's CPU backend turns an operand in memory where it sums over two
+    return torch.einsum("dro,dri->doi", g.flatten(1, -2), x.flatten(1, -2))
 
 
 # Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.

@@ -5,6 +5,9 @@ saved, and no more than ``[batch, heads, block, sequence]`` of them exist at onc
 not need O(n^2) memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same
 size at any length.
 
+No query sees a later key. So queries are cut into a few bands first, and each meets the keys up to its own end: four
+bands compute 5/8 of the scores. Each is a loop of its own, and longer to compile; so they are few, and not short.
+
 Scores are as many as a step has of anything, so they are passed over seldom: what they are multiplied with is divided
 by their total, and not they.
 
@@ -33,6 +36,8 @@ from models.turns import run_turns
 
 # queries in a block
 BLOCK = 512
+# queries in a band, at least, and bands, at most
+BAND, BANDS = 128, 4
 _MASKED = torch.finfo(torch.float32).min
 
 
@@ -77,27 +82,64 @@ def portable(
     With dropout, ``random_key`` and the scoring's site draw the weights to leave out: the same as
     :func:`models.random_bits.dropout` would of the weights as one tensor ``BHST``.
     """
-    B, H, S, D = query.shape
-    K, T, E, C = key.shape[1], key.shape[2], value.shape[-1], min(BLOCK, S)
-    N = -(-S // C)
-    rest = N * C - S  # padding that fills the last block
+    B, _, S, _ = query.shape
+    T = key.shape[2]
     one = torch.ones(B, max(S, T), dtype=torch.int32, device=query.device)
     query_segments, segments = (one[:, :S], one[:, :T]) if segment_ids is None else (segment_ids, segment_ids)
     sinks = query.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux
+    sinks = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+    out_BSHE = []
+    for start, end, seen in _bands(S, T, scoring, bias):
+        own = slice(start, end)
+        queries = (query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own], bias)
+        keys = (key[:, :, :seen], value[:, :, :seen], segments[:, :seen])
+        out_BSHE.append(_band(*queries, *keys, start, scoring, random_key))
+    # contiguous, as eager attention's is: some models take a view of it
+    return torch.cat(out_BSHE, 1) if len(out_BSHE) > 1 else out_BSHE[0].contiguous()
+
+
+def _bands(S: int, T: int, scoring: Scoring, bias: torch.Tensor | None) -> list[tuple[int, int, int]]:
+    """Queries in bands, ``(first, end, keys)``: a band meets no key that is later than its last query.
+
+    One band meets all keys where a bias says what is seen, and where dropout draws for all weights.
+    """
+    if not scoring.causal or scoring.dropout or bias is not None:
+        return [(0, S, T)]
+    size = max(BAND, -(-S // BANDS))
+    ends = [min(start + size, S) for start in range(0, S, size)]
+    return [(start, end, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _band(
+    query: torch.Tensor,
+    query_segments: torch.Tensor,
+    sinks: torch.Tensor,
+    bias: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: torch.Tensor,
+    start: int,
+    scoring: Scoring,
+    random_key: torch.Tensor | None,
+) -> torch.Tensor:
+    """``BSHE`` of queries of which the first stands at position ``start``."""
+    B, H, S, D = query.shape
+    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
+    N = -(-S // C)
+    rest = N * C - S  # padding that fills the last block
     out_NBKGCE = _attention(
         pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
         key,
         value,
-        _blocks(sinks.view(1, H, 1, 1) if sinks.dim() == 1 else sinks, K, N, C),
+        _blocks(sinks, K, N, C),
         segments,
-        torch.arange(N * C, dtype=torch.int32, device=query.device).view(N, C),
+        torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C),
         pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1),
         random_key,
         None if bias is None else _blocks(bias, K, N, C),
         as_text(scoring),
     )
-    # contiguous, as eager attention's is: some models take a view of it
-    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S].contiguous()
+    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
 
 
 def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:

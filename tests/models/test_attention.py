@@ -24,6 +24,7 @@ from models.randomness import drawing
 
 B, H, K, S, D = 4, 4, 2, 70, 16
 SINGLE, LOOPED = 512, 16  # blocks for 70 positions: one, or five of which the last is not full
+BANDED = 40  # queries in a band: two bands, of three blocks and of two
 HEADS_SPLIT = (("data", "fsdp"), "tensor", None, None)
 MODULE = SimpleNamespace(num_key_value_groups=H // K, training=False)
 
@@ -95,11 +96,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("block", [SINGLE, LOOPED])
+@pytest.mark.parametrize(("block", "band"), [(SINGLE, S), (LOOPED, S), (LOOPED, BANDED)])
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize("case", CASES)
-def test_output_and_gradients_equal_eager(monkeypatch, case, device, block):
+def test_output_and_gradients_equal_eager(monkeypatch, case, device, block, band):
     monkeypatch.setattr(portable_kernel, "BLOCK", block)
+    monkeypatch.setattr(portable_kernel, "BAND", band)
     inputs = make_inputs()
     theirs = output_and_gradients(eager, inputs, **CASES[case])
     ours = output_and_gradients(portable, inputs, device, **CASES[case])
@@ -158,7 +160,7 @@ def test_nothing_saved_for_the_backward_grows_with_the_square_of_the_sequence():
     assert max(saved) <= inputs[0].numel()
 
 
-def lowered(length: int, dropout: float) -> tuple[int, int]:
+def lowered(length: int, dropout: float, loops: int) -> tuple[int, int]:
     """The HLO of forward and backward at ``length`` positions: elements of its largest buffer, and its instructions."""
     query, key, value = (torch.zeros(1, heads, length, D, device="xla", requires_grad=True) for heads in (H, K, K))
     with drawing(torch.tensor([1, 2], dtype=torch.int32, device="xla")):
@@ -167,14 +169,14 @@ def lowered(length: int, dropout: float) -> tuple[int, int]:
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([out, *grads])
     shapes = re.findall(r"(?:pred|[bfsu]+\d+)\[([\d,]+)\]", hlo)
-    assert hlo.count(" while(") == 2
+    assert hlo.count(" while(") == loops
     return max(int(np.prod([int(n) for n in s.split(",")])) for s in shapes), hlo.count(" = ")
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_twice_the_sequence_takes_twice_the_memory_and_the_same_graph(monkeypatch, dropout):
+@pytest.mark.parametrize(("dropout", "bands"), [(0.0, portable_kernel.BANDS), (0.1, 1)])
+def test_twice_the_sequence_takes_twice_the_memory_and_the_same_graph(monkeypatch, dropout, bands):
     monkeypatch.setattr(portable_kernel, "BLOCK", 64)
-    (buffer, instructions), (buffer_twice, instructions_twice) = lowered(512, dropout), lowered(1024, dropout)
+    (buffer, instructions), (buffer_twice, instructions_twice) = (lowered(n, dropout, 2 * bands) for n in (512, 1024))
     assert buffer == H * 64 * 512
     assert buffer_twice == 2 * buffer
     assert instructions_twice == instructions
