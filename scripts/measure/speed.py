@@ -5,6 +5,7 @@ python scripts/measure/speed.py depth      time to trace and to compile 2, 8 and
 python scripts/measure/speed.py busy       the same two, alone and beside four processes that never wait
 python scripts/measure/speed.py devices    the same batch on 1, 2, 4 and 8 virtual devices, with remat and without
 python scripts/measure/speed.py threads    how the number of XLA's CPU threads changes speed and cores kept busy
+python scripts/measure/speed.py products   what a product of an expert's tile costs by the number of these threads
 
 Each measurement is a process of its own. The sides of a table take turns, round by round; it shows the medians.
 docs/numbers.md has the tables as they were on one machine. Reading and writing files: scripts/measure/files.py.
@@ -37,12 +38,16 @@ DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 6, "hidden_size
 SIDES = {"ours": "this trainer, 8 virtual CPU devices", "theirs": "transformers' Trainer, plain CPU, eager"}
 DEVICES = (1, 2, 4, 8)  # virtual ones
 BUSY = 4  # processes that never wait
+PRODUCTS = ((128, 512, 128), (512, 512, 128), (512, 2048, 128))  # rows, columns, and what is summed over
+# tiles of 6 rows and 2 vectors; options of XLA that it calls experimental
+_OWN_PRODUCTS = "xla_force_enable_experimental_llvm_ir_gemm,xla_llvm_ir_gemm_tile_size=6:4:2*vectwidth"
 STARVED = "starved: aborted"  # XLA aborts the process if a collective waits for 10 s
 
 
 def main() -> int:
     tables = {"speed": speed, "depth": depth, "busy": busy, "devices": devices, "threads": threads}
-    return run(tables, {"ours": ours, "theirs": theirs}, str(__doc__))
+    sides = {"ours": ours, "theirs": theirs, "product": product}
+    return run(tables | {"products": products}, sides, str(__doc__))
 
 
 def run(
@@ -180,6 +185,28 @@ def threads(recipe: str, rounds: int) -> Table:
     return table
 
 
+def products(recipe: str, rounds: int) -> Table:
+    """FLOPs that a CPU second does of one product, by the threads over which XLA's CPU client splits it.
+
+    The client has no fewer threads than devices. The product is that of 128 rows with an expert's first projection.
+    """
+    own = f"--xla_cpu_multi_thread_eigen=false --xla_backend_extra_options={_OWN_PRODUCTS}"
+    settings = {
+        "1 thread": {"NPROC": "1"},
+        "2 threads": {"NPROC": "2"},
+        "8 threads, as eight devices have": {"NPROC": "8"},
+        "8 threads, XLA's own product, which nothing splits": {"NPROC": "8", "XLA_FLAGS": own},
+    }
+    table = Table("", *("×".join(map(str, shape)) for shape in PRODUCTS), title="GFLOP a CPU second", box=box.MARKDOWN)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
+    for _ in range(rounds):
+        for name, environment in settings.items():
+            found[name].append(worker(recipe, {"side": "product"}, {"JAX_PLATFORMS": "cpu", **environment}))
+    for name, results in found.items():
+        table.add_row(name, *(f"{statistics.median(r[str(shape)] for r in results):.1f}" for shape in PRODUCTS))
+    return table
+
+
 def worker(
     recipe: str, job: dict[str, Any], environment: dict[str, str] | None = None, script: str = __file__
 ) -> dict[str, Any]:
@@ -285,6 +312,30 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
     wait_for_devices()
     wall, cpu = (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
     return measured(job, wall, cpu, first=first, trace=statistics.median(traces[1:]))
+
+
+def product(job: dict[str, Any]) -> dict[str, float]:
+    """GFLOP a CPU second of products of matrices, one after the other in a loop that is compiled."""
+    import jax
+
+    rates = {}
+    for m, n, k in PRODUCTS:
+        a, b, start = (jax.numpy.ones(shape) for shape in ((m, k), (k, n), (m, n)))
+        turns = max(1, 1_000_000_000 // (2 * m * n * k))
+
+        @jax.jit
+        def repeated(a: Any, b: Any, start: Any, turns: int = turns) -> Any:
+            # the first operand depends on the turn before, or the product would leave the loop
+            return jax.lax.fori_loop(0, turns, lambda _, c: (a + 0 * c[:1, :1]) @ b, start)
+
+        repeated(a, b, start).block_until_ready()
+        seconds = []
+        for _ in range(7):
+            begun = time.process_time()
+            repeated(a, b, start).block_until_ready()
+            seconds.append((time.process_time() - begun) / turns)
+        rates[str((m, n, k))] = 2 * m * n * k / statistics.median(seconds) / 1e9
+    return rates
 
 
 def theirs(job: dict[str, Any]) -> dict[str, float]:

@@ -124,12 +124,14 @@ TABLES: dict[str, dict[str, str]] = {
         )
     },
     "levers_v6e": {
-        name: f"--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=4 --sequence_length 4096 "
+        name: f"--recipe mixtral_{recipe} --model @mixtral_8x7b.json,num_hidden_layers=4 --sequence_length 4096 "
         f"--topology v6e:8x8 {_BATCH} 2 --only_train_step {options}"
-        for name, options in (
-            ("an all-to-all runs alone", "--compiler_options xla_tpu_enable_async_all_to_all="),
-            ("all kept (remat 1.0)", "--compute remat=1.0"),
-            ("a mesh axis for each dimension of the torus", "--mesh fsdp=8,expert=8"),
+        for name, recipe, options in (
+            ("an all-to-all runs alone", "ep", "--compiler_options xla_tpu_enable_async_all_to_all="),
+            ("all kept (remat 1.0)", "ep", "--compute remat=1.0"),
+            ("a mesh axis for each dimension of the torus", "ep", "--mesh fsdp=8,expert=8"),
+            ("no token crosses, all weights do (mixtral_fsdp)", "fsdp", "--mesh fsdp=8,inner=8"),
+            ("the same on the sparse cores", "fsdp", f"--mesh fsdp=8,inner=8 --compiler_options '{_BESIDE}'"),
         )
     },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)
