@@ -96,9 +96,12 @@ class Rows:
         if len(self.token_R) == block:
             return body(self.block_at(jnp.int32(0)), carry)
         count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
-        if self.planned.room:  # from the last: what there is no room for is written over
-            return lax.fori_loop(0, count, lambda i, carry: body(self.block_at((count - 1 - i) * block), carry), carry)
-        return lax.fori_loop(0, count, lambda i, carry: body(self.block_at(i * block), carry), carry)
+
+        def turn(i: Array, carry: Any) -> Any:
+            # from the last, if something is kept: what there is no room for is written over
+            return body(self.block_at((count - 1 - i if self.planned.room else i) * block), carry)
+
+        return lax.fori_loop(0, count, turn, carry)
 
     def block_at(self, start: Array) -> Block:
         return (OwnBlock if self.planned.apart else Block)(self, start)
