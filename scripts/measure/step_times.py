@@ -52,6 +52,7 @@ class Published:
 
 _TIERING = "MaxText docs/reference/models/tiering.md (e591f30)"
 _TRILLIUM = "tpu-recipes training/trillium/Llama3.1-8B-MaxText/v6e-8 (c8cfe2f)"
+_TRILLIUM_MIXTRAL = "tpu-recipes training/trillium/Mixtral-8x7B-MaxText (a50d68e), which names MaxText e7292a3"
 _V6E = (
     f"--recipe llama_fsdp --model {_CONFIG},{_LLAMA_8B} --sequence_length 8192 --topology v6e:2x4 "
     "--per_device_train_batch_size 3"
@@ -83,6 +84,15 @@ ROWS = {
     ),
     "the same without the VMEM that theirs gives a fusion": Published(
         _V6E, 7138.89, 3 * 8192, _TRILLIUM, "as the row above, and the flags that a run here sets on v6e"
+    ),
+    "Mixtral-8x7B, capacity 1.25, 8 × 4,096, v6e:16x16": Published(
+        "--recipe mixtral_fsdp --model docs/configs/mixtral_8x7b.json --sequence_length 4096 --topology v6e:16x16 "
+        "--mesh fsdp=16,inner=16 --per_device_train_batch_size 8 --compute experts=capacity,capacity_factor=1.25 "
+        "--compiler_options xla_tpu_scoped_vmem_limit_kib=81920",
+        3896.752,
+        8 * 4096,
+        _TRILLIUM_MIXTRAL,
+        "a mesh axis for each dimension of the torus, theirs one for both; full remat and 80 MiB, as theirs",
     ),
 }
 _PRODUCT = 8192
