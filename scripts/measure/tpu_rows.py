@@ -13,6 +13,7 @@ _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
 _DENSE8 = "--model docs/configs/llama3_8b.json --sequence_length"
 _LONG = f"--recipe llama_cp {_DENSE8}"
 _BATCH = "--per_device_train_batch_size"
+_TORUS = "--mesh fsdp=16,inner=16"  # an axis for each dimension of a pod of v5e or v6e
 
 # What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
 _NONE_OF_OURS = "xla_tpu_enable_async_all_to_all= xla_tpu_scoped_vmem_limit_kib="
@@ -132,6 +133,21 @@ TABLES: dict[str, dict[str, str]] = {
             ("a mesh axis for each dimension of the torus", "ep", "--mesh fsdp=8,expert=8"),
             ("no token crosses, all weights do (mixtral_fsdp)", "fsdp", "--mesh fsdp=8,inner=8"),
             ("the same on the sparse cores", "fsdp", f"--mesh fsdp=8,inner=8 --compiler_options '{_BESIDE}'"),
+        )
+    },
+    "pod_v6e": {
+        name: f"--recipe mixtral_{job} --topology v6e:16x16 --only_train_step"
+        for name, job in (
+            (
+                "4 layers, 2 sequences, experts spread",
+                f"ep --model @mixtral_8x7b.json,num_hidden_layers=4 --sequence_length 4096 {_BATCH} 2",
+            ),
+            ("8 sequences, experts spread", f"ep {_MIXTRAL} {_BATCH} 8"),
+            ("8 sequences, experts gathered", f"fsdp {_MIXTRAL} {_BATCH} 8 {_TORUS}"),
+            (
+                "8 sequences, experts gathered on the sparse cores",
+                f"fsdp {_MIXTRAL} {_BATCH} 8 {_TORUS} --compiler_options '{_BESIDE}'",
+            ),
         )
     },
     "layouts_v5p": _layouts("v5p:4x4x4", 4)
