@@ -117,6 +117,16 @@ def tiles(flops_a_byte: float) -> Tiles:
     return _WIDE if is_fast(flops_a_byte) else _NARROW
 
 
+def buffer_bytes(flops_a_byte: float) -> int:
+    """Bound on the largest buffer of the rows of a layer's experts, for a chip.
+
+    Rows that one buffer does not hold are multiplied block by block, and each block reads and writes the float32 sums
+    of all experts' gradients. A chip that waits for bytes gets a larger one: then Mixtral's layer with 8 sequences of
+    4,096 is one block, which takes less memory than the sums and a smaller block.
+    """
+    return 2**32 if is_fast(flops_a_byte) else 2**31
+
+
 def tile_width(width: int, most: int) -> int:
     """The width of a grouped product's tile, at most ``most``. Above half of that it is the one padded least."""
     if width <= most:

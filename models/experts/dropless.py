@@ -59,7 +59,7 @@ class Dropless:
         flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
             are. 0: it is not known.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
-            of hidden width, and for a block's rows of the first projection's width.
+            of hidden width, and for a block's rows of the first projection's width (`models.kernel_work.buffer_bytes`).
     """
 
     axes: tuple[tuple[str, int], ...] = ()

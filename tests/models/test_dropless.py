@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from models.experts import dropless, dropless_rows, exchange, grouped
 from models.experts.dropless import Dropless
 from models.jax_call import jax
-from models.kernel_work import Tiles
+from models.kernel_work import Tiles, buffer_bytes
 from trainer.xla.chips import CHIPS
 
 T, H, I, E, K = 128, 16, 32, 8, 2
@@ -247,6 +247,16 @@ def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth
     planned = dropless_rows.Local(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
     assert planned.crossing.window == tokens
     assert planned.block * blocks == rows * 9 // 8
+
+
+@pytest.mark.parametrize(("chip", "sequences", "at_once"), [("v6e", 8, True), ("v6e", 16, False), ("v5p", 8, False)])
+def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, at_once):
+    tokens, row_bytes, flops_a_byte = sequences * 4096, 57344, CHIPS[chip].flops_a_byte  # of Mixtral-8x7B, gathered
+    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
+    whole = {"axes": ("fsdp", "inner"), "expert_axes": (), "expert_shards": 1, "links": True}
+    bound = {"buffer_bytes": buffer_bytes(flops_a_byte), "flops_a_byte": flops_a_byte}
+    planned = dropless_rows.Local(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
+    assert planned.at_once == at_once
 
 
 def test_tokens_cross_two_axes_by_need():

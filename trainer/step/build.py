@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from models import jax_call, mixers, scopes
+from models import jax_call, kernel_work, mixers, scopes
 from models.attention import interface as attention
 from models.attention.kernel_layout import KernelLayout
 from models.experts import interface as experts
@@ -220,6 +220,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         )
     else:
         chip = chip_of(mesh)
+        flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
         keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
         kernel = Dropless(
             axes=axes,
@@ -228,7 +229,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
             keep=not isinstance(job.recipe.compute.remat, str) or job.recipe.compute.remat == "none",
-            flops_a_byte=0.0 if chip is None else chip.flops_a_byte,
+            flops_a_byte=flops_a_byte,
+            buffer_bytes=kernel_work.buffer_bytes(flops_a_byte),
         )
         if jax_call.gathers_beside():
             kernel = kernel.in_rings(_LONGEST_RING)
