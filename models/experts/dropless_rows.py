@@ -162,6 +162,9 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
+    if planned.at_once and not gathers_beside():
+        # libtpu runs a gather alone where there is nothing but kernels beside it, as behind the first product
+        parameters = lax.optimization_barrier(parameters)
 
     def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens

@@ -145,6 +145,10 @@ TABLES: dict[str, dict[str, str]] = {
             ("8 sequences, experts spread", f"ep {_MIXTRAL} {_BATCH} 8"),
             ("8 sequences, experts gathered", f"fsdp {_MIXTRAL} {_BATCH} 8 {_TORUS}"),
             (
+                "8 sequences, experts gathered, 80 MiB",
+                f"fsdp {_MIXTRAL} {_BATCH} 8 {_TORUS} --compiler_options {_FLAGS['80 MiB of VMEM for a fusion']}",
+            ),
+            (
                 "8 sequences, experts gathered on the sparse cores",
                 f"fsdp {_MIXTRAL} {_BATCH} 8 {_TORUS} --compiler_options '{_BESIDE}'",
             ),
