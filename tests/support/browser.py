@@ -42,12 +42,13 @@ class Browser:
         self._number, self._rest, self._session = 0, b"", ""
 
     def __enter__(self) -> Browser:
+        program = chromium()  # before anything is made: it skips the test where there is none
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its children end later
         ours, theirs = os.pipe(), os.pipe()  # to the browser, and from it
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         options += [f"--window-size={self._size}", f"--user-data-dir={self._profile.name}", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}', chromium(), *options],
+            ["bash", "-c", f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}', program, *options],
             pass_fds=(ours[0], theirs[1]),
             stderr=subprocess.DEVNULL,
         )
