@@ -17,7 +17,8 @@ the other. A weight that is frozen has no gradient, and no product is made for o
 
 The forward saves its inputs alone, and the backward computes the first projection again. Or, where it is told to, it
 keeps what that gives, and the tokens that came from other devices, which are then not sent again. Shapes are static, so
-there is room for the rows of a balanced routing and an eighth more; of what exceeds it nothing is kept. The second
+there is room for the rows of a balanced routing and an eighth more; of what exceeds it nothing is kept. Gathered
+weights can be kept too. The second
 projection is not computed again for the router's gradient: that is the product of an expert's output with the output's
 gradient, and the same number is the product of the second projection's input with the gradient taken back through it.
 
@@ -56,6 +57,7 @@ class Dropless:
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
         order: the device ids in mesh order; None: 0, 1, 2, …
         keep: keep what the first projection gives until the backward, which then need not compute it again.
+        keep_weights: and gathered weights, which then need not be gathered again.
         flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
             are. 0: it is not known.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
@@ -69,6 +71,7 @@ class Dropless:
     order: tuple[int, ...] | None = None
     buffer_bytes: int = 2**31
     keep: bool = False
+    keep_weights: bool = False
     flops_a_byte: float = 0.0
 
     def __call__(
@@ -101,12 +104,14 @@ class Dropless:
             links=has_links(),
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
+            keep_weights=self.keep and self.keep_weights,
         )
         widths, held = (x_TH.shape[1], _first_width(parameters, local)), len(parameters[0]) // local.expert_shards
         bytes_a_row = (x_TH.element_size() * width for width in widths)
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
-        kept = tuple((rows * devices, width) for rows, width in local.kept(planned, *widths))
-        call = as_text(_Call(local, self._manual(specs, local, len(kept)) if self.axes else None, kept))
+        whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
+        kept = tuple((rows * devices, *width) for rows, *width in (*local.kept(planned, *widths), *whole))
+        call = as_text(_Call(local, self._manual(specs, local, kept) if self.axes else None, kept))
         if kept:
             return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, call)[0]
         return _dropless(x_TH, index_Tk, weight_Tk, parameters, call)
@@ -139,7 +144,7 @@ class Dropless:
         return (self.expert_axes + others[0], *others[1:])
 
     def _manual(
-        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local, keeps: int
+        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Manual, Manual]:
         """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
@@ -147,7 +152,7 @@ class Dropless:
         held: Spec = (self.expert_axes or None,)
         weights = [tuple(a or None for a in spec) for spec in specs]
         trained = [spec for spec, learns in zip(weights, local.trained, strict=True) if learns]
-        kept = [tokens] * keeps
+        kept: list[Spec] = [(tokens[0], *[None] * (len(shape) - 1)) for shape in shapes]
         inputs = (tokens, tokens, tokens, held, *weights)
         return (
             Manual(self.axes, inputs, (tokens, *kept), self.order),
@@ -180,12 +185,12 @@ class _Call:
 
     Args:
         manual: the layouts of the forward and of the backward; None: one device.
-        kept: the shapes of what the forward keeps.
+        kept: the shapes of what the forward keeps, each device's share behind that of the one before.
     """
 
     local: dropless_rows.Local
     manual: tuple[Manual, Manual] | None
-    kept: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, ...], ...]
 
 
 @torch.library.custom_op("shardwright::dropless", mutates_args=())
@@ -212,13 +217,16 @@ def _dropless_kept(
     parameters: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """The output, and what the backward takes beside it (`models.experts.dropless_rows.Local.kept`)."""
+    """The output, and what the backward takes beside it (`models.experts.dropless_rows.forward`)."""
     return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
 
 
 @_dropless_kept.register_fake
 def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
-    return [x_TH.new_empty(shape) for shape in (x_TH.shape, *from_text(call_text).kept)]
+    call = from_text(call_text)
+    weights = [parameters[number] for number in call.local.kept_weights()]
+    like = [*[x_TH] * (len(call.kept) - len(weights)), *weights]
+    return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, call.kept, strict=True))]
 
 
 @register_flop_formula(torch.ops.shardwright.dropless_kept)

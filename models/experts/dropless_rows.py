@@ -8,7 +8,7 @@ projection's result and of the activation's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class Local:
         links: whether what crosses devices goes over links (see `models.experts.exchange.plan`).
         flops_a_byte: see `models.experts.dropless.Dropless`.
         keep: whether the forward returns what :meth:`kept` says too, and the backward takes it.
+        keep_weights: whether gathered weights are among it.
     """
 
     activation: activation.Activation
@@ -60,6 +61,7 @@ class Local:
     links: bool
     flops_a_byte: float
     keep: bool = False
+    keep_weights: bool = False
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
         """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
@@ -135,13 +137,17 @@ class Local:
             # what is between a tile's products stays in a core's cache
             return Plan(crossing, tile, tiles, at_once=False, apart=True)
         expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
+        if crossing.slots is not None and crossing.rounds == 1:
+            expected = max(expected, exchange.random_pairs(balanced, top_k, self.expert_shards))
         blocks = -(-expected // max(most // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
-        at_once = block >= rows and crossing.rounds == 1 and crossing.slots is None
+        at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
+        if at_once and crossing.slots is not None:
+            crossing = replace(crossing, pairs=block // self.expert_shards)
         return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0)
 
     def kept(self, planned: Plan, hidden: int, first: int) -> list[tuple[int, int]]:
-        """The shapes of what a device's forward keeps: of the tokens that came, if tokens cross, and of their rows.
+        """The shapes of what a device's forward keeps of the tokens that came, if tokens cross, and of their rows.
 
         Args:
             hidden, first: the hidden width, and that of the first projection's result.
@@ -150,11 +156,21 @@ class Local:
         came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
         return [*came, (rounds * planned.room, first)] if self.keep else []
 
+    def kept_weights(self) -> list[int]:
+        """The numbers of the parameters that a device's forward keeps as `whole` gives them."""
+        return [n for n, spec in enumerate(self.specs) if self.keep_weights and self._gathered(spec)]
+
+    def whole_shape(self, number: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that `whole` gives parameter ``number``, which is of ``shape`` on all devices together."""
+        experts, *widths = shape
+        return (experts // self.expert_shards, *(reversed(widths) if self.turned(self.specs[number]) else widths))
+
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
-    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round (`models.experts.exchange.Round`).
+    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round (`models.experts.exchange.Round`), and
+    the parameters of :meth:`Local.kept_weights`.
 
     Args:
         held: the numbers of the experts held here, [E].
@@ -163,15 +179,19 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.at_once and not gathers_beside():
-        # libtpu runs a gather alone where there is nothing but kernels beside it, as behind the first product
-        parameters = lax.optimization_barrier(parameters)
+        # libtpu runs a gather alone where there is nothing but kernels beside it, as behind the first product, or where
+        # tokens cross at the same time
+        x_TH, *parameters = lax.optimization_barrier((x_TH, *parameters))
 
-    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round) -> tuple[Any, tuple[Array]]:
+    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
-        *came, h = kept or (None,)
-        y, h = _experts(x, rows, parameters, local, h, round_)
-        kept = (*(round_.put(c, x) for c in came), h) if kept else ()
+        if round_ is None or not kept:
+            y, _ = _experts(x, rows, parameters, local, None)
+        else:
+            *came, h = kept
+            y, h = _experts(x, rows, parameters, local, (h, round_))
+            kept = (*(round_.put(c, x) for c in came), h)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
     axes = (local.expert_axes, local.axes)
@@ -179,7 +199,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     shapes = local.kept(planned, x_TH.shape[1], _first_width(parameters, local))
     room = tuple(grouped.unwritten(shape, x_TH.dtype, held) for shape in shapes)
     kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
-    return (y_TH, *kept) if local.keep else y_TH
+    return (y_TH, *kept, *(parameters[number] for number in local.kept_weights())) if local.keep else y_TH
 
 
 def backward(
@@ -190,17 +210,26 @@ def backward(
     Args:
         given: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
     """
-    shards, kept = given[: len(local.names)], given[len(local.names) :]
-    parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
+    weights = local.kept_weights()
+    shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
+    whole = dict(zip(weights, given[len(given) - len(weights) :], strict=True))
+    parameters = [
+        whole[n] if n in whole else local.whole(shard, spec)
+        for n, (shard, spec) in enumerate(zip(shards, local.specs, strict=True))
+    ]
     planned = _plan(x_TH, index_Tk, parameters, local)
+    if planned.crossing.pairs is not None and not gathers_beside():
+        grad_TH, *parameters = lax.optimization_barrier((grad_TH, *parameters))
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    def compute(sums: list[Any], tokens: tuple[Array, ...], round_: Round) -> tuple[list[Any], tuple[Array, Array]]:
+    def compute(
+        sums: list[Any], tokens: tuple[Array, ...], round_: Round | None
+    ) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
-        first = (kept[-1], round_) if kept else None
+        first = None if round_ is None or not kept else (kept[-1], round_)
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, first)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
@@ -280,22 +309,23 @@ class _Projection:
 
 
 def _experts(
-    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: Array | None, round_: Round
+    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: tuple[Array, Round] | None
 ) -> tuple[Array, Array | None]:
     """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter; and ``kept``.
 
     Args:
-        kept: what the first projection gives, as far as there is room for it.
+        kept: what the first projection gives, as far as there is room for it, and which round this is; None: nothing.
     """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
 
     def body(block: Block, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
-        y_RH, kept = carry
+        y_RH, h = carry
         h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
-        kept = None if kept is None else block.keep(kept, h_BF, round_)
-        return block.put(y_RH, second.forward(block, local.activation(h_BF))), kept
+        h = None if kept is None else block.keep(h, h_BF, kept[1])
+        return block.put(y_RH, second.forward(block, local.activation(h_BF))), h
 
-    return rows.fold(body, (grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E), kept))
+    y_RH = grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E)
+    return rows.fold(body, (y_RH, None if kept is None else kept[0]))
 
 
 def _experts_backward(

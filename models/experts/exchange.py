@@ -56,12 +56,15 @@ class Plan:
         window: tokens of a window (W).
         slots: tokens that a window sends to each device at most (C); None: the window is gathered.
         rows: tokens that a device gets in a round.
+        pairs: (token, choice) pairs that a window has for each device at most, of a plan of one round; None: any
+            number. What finds no room in that round crosses in more, of which nothing is kept.
     """
 
     rounds: int
     window: int
     slots: int | None
     rows: int
+    pairs: int | None = None
 
 
 def plan(
@@ -102,6 +105,15 @@ def plan(
     if shards == 1 or slots >= window or not links:
         return Plan(rounds, window, None, window * shards)
     return Plan(rounds, window, slots, slots * shards)
+
+
+def random_pairs(balanced: int, top_k: int, shards: int) -> int:
+    """For how many pairs a device needs room, so that none of ``shards`` that send has more than its part of them.
+
+    Args:
+        balanced: pairs that a device gets of a balanced routing.
+    """
+    return max(balanced + math.ceil(_DEVIATIONS * math.sqrt(balanced * shards)), top_k * shards)
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,8 @@ def in_rounds(
 
     Args:
         compute: (carry, tensors of the tokens that came in, the round) -> (carry, results for each of them). The
-            results for a token are added up over the devices that it went to.
+            results for a token are added up over the devices that it went to. The round is None if nothing is kept of
+            it and nothing was.
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
         held: the numbers of the experts held here.
@@ -208,6 +221,11 @@ def in_rounds(
         carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
+    def rest(state: Any) -> Any:
+        number, now, carry, out = state
+        carry, results = compute(carry, exchange.send(now, every), None)
+        return number + 1, following(now), carry, put(out, results, now)
+
     def overlapped(state: Any) -> Any:
         number, now, carry, out, last, sent, made = state
         ahead = following(now)
@@ -216,8 +234,8 @@ def in_rounds(
         carry, results = work(carry, sent, now, round_of(number))
         return number + 1, ahead, carry, out, now, coming, results
 
-    # The first comparison is always true where the second isn't: it tells a reader of the program how often a loop
-    # runs whose length depends on data.
+    # The first comparison is true in the planned rounds alone: it tells a reader of the program how often a loop runs
+    # whose length depends on data.
     needed = exchange.rounds()
 
     def more(state: Any) -> Array:
@@ -225,7 +243,12 @@ def in_rounds(
 
     out = empty(len(tensors[0]) + planned.window)
     state: Any = (zero, first, carry, out)
-    if planned.rounds == 1 or not axes[0]:
+    if planned.pairs is not None:
+        # the planned round stands before the loop, where what crosses has the rest of the layer beside it
+        carry, results = work(carry, send(first), first, Round(zero, None))
+        state = (jnp.int32(1), following(first), carry, put(out, results, first))
+        _, _, carry, out = lax.while_loop(more, rest, state)
+    elif planned.rounds == 1 or not axes[0]:
         _, _, carry, out = lax.while_loop(more, alone, state)
     else:
         state = (*state, (zero, zero), send(first), empty(planned.rows))
@@ -275,13 +298,14 @@ class _ByNeed:
         self.tensors, self.across, self.every = tensors, across, every
         self.window, self.slots = planned.window, planned.slots or 0
         self.shards = planned.rows // self.slots
+        self.pairs = planned.pairs
         self.tokens, self.top_k = tensors[-2].shape
         self.nobody = len(held) * self.shards
         # behind the tokens is a window of such as need nobody
         self.shard_Tk = jnp.pad(tensors[-2] // len(held), ((0, self.window), (0, 0)), constant_values=self.shards)
-        need_Tn = (self.shard_Tk[:, :, None] == jnp.arange(self.shards)).any(1)
-        self.before_Tn = jnp.pad(jnp.cumsum(need_Tn, 0, dtype=jnp.int32), ((1, 0), (0, 0)))
-        self.need_Tn = need_Tn
+        chosen_Tkn = self.shard_Tk[:, :, None] == jnp.arange(self.shards)
+        self.need_Tn = chosen_Tkn.any(1)
+        self.tokens_before_Tn, self.pairs_before_Tn = _before(self.need_Tn), _before(chosen_Tkn.sum(1))
 
     def rounds(self) -> Array:
         """How many rounds the device needs that needs most; all devices run as many."""
@@ -293,8 +317,10 @@ class _ByNeed:
         return lax.pmax(count, self.every)
 
     def stop(self, start: Array) -> Array:
-        fit = (self._counts(start) <= self.slots).all(1).sum(dtype=jnp.int32)
-        return jnp.minimum(start + fit, self.tokens)
+        fit_Wn = self._counts(self.tokens_before_Tn, start) <= self.slots
+        if self.pairs is not None:
+            fit_Wn &= self._counts(self.pairs_before_Tn, start) <= self.pairs
+        return jnp.minimum(start + fit_Wn.all(1).sum(dtype=jnp.int32), self.tokens)
 
     def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
         number_W1 = lax.iota(jnp.int32, self.window)[:, None]
@@ -321,7 +347,7 @@ class _ByNeed:
     def _rows(self, window: Window) -> list[tuple[Array, Array]]:
         """(row of what comes back, whether there is one) of each token of a window, for each device it can go to."""
         need_Wn = self._needs(window)
-        row_Wn = self._counts(window[0]) - 1 + jnp.arange(self.shards) * self.slots
+        row_Wn = self._counts(self.tokens_before_Tn, window[0]) - 1 + jnp.arange(self.shards) * self.slots
         row_Wn = jnp.where(need_Wn, row_Wn, 0)
         if self.shards <= self.top_k:
             return [(row_Wn[:, shard], need_Wn[:, shard]) for shard in range(self.shards)]
@@ -335,15 +361,20 @@ class _ByNeed:
             rows.append((row_W, among_W & ~again_W))
         return rows
 
-    def _counts(self, start: Array) -> Array:
-        """How many tokens of the window from ``start`` need each device, up to each token, [W, n]."""
-        before = lax.dynamic_slice_in_dim(self.before_Tn, start, self.window + 1)
+    def _counts(self, before_Tn: Array, start: Array) -> Array:
+        """How many there are in the window from ``start`` for each device, up to each token, [W, n]."""
+        before = lax.dynamic_slice_in_dim(before_Tn, start, self.window + 1)
         return before[1:] - before[0]
 
     def _needs(self, window: Window) -> Array:
         """Which devices each token of a window needs, [W, n]."""
         among_W = lax.iota(jnp.int32, self.window) < window[1] - window[0]
         return lax.dynamic_slice_in_dim(self.need_Tn, window[0], self.window) & among_W[:, None]
+
+
+def _before(count_Tn: Array) -> Array:
+    """The sums of ``count`` over all earlier tokens, [T + 1, n]."""
+    return jnp.pad(jnp.cumsum(count_Tn, 0, dtype=jnp.int32), ((1, 0), (0, 0)))
 
 
 def _all_to_all(x: Array, axes: Axes) -> Array:

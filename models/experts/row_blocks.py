@@ -35,7 +35,7 @@ class Plan:
         crossing: how tokens get to the experts.
         block: rows that are multiplied at once.
         tile: see `models.experts.grouped`.
-        at_once: whether one block is all that a device multiplies.
+        at_once: whether one block is all that a device multiplies, or all that is planned.
         apart: whether a block has rows of one expert alone.
         room: rows of a round for which there is room where something is kept of them; whole blocks.
     """
@@ -67,6 +67,8 @@ def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Row
     _, row_N = lax.sort((choice_S, number_N), num_keys=1)
     end_E = jnp.cumsum(_counts(expert_N, E))
     choice_R = jnp.pad(choice_S, (0, -N % planned.block))
+    if planned.crossing.pairs is not None:  # no more matter than a block holds
+        choice_R = choice_R[: planned.block]
     return Rows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, all_held)
 
 
@@ -108,16 +110,22 @@ class Rows:
 
     def of_choices(self, value_R: Array) -> Array:
         """The value of each pair, [T, k]; 0 if its expert is not held here."""
-        return jnp.where(self.row_kT < self.end_E[-1], exchange.at(value_R, self.row_kT), 0).T
+        return self._found(value_R, self.row_kT).T
 
     def combine(self, y_RH: Array, weight_Tk: Array | None = None) -> Array:
         """The sum of each token's rows, [T, H] float32; weighted, if weights are given."""
         total = jnp.zeros((), jnp.float32)
         # choice by choice: on a TPU a reduction over k takes several times longer
         for choice, row_T in enumerate(self.row_kT):
-            y_TH = jnp.where((row_T < self.end_E[-1])[:, None], exchange.at(y_RH, row_T), 0).astype(jnp.float32)
+            y_TH = self._found(y_RH, row_T).astype(jnp.float32)
             total += y_TH if weight_Tk is None else y_TH * weight_Tk[:, choice, None]
         return total
+
+    def _found(self, value_R: Array, row: Array) -> Array:
+        """``value[row]``, or 0 where the row is behind the last that matters, and perhaps behind the last there is."""
+        found = exchange.at(value_R, jnp.minimum(row, len(value_R) - 1))
+        has = (row < self.end_E[-1]).reshape(*row.shape, *(1,) * (value_R.ndim - 1))
+        return jnp.where(has, found, 0)
 
 
 class Block:

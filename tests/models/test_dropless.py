@@ -114,9 +114,11 @@ def test_blocks_of_rows_and_chunks_of_tokens_change_no_number(rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+@pytest.mark.parametrize(
+    "keep", [{}, {"keep": True}, {"keep": True, "keep_weights": True}], ids=["computed again", "kept", "weights too"]
+)
 def test_weights_gathered_over_fsdp(kind, keep):
-    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP, keep=keep)
+    kernel, mesh = bound({"fsdp": 8}, ("fsdp",), FSDP, **keep)
     check(kernel, "mixtral", kind, mesh)
 
 
@@ -182,34 +184,38 @@ BY_NEED = {
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", BY_NEED)
 def test_tokens_cross_by_need_for_any_routing(mesh, kind, links):
-    check_crossing(*BY_NEED[mesh], kind, links, keep=False)
+    check_crossing(*BY_NEED[mesh], kind, links)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", ["fsdp=2 x expert=4", "fsdp=2 x expert=4, rounds"])
-def test_what_spread_experts_keep_changes_no_number(mesh, kind, links):
-    check_crossing(*BY_NEED[mesh], kind, links, keep=True)
+@pytest.mark.parametrize("weights", [False, True], ids=["", "weights too"])
+def test_what_spread_experts_keep_changes_no_number(mesh, kind, links, weights):
+    check_crossing(*BY_NEED[mesh], kind, links, keep=True, keep_weights=weights)
 
 
-def check_crossing(sizes, rounds, kind, links, keep):
+def check_crossing(sizes, rounds, kind, links, **keep):
     tokens, shards = 2048, sizes["expert"]
     most = tokens // 8 * shards // rounds  # tokens that a device holds in a round
     planned = exchange.plan(tokens // 8, K, shards, E // shards, most, links=links, overlaps=False)
     assert (planned.slots is not None) == links
     assert planned.rounds >= rounds
-    options = {"buffer_bytes": most * K * H * 4, "keep": keep}
+    options = {"buffer_bytes": most * K * H * 4, **keep}
     kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), **options)
     check(kernel, "gpt_oss", kind, mesh, tokens)
 
 
-def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_one_that_needs_most():
+@pytest.mark.parametrize("pairs", [False, True], ids=["of tokens", "of pairs"])
+def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_one_that_needs_most(pairs):
     jnp, axes = jax.numpy, ("expert",)
     index = np.zeros((4, 100, 1), "int32")  # devices 0 and 1 want device 0 alone, 2 and 3 all in turn
     index[2:] = np.arange(100)[:, None] % 4
     planned = exchange.Plan(rounds=2, window=50, slots=20, rows=80)
+    if pairs:  # each token wants its device twice: room for 40 pairs ends a window as 20 slots do
+        index, planned = index.repeat(2, 2), exchange.Plan(rounds=2, window=50, slots=50, rows=200, pairs=40)
 
     def run(index_Tk):
-        tensors = (jnp.zeros((100, 8)), index_Tk, jnp.zeros((100, 1)))
+        tensors = (jnp.zeros((100, 8)), index_Tk, jnp.zeros(index_Tk.shape))
         found = exchange._ByNeed(tensors, jnp.zeros(1, "int32"), planned, axes, axes)
         return jnp.stack([found.rounds(), found.stop(jnp.int32(0)), found.stop(jnp.int32(90))])
 
@@ -257,6 +263,19 @@ def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, a
     bound = {"buffer_bytes": buffer_bytes(flops_a_byte), "flops_a_byte": flops_a_byte}
     planned = dropless_rows.Local(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
     assert planned.at_once == at_once
+
+
+def test_one_planned_round_has_room_in_one_block_for_what_a_pair_of_devices_may_send():
+    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
+    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
+    fast = {"buffer_bytes": 2**32, "flops_a_byte": CHIPS["v6e"].flops_a_byte}
+    planned = dropless_rows.Local(**shape, **spread, **fast).plan(8192, K, 2, 8192, 57344)
+    assert planned.at_once
+    assert planned.crossing.pairs == 4608  # an eighth more than the 4,096 of a balanced routing
+    assert planned.block == 4 * 4608
+    # of few tokens a random routing may send a device much more than its part, and one has room for it
+    assert exchange.random_pairs(256, K, 4) == 384
+    assert exchange.random_pairs(4, 8, 4) == 32
 
 
 def test_tokens_cross_two_axes_by_need():

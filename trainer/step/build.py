@@ -222,13 +222,16 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         chip = chip_of(mesh)
         flops_a_byte = 0.0 if chip is None else chip.flops_a_byte
         keys = [key for key, _ in job.adapted.get_submodule(names[0]).named_parameters()]
+        remat = job.recipe.compute.remat
         kernel = Dropless(
             axes=axes,
             batch_axes=plan.batch,
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
-            keep=not isinstance(job.recipe.compute.remat, str) or job.recipe.compute.remat == "none",
+            keep=not isinstance(remat, str) or remat == "none",
+            # a loop over layers would copy them into a stack and out of it, which takes longer than to gather them
+            keep_weights=not job.recipe.compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_work.buffer_bytes(flops_a_byte),
         )
