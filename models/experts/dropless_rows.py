@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from jax.experimental.layout import Layout, with_layout_constraint
+
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
 from models.experts.exchange import Round
@@ -72,14 +74,19 @@ class Local:
 
     def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
         """The sum of the devices' gradients of a whole parameter, laid out as the parameter is, in ``dtype``."""
-        gradient = gradient.astype(dtype)
-        gradient = gradient.swapaxes(1, 2) if self.turned(spec) else gradient
+        gradient, turned = gradient.astype(dtype), self.turned(spec)
+        if turned:
+            # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
+            gradient = with_layout_constraint(gradient, Layout((0, 1, 2)))
         for dim, axes in reversed(self._gathered(spec)):
+            dim = 1 if turned else dim
             if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
                 gradient = exchange_sum(gradient, axes, dim)
                 continue
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        if turned:
+            gradient = with_layout_constraint(gradient, Layout((0, 1, 2))).swapaxes(1, 2)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return lax.psum(gradient, rest) if rest else gradient
@@ -219,7 +226,7 @@ def backward(
     ]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.crossing.pairs is not None and not gathers_beside():
-        grad_TH, *parameters = lax.optimization_barrier((grad_TH, *parameters))
+        grad_TH, x_TH, *parameters = lax.optimization_barrier((grad_TH, x_TH, *parameters))
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
