@@ -17,8 +17,8 @@ the other. A weight that is frozen has no gradient, and no product is made for o
 
 The forward saves its inputs alone, and the backward computes the first projection again. Or, where it is told to, it
 keeps what that gives, and the tokens that came from other devices, which are then not sent again. Shapes are static, so
-there is room for the rows of a balanced routing and an eighth more; of what exceeds it nothing is kept. Gathered
-weights can be kept too. The second
+there is room for the rows of a balanced routing and some more; of what exceeds it nothing is kept. What the activation
+gives and gathered weights can be kept too. The second
 projection is not computed again for the router's gradient: that is the product of an expert's output with the output's
 gradient, and the same number is the product of the second projection's input with the gradient taken back through it.
 
@@ -57,7 +57,7 @@ class Dropless:
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
         order: the device ids in mesh order; None: 0, 1, 2, …
         keep: keep what the first projection gives until the backward, which then need not compute it again.
-        keep_weights: and gathered weights, which then need not be gathered again.
+        keep_all: and what the activation gives, and gathered weights, which then need not be gathered again.
         flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
             are. 0: it is not known.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
@@ -71,7 +71,7 @@ class Dropless:
     order: tuple[int, ...] | None = None
     buffer_bytes: int = 2**31
     keep: bool = False
-    keep_weights: bool = False
+    keep_all: bool = False
     flops_a_byte: float = 0.0
 
     def __call__(
@@ -104,13 +104,14 @@ class Dropless:
             links=has_links(),
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
-            keep_weights=self.keep and self.keep_weights,
+            keep_all=self.keep and self.keep_all,
         )
-        widths, held = (x_TH.shape[1], _first_width(parameters, local)), len(parameters[0]) // local.expert_shards
-        bytes_a_row = (x_TH.element_size() * width for width in widths)
+        (first, second), held = _widths(parameters, local), len(parameters[0]) // local.expert_shards
+        bytes_a_row = (x_TH.element_size() * width for width in (x_TH.shape[1], first))
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
         whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
-        kept = tuple((rows * devices, *width) for rows, *width in (*local.kept(planned, *widths), *whole))
+        shapes = (*local.kept(planned, x_TH.shape[1], first, second), *whole)
+        kept = tuple((rows * devices, *widths) for rows, *widths in shapes)
         call = as_text(_Call(local, self._manual(specs, local, kept) if self.axes else None, kept))
         if kept:
             return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, call)[0]
@@ -235,8 +236,10 @@ def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequ
     return 2 * math.prod(index) * math.prod(parameters[0][1:])
 
 
-def _first_width(parameters: Sequence[torch.Tensor], local: dropless_rows.Local) -> int:
-    return parameters[0].shape[1 if local.out_first else 2]
+def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.Local) -> tuple[int, int]:
+    """The width of the first projection's result, and of what the second takes."""
+    first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
+    return first[0], second[1]
 
 
 @torch.library.custom_op("shardwright::dropless_backward", mutates_args=())

@@ -7,7 +7,7 @@ projection's result and of the activation's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ class Local:
         links: whether what crosses devices goes over links (see `models.experts.exchange.plan`).
         flops_a_byte: see `models.experts.dropless.Dropless`.
         keep: whether the forward returns what :meth:`kept` says too, and the backward takes it.
-        keep_weights: whether gathered weights are among it.
+        keep_all: whether what the activation gives and gathered weights are kept too.
     """
 
     activation: activation.Activation
@@ -63,7 +63,7 @@ class Local:
     links: bool
     flops_a_byte: float
     keep: bool = False
-    keep_weights: bool = False
+    keep_all: bool = False
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
         """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
@@ -117,8 +117,8 @@ class Local:
         """How a device's tokens get to the experts, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. If there are more rows still, there are more blocks. On virtual devices a block holds a tile of one
-        expert's rows, unless what the first projection gives is to be kept.
+        for all. If there are more rows still, there are more blocks, or more rounds where one is planned. On virtual
+        devices a block holds a tile of one expert's rows, unless what the first projection gives is to be kept.
 
         Args:
             experts: of a device.
@@ -143,9 +143,10 @@ class Local:
         if not self.links and not self.keep:
             # what is between a tile's products stays in a core's cache
             return Plan(crossing, tile, tiles, at_once=False, apart=True)
-        expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
         if crossing.slots is not None and crossing.rounds == 1:
-            expected = max(expected, exchange.random_pairs(balanced, top_k, self.expert_shards))
+            expected = min(exchange.random_pairs(balanced, top_k, self.expert_shards), rows)
+        else:
+            expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
         blocks = -(-expected // max(most // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
@@ -153,19 +154,25 @@ class Local:
             crossing = replace(crossing, pairs=block // self.expert_shards)
         return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0)
 
-    def kept(self, planned: Plan, hidden: int, first: int) -> list[tuple[int, int]]:
+    def kept(self, planned: Plan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
         """The shapes of what a device's forward keeps of the tokens that came, if tokens cross, and of their rows.
 
         Args:
-            hidden, first: the hidden width, and that of the first projection's result.
+            hidden, first, second: the hidden width, that of the first projection's result, that of the second's input.
         """
         rounds = planned.crossing.rounds
         came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
-        return [*came, (rounds * planned.room, first)] if self.keep else []
+        widths = [first, second] if self.keep_all else [first]
+        return [*came, *((rounds * planned.room, width) for width in widths)] if self.keep else []
+
+    def came_and_made(self, kept: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """What is kept of the tokens that came, if they cross, and of what is made of their rows."""
+        crosses = 1 if self.expert_shards > 1 else 0
+        return tuple(kept[:crosses]), tuple(kept[crosses:])
 
     def kept_weights(self) -> list[int]:
         """The numbers of the parameters that a device's forward keeps as `whole` gives them."""
-        return [n for n, spec in enumerate(self.specs) if self.keep_weights and self._gathered(spec)]
+        return [n for n, spec in enumerate(self.specs) if self.keep_all and self._gathered(spec)]
 
     def whole_shape(self, number: int, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that `whole` gives parameter ``number``, which is of ``shape`` on all devices together."""
@@ -196,14 +203,14 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
         if round_ is None or not kept:
             y, _ = _experts(x, rows, parameters, local, None)
         else:
-            *came, h = kept
-            y, h = _experts(x, rows, parameters, local, (h, round_))
-            kept = (*(round_.put(c, x) for c in came), h)
+            came, made = local.came_and_made(kept)
+            y, made = _experts(x, rows, parameters, local, (made, round_))
+            kept = (*(round_.put(c, x) for c in came), *made)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
     axes = (local.expert_axes, local.axes)
     tensors = (x_TH, index_Tk, weight_Tk)
-    shapes = local.kept(planned, x_TH.shape[1], _first_width(parameters, local))
+    shapes = local.kept(planned, x_TH.shape[1], *_widths(parameters, local))
     room = tuple(grouped.unwritten(shape, x_TH.dtype, held) for shape in shapes)
     kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
     return (y_TH, *kept, *(parameters[number] for number in local.kept_weights())) if local.keep else y_TH
@@ -236,16 +243,16 @@ def backward(
     ) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned, not local.expert_axes)
-        first = None if round_ is None or not kept else (kept[-1], round_)
-        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, first)
+        given = None if round_ is None or not kept else (made, round_)
+        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, given)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
 
     axes = (local.expert_axes, local.axes)
     tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
     like = (x_TH, weight_Tk)
-    came = kept[0] if len(kept) > 1 else None
-    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes, came)
+    came, made = local.came_and_made(kept)
+    sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes, *came)
     gradients = [
         local.reduced(g, spec, p.dtype) for g, spec, p in zip(sums, local.specs, shards, strict=True) if g is not None
     ]
@@ -254,14 +261,14 @@ def backward(
 
 def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> Plan:
     itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
-    width = _first_width(parameters, local)
-    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, width * itemsize)
+    first, _ = _widths(parameters, local)
+    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, first * itemsize)
 
 
-def _first_width(parameters: Sequence[Array], local: Local) -> int:
-    """The width of the first projection's result."""
-    width: int = parameters[0].shape[1 if local.contract_last(0) else 2]
-    return width
+def _widths(parameters: Sequence[Array], local: Local) -> tuple[int, int]:
+    """The width of the first projection's result, and of what the second takes."""
+    first, second = (local.contract_last(number) for number in (0, 1))
+    return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
 
 
 class _Projection:
@@ -316,23 +323,25 @@ class _Projection:
 
 
 def _experts(
-    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: tuple[Array, Round] | None
-) -> tuple[Array, Array | None]:
-    """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter; and ``kept``.
+    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: tuple[tuple[Array, ...], Round] | None
+) -> tuple[Array, tuple[Array, ...]]:
+    """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
 
     Args:
-        kept: what the first projection gives, as far as there is room for it, and which round this is; None: nothing.
+        kept: room for what the first projection gives, and perhaps the activation, and which round this is; or None.
     """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
 
-    def body(block: Block, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
-        y_RH, h = carry
+    def body(block: Block, carry: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        y_RH, rooms = carry
         h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
-        h = None if kept is None else block.keep(h, h_BF, kept[1])
-        return block.put(y_RH, second.forward(block, local.activation(h_BF))), h
+        a_BI = local.activation(h_BF)
+        if kept is not None:
+            rooms = tuple(block.keep(room, made, kept[1]) for room, made in zip(rooms, (h_BF, a_BI), strict=False))
+        return block.put(y_RH, second.forward(block, a_BI)), rooms
 
     y_RH = grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E)
-    return rows.fold(body, (y_RH, None if kept is None else kept[0]))
+    return rows.fold(body, (y_RH, () if kept is None else kept[0]))
 
 
 def _experts_backward(
@@ -343,24 +352,30 @@ def _experts_backward(
     parameters: Sequence[Array],
     sums: list[Any],
     local: Local,
-    kept: tuple[Array, Round] | None,
+    kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, Array, list[Any]]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
 
     Args:
         sums: None for a parameter that has none yet.
-        kept: what the forward kept of the first projection, and which round this is; None: it is computed again.
+        kept: what the forward kept of the first projection, and perhaps of the activation, and which round this is; or
+            None. What was not kept is computed again.
     """
     first, second = (_Projection(parameters, local, number) for number in (0, 1))
     weight_N = weight_Tk.T.reshape(-1)
+
+    def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:
+        """``make(given)``, or what was kept of it."""
+        if kept is None or number >= len(kept[0]):
+            return make(given)
+        return block.kept(kept[0][number], kept[1], make, given)
 
     def body(block: Block, carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
         grad_rows, grad_row_weights, sums = carry
         weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
-        again = partial(first.forward, block)
-        h_BF = again(x_BH) if kept is None else block.kept(*kept, again, x_BH)
-        a_BI = local.activation(h_BF)
+        h_BF = made(0, block, partial(first.forward, block), x_BH)
+        a_BI = made(1, block, local.activation, h_BF)
         new = list(sums)
         second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
         (grad_BH, a_BI), new = _after((grad_BH, a_BI), new)

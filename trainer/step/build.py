@@ -230,8 +230,8 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
             keep=not isinstance(remat, str) or remat == "none",
-            # a loop over layers would copy them into a stack and out of it, which takes longer than to gather them
-            keep_weights=not job.recipe.compute.scan,
+            # a loop over layers would copy it into a stack and out of it, which takes longer than to make it again
+            keep_all=not job.recipe.compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_work.buffer_bytes(flops_a_byte),
         )
