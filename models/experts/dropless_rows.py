@@ -195,7 +195,10 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     if planned.at_once and not gathers_beside():
         # libtpu runs a gather alone where there is nothing but kernels beside it, as behind the first product, or where
         # tokens cross at the same time
-        x_TH, *parameters = lax.optimization_barrier((x_TH, *parameters))
+        if planned.crossing.pairs is None:
+            parameters = lax.optimization_barrier(parameters)
+        else:
+            x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
 
     def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
@@ -233,7 +236,7 @@ def backward(
     ]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.crossing.pairs is not None and not gathers_beside():
-        grad_TH, x_TH, *parameters = lax.optimization_barrier((grad_TH, x_TH, *parameters))
+        grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]

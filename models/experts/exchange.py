@@ -221,10 +221,18 @@ def in_rounds(
         carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
-    def rest(state: Any) -> Any:
-        number, now, carry, out = state
-        carry, results = compute(carry, exchange.send(now, every), None)
-        return number + 1, following(now), carry, put(out, results, now)
+    def beyond(state: Any) -> Any:
+        """All rounds behind the first, in one turn: only here there is room behind the last token."""
+        number, carry, out = state
+
+        def one(state: Any) -> Any:
+            number, now, carry, out = state
+            carry, results = compute(carry, exchange.send(now, every), None)
+            return number + 1, following(now), carry, put(out, results, now)
+
+        out = tuple(jnp.pad(o, ((0, planned.window), (0, 0))) for o in out)
+        number, _, carry, out = lax.while_loop(more, one, (number, following(first), carry, out))
+        return number, carry, tuple(o[: len(tensors[0])] for o in out)
 
     def overlapped(state: Any) -> Any:
         number, now, carry, out, last, sent, made = state
@@ -241,14 +249,14 @@ def in_rounds(
     def more(state: Any) -> Array:
         return (state[0] < planned.rounds) | (state[0] < needed)
 
-    out = empty(len(tensors[0]) + planned.window)
-    state: Any = (zero, first, carry, out)
     if planned.pairs is not None:
         # the planned round stands before the loop, where what crosses has the rest of the layer beside it
         carry, results = work(carry, send(first), first, Round(zero, None))
-        state = (jnp.int32(1), following(first), carry, put(out, results, first))
-        _, _, carry, out = lax.while_loop(more, rest, state)
-    elif planned.rounds == 1 or not axes[0]:
+        results = exchange.back(results, first)
+        return lax.while_loop(more, beyond, (jnp.int32(1), carry, results))[1:]
+    out = empty(len(tensors[0]) + planned.window)
+    state: Any = (zero, first, carry, out)
+    if planned.rounds == 1 or not axes[0]:
         _, _, carry, out = lax.while_loop(more, alone, state)
     else:
         state = (*state, (zero, zero), send(first), empty(planned.rows))
