@@ -188,13 +188,16 @@ def threads(recipe: str, rounds: int) -> Table:
 def products(recipe: str, rounds: int) -> Table:
     """FLOPs that a CPU second does of one product, by the threads over which XLA's CPU client splits it.
 
-    The client has no fewer threads than devices. The product is that of 128 rows with an expert's first projection.
+    The client has no fewer threads than devices. In a run all devices are at work, and a thread that a product could be
+    split over has one of its own to do.
     """
+    every = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=8"
     own = f"--xla_cpu_multi_thread_eigen=false --xla_backend_extra_options={_OWN_PRODUCTS}"
     settings = {
         "1 thread": {"NPROC": "1"},
         "2 threads": {"NPROC": "2"},
-        "8 threads, as eight devices have": {"NPROC": "8"},
+        "8 threads, one device at work": {"NPROC": "8"},
+        "8 threads, eight devices at work, as in a run": {"NPROC": "8", "XLA_FLAGS": every},
         "8 threads, XLA's own product, which nothing splits": {"NPROC": "8", "XLA_FLAGS": own},
     }
     table = Table("", *("×".join(map(str, shape)) for shape in PRODUCTS), title="GFLOP a CPU second", box=box.MARKDOWN)
@@ -315,12 +318,13 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
 
 
 def product(job: dict[str, Any]) -> dict[str, float]:
-    """GFLOP a CPU second of products of matrices, one after the other in a loop that is compiled."""
+    """GFLOP a CPU second of products of matrices, one after the other in a loop that each device runs."""
     import jax
 
-    rates = {}
+    rates, devices = {}, jax.devices()
     for m, n, k in PRODUCTS:
-        a, b, start = (jax.numpy.ones(shape) for shape in ((m, k), (k, n), (m, n)))
+        matrices = [jax.numpy.ones(shape) for shape in ((m, k), (k, n), (m, n))]
+        given = [jax.device_put(matrices, device) for device in devices]
         turns = max(1, 1_000_000_000 // (2 * m * n * k))
 
         @jax.jit
@@ -328,12 +332,12 @@ def product(job: dict[str, Any]) -> dict[str, float]:
             # the first operand depends on the turn before, or the product would leave the loop
             return jax.lax.fori_loop(0, turns, lambda _, c: (a + 0 * c[:1, :1]) @ b, start)
 
-        repeated(a, b, start).block_until_ready()
+        jax.block_until_ready([repeated(*mine) for mine in given])
         seconds = []
         for _ in range(7):
             begun = time.process_time()
-            repeated(a, b, start).block_until_ready()
-            seconds.append((time.process_time() - begun) / turns)
+            jax.block_until_ready([repeated(*mine) for mine in given])
+            seconds.append((time.process_time() - begun) / turns / len(devices))
         rates[str((m, n, k))] = 2 * m * n * k / statistics.median(seconds) / 1e9
     return rates
 
