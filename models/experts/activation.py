@@ -101,15 +101,19 @@ def _pieces(x: Any, size: int, dim: int) -> Any:
     return jnp.split(x, list(range(size, x.shape[dim], size)), axis=dim)
 
 
-def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, None]:
-    return _pieces(x, size, dim), None
+def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, Any]:
+    return _pieces(x, size, dim), x[:1]
 
 
-def _pieces_backward(size: int, dim: int, _: None, gradients: Any) -> tuple[Any]:
-    """The gradients beside each other, each written into its place: a TPU would make a concatenation of its own."""
+def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
+    """The gradients beside each other, each written into its place: a TPU would make a concatenation of its own.
+
+    Nothing else may take a gradient, or the compiler would make it by itself and copy it into its place: so the place
+    is made after the input's ``first`` row.
+    """
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
-    whole = grouped.unwritten(tuple(shape), gradients[0].dtype, gradients[0][:1])
+    whole = grouped.unwritten(tuple(shape), gradients[0].dtype, first)
     for number, piece in enumerate(gradients):
         whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, number * size, dim)
     return (whole,)
