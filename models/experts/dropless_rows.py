@@ -19,6 +19,7 @@ from models.experts import activation, exchange, grouped
 from models.experts.exchange import Round
 from models.experts.row_blocks import Block, Plan, Rows, in_order
 from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
+from models.kernel_work import is_fast
 from models.rings import exchange_sum
 
 jnp, lax = jax.numpy, jax.lax
@@ -124,16 +125,19 @@ class Local:
             experts: of a device.
             hidden_bytes, first_bytes: of a row of hidden width, and of the first projection's.
         """
-        most = max(self.buffer_bytes // hidden_bytes // top_k, 1)
+        most, fast = self.buffer_bytes // hidden_bytes // top_k, is_fast(self.flops_a_byte)
+        if fast and self.expert_shards > 1:
+            # each round reads and writes the sums of all gradients, and such a chip waits for bytes: one round, if its
+            # rows fit into one block, or as few as do
+            most = min(most, self.buffer_bytes // first_bytes * self.expert_shards // top_k * 15 // 16)
         crossing = exchange.plan(
             tokens,
             top_k,
             self.expert_shards,
             experts,
-            most,
+            max(most, 1),
             links=self.links,
-            overlaps=exchanges_beside(),
-            flops_a_byte=self.flops_a_byte,
+            overlaps=exchanges_beside() and not fast,
         )
         rows = crossing.rows * top_k
         balanced = crossing.window * top_k if self.expert_axes else rows

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.jax_call import Axes, jax
-from models.kernel_work import is_fast
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -39,10 +38,8 @@ _ROUNDS = 8
 # So many rows of each expert in a round at least. A round reads and writes every expert's sums of gradients, 8 bytes of
 # HBM for each 2 FLOPs a row: with fewer rows that takes longer than the products.
 _ROWS = 512
-# But two rounds, where that leaves an expert so many rows, a tile: with one, nothing is computed beside an exchange.
+# But two rounds, where that leaves an expert so many rows, a tile: with one, less is computed beside an exchange.
 _FEWEST = 128
-# Both, on a chip that waits for bytes: so many rows fill wide tiles, and fewer cost more than they hide (docs/tpu.md).
-_ROWS_IF_FAST = 8192
 # By how many standard deviations of a random routing a pair of devices may exceed its mean without a shorter window.
 _DEVIATIONS = 4
 
@@ -76,7 +73,6 @@ def plan(
     *,
     links: bool = True,
     overlaps: bool = True,
-    flops_a_byte: float = 0.0,
 ) -> Plan:
     """The form that sends less, with as many rounds as pay.
 
@@ -87,13 +83,11 @@ def plan(
         most: tokens that a device can hold in a round.
         links: whether devices send over links. Where they share a memory a copy is cheaper than one round more.
         overlaps: whether devices exchange tokens beside their products, so that rounds pay.
-        flops_a_byte: that a chip does while a byte crosses between HBM and VMEM.
     """
     rounds = -(-tokens * shards // most)
     if overlaps and shards > 1:
         rows = tokens * top_k // experts
-        least, fewest = (_ROWS_IF_FAST,) * 2 if is_fast(flops_a_byte) else (_ROWS, _FEWEST)
-        rounds = max(rounds, min(_ROUNDS, rows // least), min(2, rows // fewest))
+        rounds = max(rounds, min(_ROUNDS, rows // _ROWS), min(2, rows // _FEWEST))
     rounds = min(max(rounds, 1), tokens)
     # rather somewhat more rounds that the tokens fill: else windows are padded, and their size suits no tile
     rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)

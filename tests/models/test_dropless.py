@@ -225,39 +225,35 @@ def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_on
 
 
 @pytest.mark.parametrize(
-    ("chip", "given", "expected"),
+    ("overlaps", "given", "expected"),
     [
-        ("v5p", (49152, 2, 4, 2), (8, 2848)),  # Mixtral-8x7B over 4: a device gets 2,848 of another's 6,144 tokens
-        ("v5p", (4096, 8, 16, 16), (4, 480)),  # DeepSeek-V3 over 16
-        ("v5p", (4096, 4, 4, 32), (2, 1488)),  # GPT-OSS-120B over 4: a tile of rows for each expert
-        ("v5p", (4096, 8, 2, 64), (2, None)),  # of 8 choices over 2 devices nearly all need both
-        ("v5p", (4096, 8, 1, 128), (1, None)),
-        ("v6e", (8192, 2, 4, 2), (1, 3768)),  # Mixtral-8x7B over 4: two rounds would cost more than they hide
-        ("v6e", (65536, 2, 4, 2), (8, 3768)),
-        ("v5p", (16, 2, 4, 2), (1, None)),  # too few tokens to foresee how many a device gets
+        (True, (49152, 2, 4, 2), (8, 2848)),  # Mixtral-8x7B over 4: a device gets 2,848 of another's 6,144 tokens
+        (True, (4096, 8, 16, 16), (4, 480)),  # DeepSeek-V3 over 16
+        (True, (4096, 4, 4, 32), (2, 1488)),  # GPT-OSS-120B over 4: a tile of rows for each expert
+        (True, (4096, 8, 2, 64), (2, None)),  # of 8 choices over 2 devices nearly all need both
+        (True, (4096, 8, 1, 128), (1, None)),
+        (False, (8192, 2, 4, 2), (1, 3768)),
+        (True, (16, 2, 4, 2), (1, None)),  # too few tokens to foresee how many a device gets
     ],
     ids=str,
 )
-def test_the_form_that_sends_less_in_as_many_rounds_as_pay(chip, given, expected):
-    planned = exchange.plan(*given, most=10**6, flops_a_byte=CHIPS[chip].flops_a_byte)
+def test_the_form_that_sends_less_in_as_many_rounds_as_pay(overlaps, given, expected):
+    planned = exchange.plan(*given, most=10**6, overlaps=overlaps)
     assert (planned.rounds, planned.slots) == expected
     assert planned.rounds * planned.window == given[0]
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize(("tokens", "chip", "rounds"), [(8192, "v6e", 1), (24576, "v5p", 8), (4096, "v5p", 8)])
-def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_some_more(tokens, chip, rounds, blocks):
-    rows, row_bytes = tokens * K // rounds, 57344  # of Mixtral-8x7B's gate and up
+@pytest.mark.parametrize("tokens", [24576, 4096])
+def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth_more(tokens, blocks):
+    rows, row_bytes = tokens * K // 8, 57344  # of a round of Mixtral-8x7B's gate and up, on v5p
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
-    buffer = {"buffer_bytes": 2 * rows * row_bytes // blocks, "flops_a_byte": CHIPS[chip].flops_a_byte}
+    buffer = {"buffer_bytes": 2 * rows * row_bytes // blocks, "flops_a_byte": CHIPS["v5p"].flops_a_byte}
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
         planned = dropless_rows.Local(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
-    assert planned.crossing.rounds == rounds
-    # one round: as many more as a random routing may need; several: an eighth more, and if that is not enough a block
-    room = exchange.random_pairs(rows, K, 4) if rounds == 1 else rows * 9 // 8
-    assert planned.block == math.ceil(room / (blocks * planned.tile.rows)) * planned.tile.rows
-    assert (planned.crossing.pairs is not None) == planned.at_once == (rounds == blocks == 1)
+    assert planned.crossing.window * 8 == tokens
+    assert planned.block == math.ceil(rows * 9 // 8 / (blocks * planned.tile.rows)) * planned.tile.rows
 
 
 @pytest.mark.parametrize(("chip", "sequences", "at_once"), [("v6e", 8, True), ("v6e", 16, False), ("v5p", 8, False)])
@@ -268,6 +264,18 @@ def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, a
     bound = {"buffer_bytes": buffer_bytes(flops_a_byte), "flops_a_byte": flops_a_byte}
     planned = dropless_rows.Local(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
     assert planned.at_once == at_once
+
+
+@pytest.mark.parametrize(("sequences", "rounds"), [(2, 1), (8, 1), (16, 2)])
+def test_a_chip_that_waits_for_bytes_has_as_few_rounds_as_leave_each_one_block(sequences, rounds):
+    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
+    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
+    flops_a_byte = CHIPS["v6e"].flops_a_byte
+    local = dropless_rows.Local(**shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte))
+    with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
+        planned = local.plan(sequences * 4096, K, 2, 8192, 57344)  # Mixtral-8x7B over 4
+    assert (planned.crossing.rounds, planned.at_once) == (rounds, rounds == 1)
+    assert planned.block >= planned.crossing.window * K
 
 
 def test_one_planned_round_has_room_in_one_block_for_what_a_pair_of_devices_may_send():
