@@ -125,24 +125,11 @@ class Local:
             experts: of a device.
             hidden_bytes, first_bytes: of a row of hidden width, and of the first projection's.
         """
-        most, fast = self.buffer_bytes // hidden_bytes // top_k, is_fast(self.flops_a_byte)
-        if fast and self.expert_shards > 1:
-            # each round reads and writes the sums of all gradients, and such a chip waits for bytes: one round, if its
-            # rows fit into one block, or as few as do
-            most = min(most, self.buffer_bytes // first_bytes * self.expert_shards // top_k * 15 // 16)
-        crossing = exchange.plan(
-            tokens,
-            top_k,
-            self.expert_shards,
-            experts,
-            max(most, 1),
-            links=self.links,
-            overlaps=exchanges_beside() and not fast,
-        )
+        fit = self.buffer_bytes // first_bytes
+        crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
         rows = crossing.rows * top_k
         balanced = crossing.window * top_k if self.expert_axes else rows
-        most = max(self.buffer_bytes // first_bytes, 1)
-        tiles = grouped.tiles_for(min(balanced, most), experts, self.flops_a_byte)
+        tiles = grouped.tiles_for(min(balanced, max(fit, 1)), experts, self.flops_a_byte)
         tile = tiles.rows
         if not self.links and not self.keep:
             # what is between a tile's products stays in a core's cache
@@ -151,12 +138,30 @@ class Local:
             expected = min(exchange.random_pairs(balanced, top_k, self.expert_shards), rows)
         else:
             expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
-        blocks = -(-expected // max(most // tile * tile, tile))
+        blocks = -(-expected // max(fit // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
         if at_once and crossing.slots is not None:
             crossing = replace(crossing, pairs=block // self.expert_shards)
         return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0)
+
+    def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.Plan:
+        """How a device's tokens get to the experts: in one round, if its rows fit into one block.
+
+        Several read and write the sums of all gradients in each. They pay where there would be several blocks anyway,
+        but for a chip that waits for bytes: it has as few rounds as leave each one block.
+
+        Args:
+            most: tokens that a device can hold in a round.
+            fit: rows of the first projection's width that a device can hold.
+        """
+        shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
+        if fast and shards > 1:
+            most = min(most, fit * shards // top_k * 15 // 16)
+        plan = partial(exchange.plan, tokens, top_k, shards, experts, max(most, 1), links=self.links)
+        crossing = plan(overlaps=False)
+        one = crossing.slots is not None and exchange.random_pairs(tokens * top_k, top_k, shards) <= fit
+        return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
 
     def kept(self, planned: Plan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
         """The shapes of what a device's forward keeps of the tokens that came, if tokens cross, and of their rows.

@@ -266,11 +266,14 @@ def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, a
     assert planned.at_once == at_once
 
 
-@pytest.mark.parametrize(("sequences", "rounds"), [(2, 1), (8, 1), (16, 2)])
-def test_a_chip_that_waits_for_bytes_has_as_few_rounds_as_leave_each_one_block(sequences, rounds):
+@pytest.mark.parametrize(
+    ("chip", "sequences", "rounds"),
+    [("v6e", 2, 1), ("v6e", 8, 1), ("v6e", 16, 2), ("v5p", 2, 1), ("v5p", 4, 1), ("v5p", 8, 8)],
+)
+def test_tokens_cross_in_one_round_where_its_rows_fit_into_one_block(chip, sequences, rounds):
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
-    flops_a_byte = CHIPS["v6e"].flops_a_byte
+    flops_a_byte = CHIPS[chip].flops_a_byte
     local = dropless_rows.Local(**shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte))
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
         planned = local.plan(sequences * 4096, K, 2, 8192, 57344)  # Mixtral-8x7B over 4
