@@ -87,7 +87,9 @@ class Local:
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         if turned:
+            # or the optimizer's state, which it meets next, would be copied into its layout and out of it
             gradient = with_layout_constraint(gradient, Layout((0, 1, 2))).swapaxes(1, 2)
+            gradient = with_layout_constraint(gradient, Layout((0, 1, 2)))
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return lax.psum(gradient, rest) if rest else gradient

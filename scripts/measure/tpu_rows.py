@@ -13,6 +13,7 @@ _DENSE70 = "--model docs/configs/llama3_70b.json --sequence_length 4096"
 _DENSE8 = "--model docs/configs/llama3_8b.json --sequence_length"
 _LONG = f"--recipe llama_cp {_DENSE8}"
 _BATCH = "--per_device_train_batch_size"
+_PLAIN = "--compute scan=False,remat=none"
 _TORUS = "--mesh fsdp=16,inner=16"  # an axis for each dimension of a pod of v5e or v6e
 
 # What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
@@ -130,6 +131,9 @@ TABLES: dict[str, dict[str, str]] = {
         for name, recipe, options in (
             ("an all-to-all runs alone", "ep", "--compiler_options xla_tpu_enable_async_all_to_all="),
             ("all kept (remat 1.0)", "ep", "--compute remat=1.0"),
+            ("layer by layer, all kept", "ep", "--compute scan=False,remat=1.0"),
+            ("layer by layer, nothing computed again", "ep", _PLAIN),
+            ("the same, 80 MiB", "ep", f"{_PLAIN} --compiler_options {_FLAGS['80 MiB of VMEM for a fusion']}"),
             ("a mesh axis for each dimension of the torus", "ep", "--mesh fsdp=8,expert=8"),
             ("no token crosses, all weights do (mixtral_fsdp)", "fsdp", "--mesh fsdp=8,inner=8"),
             ("the same on the sparse cores", "fsdp", f"--mesh fsdp=8,inner=8 --compiler_options '{_BESIDE}'"),
