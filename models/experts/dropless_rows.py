@@ -143,9 +143,18 @@ class Local:
         blocks = -(-expected // max(fit // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
+        rest = None
         if at_once and crossing.slots is not None:
-            crossing = replace(crossing, pairs=block // self.expert_shards)
-        return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0)
+            rest = self._one_block(exchange.plan_rest(crossing, top_k, self.expert_shards), top_k, experts)
+            crossing = replace(crossing, pairs=block // self.expert_shards, rest=rest.crossing)
+        return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0, rest=rest)
+
+    def _one_block(self, crossing: exchange.Plan, top_k: int, experts: int) -> Plan:
+        """The plan of a round whose rows are one block."""
+        balanced = crossing.window * top_k
+        tiles = grouped.tiles_for(balanced, experts, self.flops_a_byte)
+        block = -(-exchange.random_pairs(balanced, top_k, self.expert_shards) // tiles.rows) * tiles.rows
+        return Plan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
 
     def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.Plan:
         """How a device's tokens get to the experts: in one round, if its rows fit into one block.
@@ -206,14 +215,14 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     if planned.at_once and not gathers_beside():
         # libtpu runs a gather alone where there is nothing but kernels beside it, as behind the first product, or where
         # tokens cross at the same time
-        if planned.crossing.pairs is None:
+        if planned.rest is None:
             parameters = lax.optimization_barrier(parameters)
         else:
             x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
 
     def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
-        rows = in_order(index, held, planned, not local.expert_axes)
+        rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         if round_ is None or not kept:
             y, _ = _experts(x, rows, parameters, local, None)
         else:
@@ -246,7 +255,7 @@ def backward(
         for n, (shard, spec) in enumerate(zip(shards, local.specs, strict=True))
     ]
     planned = _plan(x_TH, index_Tk, parameters, local)
-    if planned.crossing.pairs is not None and not gathers_beside():
+    if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
     # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
@@ -256,7 +265,7 @@ def backward(
         sums: list[Any], tokens: tuple[Array, ...], round_: Round | None
     ) -> tuple[list[Any], tuple[Array, Array]]:
         grad, x, index, weight = tokens
-        rows = in_order(index, held, planned, not local.expert_axes)
+        rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         given = None if round_ is None or not kept else (made, round_)
         grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, given)
         grad_x = rows.combine(grad_rows).astype(x.dtype)

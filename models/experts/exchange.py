@@ -53,8 +53,9 @@ class Plan:
         window: tokens of a window (W).
         slots: tokens that a window sends to each device at most (C); None: the window is gathered.
         rows: tokens that a device gets in a round.
-        pairs: (token, choice) pairs that a window has for each device at most, of a plan of one round; None: any
-            number. What finds no room in that round crosses in more, of which nothing is kept.
+        pairs: (token, choice) pairs that a window has for each device at most; None: any number.
+        rest: how those tokens cross that find no room in the one round that is planned, in smaller windows. Nothing is
+            kept of them. None: as all others.
     """
 
     rounds: int
@@ -62,6 +63,7 @@ class Plan:
     slots: int | None
     rows: int
     pairs: int | None = None
+    rest: Plan | None = None
 
 
 def plan(
@@ -93,12 +95,24 @@ def plan(
     rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)
     window = -(-tokens // rounds)
     rounds = -(-tokens // window)
-    share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens, that need a given device
-    slots = window * share + _DEVIATIONS * math.sqrt(window * share * (1 - share))
-    slots = math.ceil(slots / 8) * 8  # a TPU lays rows out in eights
+    slots = _slots(window, top_k, shards)
     if shards == 1 or slots >= window or not links:
         return Plan(rounds, window, None, window * shards)
     return Plan(rounds, window, slots, slots * shards)
+
+
+def plan_rest(planned: Plan, top_k: int, shards: int) -> Plan:
+    """A plan for what finds no room in the one round that is planned: an eighth of its window at a time."""
+    window = -(-planned.window // _ROUNDS)
+    slots = min(_slots(window, top_k, shards), window)
+    return Plan(1, window, slots, slots * shards)
+
+
+def _slots(window: int, top_k: int, shards: int) -> int:
+    """How many slots a random routing of a window fits into, for each pair of devices."""
+    share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens, that need a given device
+    slots = window * share + _DEVIATIONS * math.sqrt(window * share * (1 - share))
+    return math.ceil(slots / 8) * 8  # a TPU lays rows out in eights
 
 
 def random_pairs(balanced: int, top_k: int, shards: int) -> int:
@@ -165,8 +179,7 @@ def in_rounds(
 
     Args:
         compute: (carry, tensors of the tokens that came in, the round) -> (carry, results for each of them). The
-            results for a token are added up over the devices that it went to. The round is None if nothing is kept of
-            it and nothing was.
+            results for a token are added up over the devices that it went to. Of ``planned.rest`` the round is None.
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
         held: the numbers of the experts held here.
@@ -197,7 +210,7 @@ def in_rounds(
     def empty(rows: int) -> tuple[Array, ...]:
         return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
 
-    def put(out: tuple[Array, ...], results: tuple[Array, ...], window: Window) -> tuple[Array, ...]:
+    def put(out: tuple[Array, ...], results: tuple[Array, ...], window: Window, exchange: Any = exchange) -> Any:
         """``out`` with a window's results; what is behind the window's end is overwritten by the next."""
         back = exchange.back(results, window)
         return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
@@ -215,18 +228,26 @@ def in_rounds(
         carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
-    def beyond(state: Any) -> Any:
-        """All rounds behind the first, in one turn: only here there is room behind the last token."""
-        number, carry, out = state
+    def rest_of(planned: Plan, carry: Any, out: tuple[Array, ...]) -> Any:
+        """``carry`` and ``out`` after what found no room in the first window."""
+        exchange = _ByNeed(tensors, held, planned, *axes)
+        count = exchange.rounds(first[1])
 
         def one(state: Any) -> Any:
-            number, now, carry, out = state
-            carry, results = compute(carry, exchange.send(now, every), None)
-            return number + 1, following(now), carry, put(out, results, now)
+            number, start, carry, out = state
+            window = start, exchange.stop(start)
+            carry, results = compute(carry, exchange.send(window, every), None)
+            return number + 1, window[1], carry, put(out, results, window, exchange)
 
-        out = tuple(jnp.pad(o, ((0, planned.window), (0, 0))) for o in out)
-        number, _, carry, out = lax.while_loop(more, one, (number, following(first), carry, out))
-        return number, carry, tuple(o[: len(tensors[0])] for o in out)
+        def once(state: Any) -> Any:
+            # a loop of one turn or none: only in it there is room behind the last token
+            number, carry, out = state
+            out = tuple(jnp.pad(o, ((0, planned.window), (0, 0))) for o in out)
+            _, _, carry, out = lax.while_loop(lambda s: s[0] < count, one, (zero, first[1], carry, out))
+            return number + 1, carry, tuple(o[: len(tensors[0])] for o in out)
+
+        end = 1 + jnp.minimum(count, 1)
+        return lax.while_loop(lambda s: (s[0] < 1) | (s[0] < end), once, (jnp.int32(1), carry, out))[1:]
 
     def overlapped(state: Any) -> Any:
         number, now, carry, out, last, sent, made = state
@@ -236,18 +257,18 @@ def in_rounds(
         carry, results = work(carry, sent, now, round_of(number))
         return number + 1, ahead, carry, out, now, coming, results
 
-    # The first comparison is true in the planned rounds alone: it tells a reader of the program how often a loop runs
-    # whose length depends on data.
-    needed = exchange.rounds()
+    if planned.rest is not None:
+        # the planned round stands before the loop, where what crosses has the rest of the layer beside it
+        carry, results = work(carry, send(first), first, Round(zero, None))
+        return rest_of(planned.rest, carry, exchange.back(results, first))
+
+    # The first comparison is always true where the second isn't: it tells a reader of the program how often a loop
+    # runs whose length depends on data.
+    needed = exchange.rounds(zero)
 
     def more(state: Any) -> Array:
         return (state[0] < planned.rounds) | (state[0] < needed)
 
-    if planned.pairs is not None:
-        # the planned round stands before the loop, where what crosses has the rest of the layer beside it
-        carry, results = work(carry, send(first), first, Round(zero, None))
-        results = exchange.back(results, first)
-        return lax.while_loop(more, beyond, (jnp.int32(1), carry, results))[1:]
     out = empty(len(tensors[0]) + planned.window)
     state: Any = (zero, first, carry, out)
     if planned.rounds == 1 or not axes[0]:
@@ -273,7 +294,7 @@ class _Gathered:
             for t, fill in zip(tensors, fills, strict=True)
         ]
 
-    def rounds(self) -> Array:
+    def rounds(self, _: Array) -> Array:
         return jnp.int32(self.planned.rounds)
 
     def stop(self, start: Array) -> Array:
@@ -309,12 +330,12 @@ class _ByNeed:
         self.need_Tn = chosen_Tkn.any(1)
         self.tokens_before_Tn, self.pairs_before_Tn = _before(self.need_Tn), _before(chosen_Tkn.sum(1))
 
-    def rounds(self) -> Array:
-        """How many rounds the device needs that needs most; all devices run as many."""
+    def rounds(self, start: Array) -> Array:
+        """How many rounds the device needs that needs most, from token ``start``; all devices run as many."""
         _, count = lax.while_loop(
             lambda state: self.tokens - state[0] > 0,
             lambda state: (self.stop(state[0]), state[1] + 1),
-            (jnp.int32(0), jnp.int32(0)),
+            (start, jnp.int32(0)),
         )
         return lax.pmax(count, self.every)
 

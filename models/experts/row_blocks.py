@@ -38,6 +38,7 @@ class Plan:
         at_once: whether one block is all that a device multiplies, or all that is planned.
         apart: whether a block has rows of one expert alone.
         room: rows of a round for which there is room where something is kept of them; whole blocks.
+        rest: how the rows of those tokens are multiplied that find no room in the planned round.
     """
 
     crossing: exchange.Plan
@@ -46,6 +47,11 @@ class Plan:
     at_once: bool
     apart: bool = False
     room: int = 0
+    rest: Plan | None = None
+
+    def of(self, round_: exchange.Round | None) -> Plan:
+        """That of a planned round, or of the rest (None)."""
+        return self.rest if round_ is None and self.rest is not None else self
 
 
 def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Rows:

@@ -218,7 +218,7 @@ def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_on
     def run(index_Tk):
         tensors = (jnp.zeros((100, 8)), index_Tk, jnp.zeros(index_Tk.shape))
         found = exchange._ByNeed(tensors, jnp.zeros(1, "int32"), planned, axes, axes)
-        return jnp.stack([found.rounds(), found.stop(jnp.int32(0)), found.stop(jnp.int32(90))])
+        return jnp.stack([found.rounds(jnp.int32(0)), found.stop(jnp.int32(0)), found.stop(jnp.int32(90))])
 
     rounds, first, last = jax.vmap(run, axis_name="expert")(jnp.asarray(index)).T.tolist()
     assert (rounds, first, last) == ([5] * 4, [20, 20, 50, 50], [100] * 4)
