@@ -131,7 +131,6 @@ TABLES: dict[str, dict[str, str]] = {
         for name, recipe, options in (
             ("an all-to-all runs alone", "ep", "--compiler_options xla_tpu_enable_async_all_to_all="),
             ("all kept (remat 1.0)", "ep", "--compute remat=1.0"),
-            ("layer by layer, all kept", "ep", "--compute scan=False,remat=1.0"),
             ("layer by layer, nothing computed again", "ep", _PLAIN),
             ("the same, 80 MiB", "ep", f"{_PLAIN} --compiler_options {_FLAGS['80 MiB of VMEM for a fusion']}"),
             ("a mesh axis for each dimension of the torus", "ep", "--mesh fsdp=8,expert=8"),

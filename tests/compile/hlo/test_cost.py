@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.captured import MESH, V5P
+from trainer.compile.hlo.collectives import Collective, Traffic
 from trainer.compile.hlo.cost import Cost, count
 from trainer.compile.hlo.text import parse
 
@@ -160,3 +161,14 @@ ENTRY %main (x: {local}) -> {gathered} {{
     ((key, traffic),) = count(module, MESH, 1, V5P).collectives.items()
     assert (key.kind, key.axis, traffic.wire_bytes) == ("all-gather", "within expert", sent)
     assert traffic.exposed_bytes == pytest.approx(left * sent, rel=0.01)
+
+
+def test_what_a_loop_of_no_turn_would_send_leaves_no_trace() -> None:
+    inside, outside = (
+        Cost(flops=1.0, collectives={Collective("all-reduce", "fsdp", "", "f32[8]", 2, "ici"): Traffic(1)}),
+        Cost(),
+    )
+    outside.add(inside, 0)
+    assert outside == Cost()
+    outside.add(inside, 2)
+    assert [traffic.count for traffic in outside.collectives.values()] == [2]
