@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jax.experimental.layout import Layout, with_layout_constraint
-
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
 from models.experts.exchange import Round
@@ -78,7 +76,7 @@ class Local:
         gradient, turned = gradient.astype(dtype), self.turned(spec)
         if turned:
             # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
-            gradient = with_layout_constraint(gradient, Layout((0, 1, 2)))
+            gradient = grouped.row_major(gradient)
         for dim, axes in reversed(self._gathered(spec)):
             dim = 1 if turned else dim
             if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
@@ -88,8 +86,8 @@ class Local:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         if turned:
             # or the optimizer's state, which it meets next, would be copied into its layout and out of it
-            gradient = with_layout_constraint(gradient, Layout((0, 1, 2))).swapaxes(1, 2)
-            gradient = with_layout_constraint(gradient, Layout((0, 1, 2)))
+            gradient = grouped.row_major(gradient).swapaxes(1, 2)
+            gradient = grouped.row_major(gradient)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return lax.psum(gradient, rest) if rest else gradient

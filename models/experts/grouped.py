@@ -109,6 +109,13 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
     return make(after)
 
 
+def row_major(x: Array) -> Array:
+    """``x``, laid out in memory with its dimensions in order, the last as the minor one."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
     """The number of visits, and a function of a visit: its group, its first row, which rows are the group's."""
     end_G = jnp.cumsum(sizes_G)
