@@ -25,7 +25,7 @@ jnp, lax = jax.numpy, jax.lax
 # a jax.Array, when it is traced
 Array = Any
 
-# A block has room for 1/8 more rows than a balanced routing gives.
+# Of several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
 
 
