@@ -1,7 +1,7 @@
 """Causal attention in plain tensor operations, for any platform, with memory linear in the sequence.
 
 Queries go in blocks against all keys. The backward computes a block's scores again, so no scores are
-saved, and no more than ``[batch, heads, block, sequence]`` of them exist at once (Rabe and Staats, "Self-attention does
+saved, and no more than ``[batch, heads, sequence, block]`` of them exist at once (Rabe and Staats, "Self-attention does
 not need O(n^2) memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same
 size at any length.
 
@@ -9,7 +9,8 @@ No query sees a later key. So queries are cut into a few bands first, and each m
 bands compute 5/8 of the scores. Each is a loop of its own, and longer to compile; so they are few, and not short.
 
 Scores are as many as a step has of anything, so they are passed over seldom: what they are multiplied with is divided
-by their total, and not they.
+by their total, and not they. They have a row for each key and a column for each query: so sums and maxima over keys are
+of many queries at a time, and products over keys read scores in the order in which they lie.
 
 Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, of which no While
 can be built. It keeps a custom op whole, and the op builds its loop when it runs.
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -37,7 +39,7 @@ from models.turns import run_turns
 # queries in a block
 BLOCK = 512
 # queries in a band, at least, and bands, at most
-BAND, BANDS = 128, 4
+BAND, BANDS = 64, 4
 _MASKED = torch.finfo(torch.float32).min
 
 
@@ -143,14 +145,14 @@ def _band(
 
 
 def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
-    """What goes with scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``NbkgC…``, with a C of 1 for an S of 1."""
+    """What goes with scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``, with a C of 1 for an S of 1."""
     b, heads, length, width = x.shape
     split = (b, *((1, 1) if heads == 1 else (K, heads // K)))
     if length == 1:
         x = x.reshape(*split, 1, 1, width).expand(*split, N, 1, width)
     else:
         x = pad(x, (0, 0, 0, N * C - length)).reshape(*split, N, C, width)
-    return x.permute(3, 0, 1, 2, 4, 5)
+    return x.permute(3, 0, 1, 5, 2, 4)
 
 
 # The ops' signatures are torch.library schemas: tensors one by one, all else as text.
@@ -169,17 +171,17 @@ def _attention(
     bias: torch.Tensor | None,
     scoring_text: str,
 ) -> torch.Tensor:
-    """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``NbkgC1``, segments ``BT``, positions ``NC``,
-    query segments ``NBC`` and bias ``NbkgCT`` to ``NBKGCE``."""
+    """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``Nbk1gC``, segments ``BT``, positions ``NC``,
+    query segments ``NBC`` and bias ``NbkTgC`` to ``NBKGCE``."""
     scoring: Scoring = from_text(scoring_text)
 
     def body(
         constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        weights_BKGCT, sink_BKGC1, _ = _weights(constants, x, scoring)
-        kept = _kept(constants, x, weights_BKGCT, scoring)
-        out_BKGCE, total_BKGC1 = _product(weights_BKGCT, sink_BKGC1, constants[1], kept)
-        return [], [(out_BKGCE / total_BKGC1).to(query.dtype)]
+        weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
+        kept = _kept(constants, x, weights_BKTGC, scoring)
+        out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
+        return [], [_queries_first(out_BKEGC / total_BK1GC).to(query.dtype)]
 
     constants = [key, value, segments, *_given(random_key)]
     return _loop(body, constants, [], [query, positions, query_segments, sinks, *_given(bias)])[1][0]
@@ -220,20 +222,20 @@ def _attention_backward(
         query_BKGCD = x[0].float()
         weights, sink, slope = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights, scoring)
-        out_BKGCE, total_BKGC1 = _product(weights, sink, value_BKTE, kept)
+        out_BKEGC, total_BK1GC = _product(weights, sink, value_BKTE, kept)
         # `weights` are not divided by their total, so what they are multiplied with is
-        grad_BKGCE = grad_blocks.float() / total_BKGC1
-        mean_BKGC1 = (grad_BKGCE * out_BKGCE).sum(-1, keepdim=True) / total_BKGC1
-        # scores come second in both sums over queries: so a small tensor is turned, and no copy of scores is made
-        grad_value = grad_value + torch.einsum("bkgce,bkgct->bkte", grad_BKGCE, _times(weights, kept))
-        grad_weights = _times(torch.einsum("bkgce,bkte->bkgct", grad_BKGCE, value_BKTE.float()), kept)
-        grad_biased = weights * (grad_weights - mean_BKGC1)
+        grad_BKGCE = grad_blocks.float() / _queries_first(total_BK1GC)
+        mean_BKGC1 = (grad_BKGCE * _queries_first(out_BKEGC / total_BK1GC)).sum(-1, keepdim=True)
+        mean_BK1GC = mean_BKGC1.permute(0, 1, 4, 2, 3)
+        grad_value = grad_value + torch.einsum("bktgc,bkgce->bkte", _times(weights, kept), grad_BKGCE)
+        grad_weights = _times(torch.einsum("bkte,bkgce->bktgc", value_BKTE.float(), grad_BKGCE), kept)
+        grad_biased = weights * (grad_weights - mean_BK1GC)
         grad_scores = grad_biased * scoring.scale
         if slope is not None:
             grad_scores = grad_scores * slope
-        grad_key = grad_key + torch.einsum("bkgcd,bkgct->bktd", query_BKGCD, grad_scores)
-        grad_query = torch.einsum("bkgct,bktd->bkgcd", grad_scores, key_BKTD.float())
-        ys = [grad_query.to(query.dtype), _summed(-sink * mean_BKGC1, x[3])]
+        grad_key = grad_key + torch.einsum("bktgc,bkgcd->bktd", grad_scores, query_BKGCD)
+        grad_query = _apart(torch.einsum("bktd,bktgc->bkdgc", key_BKTD.float(), grad_scores))
+        ys = [_queries_first(grad_query).to(query.dtype), _summed(-sink * mean_BK1GC, x[3])]
         if with_bias:
             ys.append(_summed(grad_biased, x[4]))
         return [grad_key, grad_value], ys
@@ -276,43 +278,60 @@ def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int]
 def _weights(
     constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One block's attention weights ``BKGCT`` before they are divided by their total, the same of its sinks, ``BKGC1``,
+    """One block's attention weights ``BKTGC`` before they are divided by their total, the same of its sinks, ``BK1GC``,
     and the soft cap's slope at each score."""
     key_BKTD, _, segments_BT = constants[:3]
-    query_BKGCD, positions_C, segments_BC, sinks_bkgC1, *bias = x
-    scores = torch.einsum("bkgcd,bktd->bkgct", query_BKGCD.float(), key_BKTD.float()) * scoring.scale
+    query_BKGCD, positions_C, segments_BC, sinks_bk1gC, *bias = x
+    scores = torch.einsum("bktd,bkgcd->bktgc", key_BKTD.float(), query_BKGCD.float()) * scoring.scale
     slope = None
     if scoring.softcap is not None:
         tanh = torch.tanh(scores / scoring.softcap)
         scores, slope = tanh * scoring.softcap, 1 - tanh * tanh
-    for bias_bkgCT in bias:
-        scores = scores + bias_bkgCT.float()
+    for bias_bkTgC in bias:
+        scores = scores + bias_bkTgC.float()
     seen = _seen(positions_C, segments_BC, segments_BT, scoring)
     scores = torch.where(seen, scores, _MASKED)
-    sinks = sinks_bkgC1.float()
+    sinks = sinks_bk1gC.float()
     # A row that sees nothing has weights of zero: here exp(-1e38), for the top is at least half of what is masked.
     # A bias may itself be as low as that, all along a row; then what is not seen is made zeros.
-    top = torch.maximum(scores.amax(-1, keepdim=True), sinks).clamp(min=_MASKED if bias else _MASKED / 2)
+    top = torch.maximum(scores.amax(2, keepdim=True), sinks).clamp(min=_MASKED if bias else _MASKED / 2)
     weights = torch.exp(scores - top)
     return torch.where(seen, weights, 0.0) if bias else weights, torch.exp(sinks - top), slope
 
 
 def _product(
-    weights_BKGCT: torch.Tensor, sink_BKGC1: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
+    weights_BKTGC: torch.Tensor, sink_BK1GC: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights' product with the values, ``BKGCE``, and their total, ``BKGC1``, by which it is not divided yet."""
-    out = torch.einsum("bkgct,bkte->bkgce", _times(weights_BKGCT, kept), value_BKTE.float())
+    """The weights' product with the values, ``BKEGC``, and their total, ``BK1GC``, by which it is not divided yet."""
+    out = _apart(torch.einsum("bkte,bktgc->bkegc", value_BKTE.float(), _times(weights_BKTGC, kept)))
     # in a row that sees something the largest weight is 1: the clamp changes no such row
-    return out, (weights_BKGCT.sum(-1, keepdim=True) + sink_BKGC1).clamp(min=1.0)
+    return out, (weights_BKTGC.sum(2, keepdim=True) + sink_BK1GC).clamp(min=1.0)
+
+
+def _apart(product: torch.Tensor) -> torch.Tensor:
+    """``product``, in the order in which it is made: who wants another one turns it, and not the scores.
+
+    Otherwise XLA has the product make that order itself, by swapping its two operands. With scores as the first its CPU
+    backend takes several times as long.
+    """
+    if product.device.type == "xla":
+        xm.optimization_barrier_([product])
+    return product
+
+
+def _queries_first(x_BKEGC: torch.Tensor) -> torch.Tensor:
+    """As ``BKGCE``."""
+    return x_BKEGC.permute(0, 1, 3, 4, 2)
 
 
 def _kept(
-    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], weights_BKGCT: torch.Tensor, scoring: Scoring
+    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], weights_BKTGC: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor | None:
-    """What dropout multiplies a block's weights by, ``BKGCT``; None: there is no dropout."""
+    """What dropout multiplies a block's weights by, ``BKTGC``; None: there is no dropout."""
     if not scoring.dropout:
         return None
-    return keep_factors(constants[3], weights_BKGCT.shape, scoring.site, scoring.dropout, rows=x[1])
+    B, K, T, G, C = weights_BKTGC.shape
+    return keep_factors(constants[3], (B, K, G, C, T), scoring.site, scoring.dropout, rows=x[1]).permute(0, 1, 4, 2, 3)
 
 
 def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
@@ -322,19 +341,19 @@ def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 def _seen(
     positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Whether a query sees a key, ``[B, 1, 1, C, T]``: of its segment, not padding, not later, in window and chunk."""
-    segments_BC1 = segments_BC.unsqueeze(2)
-    same_BCT = (segments_BC1 == segments_BT.unsqueeze(1)) & (segments_BC1 != 0)
+    """Whether a query sees a key, ``[B, 1, T, 1, C]``: of its segment, not padding, not later, in window and chunk."""
+    segments_B1C = segments_BC.unsqueeze(1)
+    same_BTC = (segments_B1C == segments_BT.unsqueeze(2)) & (segments_B1C != 0)
     if not scoring.causal:
-        return same_BCT[:, None, None]
-    positions_T = torch.arange(segments_BT.shape[1], dtype=positions_C.dtype, device=positions_C.device)
-    distance_CT = positions_C.unsqueeze(1) - positions_T
-    near_CT = distance_CT >= 0
+        return same_BTC[:, None, :, None]
+    positions_T1 = torch.arange(segments_BT.shape[1], dtype=positions_C.dtype, device=positions_C.device).unsqueeze(1)
+    distance_TC = positions_C - positions_T1
+    near_TC = distance_TC >= 0
     if scoring.window is not None:
-        near_CT = near_CT & (distance_CT < scoring.window)
+        near_TC = near_TC & (distance_TC < scoring.window)
     if scoring.chunk is not None:
-        near_CT = near_CT & (positions_C.unsqueeze(1) // scoring.chunk == positions_T // scoring.chunk)
-    return (near_CT & same_BCT)[:, None, None]
+        near_TC = near_TC & (positions_C // scoring.chunk == positions_T1 // scoring.chunk)
+    return (near_TC & same_BTC)[:, None, :, None]
 
 
 def _given(tensor: torch.Tensor | None) -> list[torch.Tensor]:
