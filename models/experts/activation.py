@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from models.experts import grouped
-from models.jax_call import jax
+from models.jax_call import jax, target
 
 jnp = jax.numpy
 
@@ -106,11 +106,13 @@ def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, Any]:
 
 
 def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
-    """The gradients beside each other, each written into its place: a TPU would make a concatenation of its own.
+    """The gradients beside each other. For a TPU, which would make a concatenation of its own, each in its place.
 
     Nothing else may take a gradient, or the compiler would make it by itself and copy it into its place: so the place
     is made after the input's ``first`` row.
     """
+    if target() == "cpu":
+        return (jnp.concatenate(gradients, dim),)
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
     whole = grouped.unwritten(tuple(shape), gradients[0].dtype, first)
