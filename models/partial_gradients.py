@@ -29,6 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models import scopes
+from models.apart import apart
 from models.jax_call import Manual, jax, jax_call, target
 from models.op_arguments import as_text, from_text
 from models.rings import exchange_sum
@@ -203,8 +204,9 @@ def _expert_rule(weight: str) -> _Rule:
 def _linear_grad(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if target() != "cpu":
         return torch.einsum("d...o,d...i->doi", g, x)
-    # one dimension of rows: XLA's CPU backend turns an operand in memory where it sums over two
-    return torch.einsum("dro,dri->doi", g.flatten(1, -2), x.flatten(1, -2))
+    # One dimension of rows: XLA's CPU backend turns an operand in memory where it sums over two. And x comes first, for
+    # that backend turns the first operand: g, which the gradient of x takes as it is, would be computed twice.
+    return apart(torch.einsum("dri,dro->dio", x.flatten(1, -2), g.flatten(1, -2))).transpose(1, 2)
 
 
 # Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_xla.core.xla_model as xm
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
+from models.apart import apart
 from models.op_arguments import as_text, from_text
 from models.random_bits import keep_factors
 from models.turns import run_turns
@@ -234,7 +234,7 @@ def _attention_backward(
         if slope is not None:
             grad_scores = grad_scores * slope
         grad_key = grad_key + torch.einsum("bktgc,bkgcd->bktd", grad_scores, query_BKGCD)
-        grad_query = _apart(torch.einsum("bktd,bktgc->bkdgc", key_BKTD.float(), grad_scores))
+        grad_query = apart(torch.einsum("bktd,bktgc->bkdgc", key_BKTD.float(), grad_scores))
         ys = [_queries_first(grad_query).to(query.dtype), _summed(-sink * mean_BK1GC, x[3])]
         if with_bias:
             ys.append(_summed(grad_biased, x[4]))
@@ -303,20 +303,9 @@ def _product(
     weights_BKTGC: torch.Tensor, sink_BK1GC: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights' product with the values, ``BKEGC``, and their total, ``BK1GC``, by which it is not divided yet."""
-    out = _apart(torch.einsum("bkte,bktgc->bkegc", value_BKTE.float(), _times(weights_BKTGC, kept)))
+    out = apart(torch.einsum("bkte,bktgc->bkegc", value_BKTE.float(), _times(weights_BKTGC, kept)))
     # in a row that sees something the largest weight is 1: the clamp changes no such row
     return out, (weights_BKTGC.sum(2, keepdim=True) + sink_BK1GC).clamp(min=1.0)
-
-
-def _apart(product: torch.Tensor) -> torch.Tensor:
-    """``product``, in the order in which it is made: who wants another one turns it, and not the scores.
-
-    Otherwise XLA has the product make that order itself, by swapping its two operands. With scores as the first its CPU
-    backend takes several times as long.
-    """
-    if product.device.type == "xla":
-        xm.optimization_barrier_([product])
-    return product
 
 
 def _queries_first(x_BKEGC: torch.Tensor) -> torch.Tensor:

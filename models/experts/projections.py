@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch_xla.core.xla_model as xm
 
 from models import partial_gradients
 from models.adapters.lora import SCALE, A, B
+from models.apart import apart
 
 
 def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:
@@ -41,20 +41,6 @@ def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None
     return y if scale_EN1 is None or linear else (y * scale_EN1).to(y.dtype)
 
 
-@torch.library.custom_op("shardwright::apart", mutates_args=())
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """A copy of ``x`` that the compiler fuses with nothing that reads it."""
-    copy = [torch.ops.aten.view_copy(x, x.shape)]
-    if x.device.type == "xla":
-        xm.optimization_barrier_(copy)
-    return copy[0]
-
-
-@_apart.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
 class _GradientApart(torch.autograd.Function):
     """The identity, whose gradient is computed by itself, before it is used.
 
@@ -67,4 +53,4 @@ class _GradientApart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[override]
-        return _apart(grad)
+        return apart(grad)
