@@ -11,7 +11,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x`` that the compiler fuses with nothing that reads it.
 
     Who reads a product in another order turns it. Without this XLA has the product make that order itself, by swapping
-    its operands; and on the CPU it takes up to four times as long where the larger is the first.
+    its operands; and XLA's CPU backend may be several times as slow with the larger one first (docs/numbers.md).
     """
     copy = [torch.ops.aten.view_copy(x, x.shape)]
     if x.device.type == "xla":
