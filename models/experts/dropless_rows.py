@@ -15,7 +15,7 @@ from typing import Any
 from models.adapters.lora import A, B
 from models.experts import activation, exchange, grouped
 from models.experts.exchange import Round
-from models.experts.row_blocks import Block, Plan, Rows, in_order
+from models.experts.row_blocks import Block, Plan, Rows, Sums, in_order
 from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
 from models.kernel_work import is_fast
 from models.rings import exchange_sum
@@ -259,9 +259,7 @@ def backward(
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    def compute(
-        sums: list[Any], tokens: tuple[Array, ...], round_: Round | None
-    ) -> tuple[list[Any], tuple[Array, Array]]:
+    def compute(sums: Sums, tokens: tuple[Array, ...], round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         given = None if round_ is None or not kept else (made, round_)
@@ -303,7 +301,6 @@ class _Projection:
         self.parameters, self.local, self.number = parameters, local, number
         name = local.names[number]
         self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
-        self.dtype = parameters[number].dtype
 
     def forward(self, block: Block, x_B: Array) -> Array:
         y_B = self._times(block, x_B, self.number)
@@ -343,6 +340,10 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
+def _projections(parameters: Sequence[Array], local: Local) -> tuple[_Projection, _Projection]:
+    return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
+
+
 def _experts(
     x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: tuple[tuple[Array, ...], Round] | None
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -351,18 +352,21 @@ def _experts(
     Args:
         kept: room for what the first projection gives, and perhaps the activation, and which round this is; or None.
     """
-    first, second = (_Projection(parameters, local, number) for number in (0, 1))
+    dtype = parameters[0].dtype
 
-    def body(block: Block, carry: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+    def body(
+        block: Block, parameters: Sequence[Array], carry: tuple[Array, tuple[Array, ...]], sums: Sums
+    ) -> tuple[tuple[Array, tuple[Array, ...]], Sums]:
         y_RH, rooms = carry
-        h_BF = first.forward(block, block.gather(x_TH).astype(first.dtype))
+        first, second = _projections(parameters, local)
+        h_BF = first.forward(block, block.gather(x_TH).astype(dtype))
         a_BI = local.activation(h_BF)
         if kept is not None:
             rooms = tuple(block.keep(room, made, kept[1]) for room, made in zip(rooms, (h_BF, a_BI), strict=False))
-        return block.put(y_RH, second.forward(block, a_BI)), rooms
+        return (block.put(y_RH, second.forward(block, a_BI)), rooms), sums
 
-    y_RH = grouped.unwritten((len(rows.token_R), x_TH.shape[1]), first.dtype, rows.end_E)
-    return rows.fold(body, (y_RH, () if kept is None else kept[0]))
+    y_RH = grouped.unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
+    return rows.fold(body, (y_RH, () if kept is None else kept[0]), parameters)[0]
 
 
 def _experts_backward(
@@ -371,10 +375,10 @@ def _experts_backward(
     weight_Tk: Array,
     rows: Rows,
     parameters: Sequence[Array],
-    sums: list[Any],
+    sums: Sums,
     local: Local,
     kept: tuple[tuple[Array, ...], Round] | None,
-) -> tuple[Array, Array, list[Any]]:
+) -> tuple[Array, Array, Sums]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
 
     Args:
@@ -382,7 +386,7 @@ def _experts_backward(
         kept: what the forward kept of the first projection, and perhaps of the activation, and which round this is; or
             None. What was not kept is computed again.
     """
-    first, second = (_Projection(parameters, local, number) for number in (0, 1))
+    dtype = parameters[0].dtype
     weight_N = weight_Tk.T.reshape(-1)
 
     def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:
@@ -391,10 +395,13 @@ def _experts_backward(
             return make(given)
         return block.kept(kept[0][number], kept[1], make, given)
 
-    def body(block: Block, carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
-        grad_rows, grad_row_weights, sums = carry
+    def body(
+        block: Block, parameters: Sequence[Array], carry: tuple[Array, Array], sums: Sums
+    ) -> tuple[tuple[Array, Array], Sums]:
+        grad_rows, grad_row_weights = carry
+        first, second = _projections(parameters, local)
         weight_B1 = block.weights(weight_N)[:, None]
-        x_BH, grad_BH = (block.gather(t).astype(first.dtype) for t in (x_TH, grad_TH))
+        x_BH, grad_BH = (block.gather(t).astype(dtype) for t in (x_TH, grad_TH))
         h_BF = made(0, block, partial(first.forward, block), x_BH)
         a_BI = made(1, block, local.activation, h_BF)
         new = list(sums)
@@ -412,11 +419,12 @@ def _experts_backward(
         first.add_gradients(block, new, grad_BF, x_BH)
         grad_BF, new = _after(grad_BF, new)
         grad_rows = block.put(grad_rows, first.back(block, grad_BF))
-        return grad_rows, block.put(grad_row_weights, grad_weight_B), new
+        return (grad_rows, block.put(grad_row_weights, grad_weight_B)), new
 
     R = len(rows.token_R)
-    grad_rows = grouped.unwritten((R, x_TH.shape[1]), first.dtype, rows.end_E)
-    return rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32), sums))
+    grad_rows = grouped.unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
+    (grad_rows, grad_row_weights), sums = rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32)), parameters, sums)
+    return grad_rows, grad_row_weights, sums
 
 
 def _after(x: Any, gradients: Any) -> Any:

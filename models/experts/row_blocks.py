@@ -13,18 +13,22 @@ E experts held by a device, R rows in whole blocks, B rows of a block, F width o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.experts import exchange, grouped
 from models.jax_call import jax
 from models.kernel_work import Tiles
+from models.one_thread import product
 
 jnp, lax = jax.numpy, jax.lax
 
 # a jax.Array, when it is traced
 Array = Any
+# see `Rows.fold`
+Sums = Sequence[Any]
+Body = Callable[["Block", Sequence[Any], Any, Sums], tuple[Any, Sums]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Row
     expert_S, choice_S = lax.sort((expert_N, number_N), num_keys=1, is_stable=True)
     if planned.apart:
         row_N, choice_R, end_E = _apart(expert_S, choice_S, _counts(expert_N, E), planned.block)
-        return Rows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, False)
+        return OwnRows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, False)
     _, row_N = lax.sort((choice_S, number_N), num_keys=1)
     end_E = jnp.cumsum(_counts(expert_N, E))
     choice_R = jnp.pad(choice_S, (0, -N % planned.block))
@@ -98,21 +102,24 @@ class Rows:
     planned: Plan
     all_held: bool
 
-    def fold(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
-        """``carry`` after ``carry = body(block, carry)`` for each block with rows that matter."""
+    def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
+        """``carry, sums`` after ``carry, sums = body(block, parameters, carry, sums)`` for each block that matters.
+
+        Args:
+            parameters: of the experts held here, [E, …] each.
+            sums: of what is added up for each expert, [E, …] each; None where nothing is, or where nothing was yet.
+        """
         block = self.planned.block
         if len(self.token_R) == block:
-            return body(self.block_at(jnp.int32(0)), carry)
+            return body(Block(self, jnp.int32(0)), parameters, carry, sums)
         count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
 
-        def turn(i: Array, carry: Any) -> Any:
+        def turn(i: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
             # from the last, if something is kept: what there is no room for is written over
-            return body(self.block_at((count - 1 - i if self.planned.room else i) * block), carry)
+            start = (count - 1 - i if self.planned.room else i) * block
+            return body(Block(self, start), parameters, *state)
 
-        return lax.fori_loop(0, count, turn, carry)
-
-    def block_at(self, start: Array) -> Block:
-        return (OwnBlock if self.planned.apart else Block)(self, start)
+        return lax.fori_loop(0, count, turn, (carry, sums))
 
     def of_choices(self, value_R: Array) -> Array:
         """The value of each pair, [T, k]; 0 if its expert is not held here."""
@@ -132,6 +139,46 @@ class Rows:
         found = exchange.at(value_R, jnp.minimum(row, len(value_R) - 1))
         has = (row < self.end_E[-1]).reshape(*row.shape, *(1,) * (value_R.ndim - 1))
         return jnp.where(has, found, 0)
+
+
+class OwnRows(Rows):
+    """Rows of which each expert's begin a block of their own."""
+
+    def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
+        """As that of :class:`Rows`, where ``body`` gets the parameters (`Own`) and the sums of one expert."""
+        block = self.planned.block
+
+        def expert(number: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
+            def own(value_E: Array) -> Array:
+                return lax.dynamic_index_in_dim(value_E, number, keepdims=False)
+
+            def put(value_E: Array, added: Array) -> Array:
+                total = own(value_E) + (added.T if _is_turned(value_E.shape[1:]) else added)
+                return lax.dynamic_update_index_in_dim(value_E, total, number, 0)
+
+            def zeros(value_E: Array) -> Array:
+                shape = value_E.shape[1:]
+                return jnp.zeros(shape[::-1] if _is_turned(shape) else shape, value_E.dtype)
+
+            def turn(i: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
+                return body(OwnBlock(self, i * block), mine, *state)
+
+            carry, sums = state
+            mine = [Own(p, lax.optimization_barrier(p.T)) for p in map(own, parameters)]
+            begin = jnp.where(number > 0, self.end_E[number - 1], 0)
+            blocks = begin // block, self.end_E[number] // block
+            carry, added = lax.fori_loop(*blocks, turn, (carry, jax.tree.map(zeros, sums)))
+            return carry, jax.tree.map(put, sums, added)
+
+        return lax.fori_loop(0, len(self.end_E), expert, (carry, sums))
+
+
+def _is_turned(shape: Sequence[int]) -> bool:
+    """Whether a block adds to a weight's gradient of ``shape`` with rows and columns swapped.
+
+    One of the factors is turned for the product: the narrower.
+    """
+    return len(shape) == 2 and shape[0] > shape[1]
 
 
 class Block:
@@ -196,36 +243,41 @@ class Block:
         return added_E if sums_E is None else sums_E + added_E
 
 
+class Own(NamedTuple):
+    """A parameter of one expert, and the same with rows and columns swapped."""
+
+    value: Array
+    turned: Array
+
+
 class OwnBlock(Block):
-    """Consecutive rows of one expert; a copy has the routing weight 0, so that it adds nothing to a gradient."""
+    """Consecutive rows of one expert, whose parameters and sums are all that its methods take.
+
+    A copy of a row has the routing weight 0, so that it adds nothing to a gradient.
+    """
 
     def __init__(self, rows: Rows, start: Array) -> None:
         self.rows, self.start = rows, start
-        self.expert = (start >= rows.end_E).sum(dtype=jnp.int32)
 
     def weights(self, weight_N: Array) -> Array:
         row_B = self.start + lax.iota(jnp.int32, self.rows.planned.block)
         own_B = exchange.at(self.rows.row_kT.reshape(-1), self.take(self.rows.choice_R)) == row_B
         return jnp.where(own_B, super().weights(weight_N), 0)
 
-    def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
-        return lax.dot_general(x_B, self._own(w_E), (((1,), (1 if contract_last else 0,)), ((), ())))
+    def multiply(self, x_B: Array, w: Own, *, contract_last: bool) -> Array:
+        return product(x_B, w.turned if contract_last else w.value)
 
-    def bias(self, bias_E: Array) -> Array:
-        return self._own(bias_E)
+    def bias(self, bias: Own) -> Array:
+        return bias.value
 
-    def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        assert sums_E is not None
-        pair = (out_B, in_B) if contract_last else (in_B, out_B)
-        added = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return sums_E.at[self.expert].add(added)
+    def outer(self, sums: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
+        rows_B, columns_B = (out_B, in_B) if contract_last else (in_B, out_B)
+        if _is_turned((rows_B.shape[1], columns_B.shape[1])):
+            rows_B, columns_B = columns_B, rows_B
+        return sums + product(rows_B.T, columns_B).astype(jnp.float32)
 
-    def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
-        assert sums_E is not None
-        return sums_E.at[self.expert].add(grad_B.astype(jnp.float32).sum(0))
-
-    def _own(self, value_E: Array) -> Array:
-        return lax.dynamic_index_in_dim(value_E, self.expert, keepdims=False)
+    def add_rows(self, sums: Array | None, grad_B: Array) -> Array:
+        return sums + grad_B.astype(jnp.float32).sum(0)
 
 
 def _apart(expert_S: Array, choice_S: Array, count_E: Array, B: int) -> tuple[Array, Array, Array]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.experts import exchange
-from models.experts.row_blocks import Plan, in_order
+from models.experts.row_blocks import Block, OwnBlock, Plan, in_order
 from models.jax_call import jax
 
 CROSSING = exchange.Plan(rounds=1, window=0, slots=None, rows=0)
@@ -49,7 +49,7 @@ def test_a_copy_weighs_nothing(block):
     rows = in_order(jax.numpy.asarray(index_Tk), np.arange(2), Plan(CROSSING, block, block, False, apart=True), True)
     ones = jax.numpy.ones(index_Tk.size)
     starts = range(0, int(rows.end_E[-1]), block)
-    weight_R = np.concatenate([np.asarray(rows.block_at(jax.numpy.int32(start)).weights(ones)) for start in starts])
+    weight_R = np.concatenate([np.asarray(OwnBlock(rows, jax.numpy.int32(start)).weights(ones)) for start in starts])
     assert weight_R.sum() == index_Tk.size
     assert (weight_R[np.asarray(rows.row_kT)] == 1).all()
 
@@ -67,18 +67,17 @@ def test_what_is_kept_is_given_back_and_what_there_is_no_room_for_is_made_again(
 
     kept = jnp.zeros((2 * room, 1))
     for number in range(rounds):
-        kept = all_rows.fold(
-            lambda block, kept, number=number: block.keep(
-                kept, jnp.full((4, 1), 10.0 * number) + block.start, round_of(number)
-            ),
-            kept,
-        )
+
+        def keep(block, _, kept, sums, number=number):
+            return block.keep(kept, jnp.full((4, 1), 10.0 * number) + block.start, round_of(number)), sums
+
+        kept, _ = all_rows.fold(keep, kept, ())
 
     @jax.jit
     def of(number, start):
         left = rounds - 1 - number
         mine = exchange.Round(1 - jnp.minimum(left, 1), left >= 2)
-        return all_rows.block_at(start).kept(kept, mine, lambda x: -x, jnp.ones((4, 1)))
+        return Block(all_rows, start).kept(kept, mine, lambda x: -x, jnp.ones((4, 1)))
 
     for number in range(rounds):
         for start in (0, 4):
