@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch_xla
@@ -82,8 +83,28 @@ def run_now(tensors: list[torch.Tensor]) -> None:
     `torch_xla.sync` would compute every lazy tensor that is alive. Those of a reference cycle are alive until the
     garbage collector comes by, so one day the step would have one output more and compile again.
     """
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
+    with _loops_unsplit():
+        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+        torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
+
+
+@contextlib.contextmanager
+def _loops_unsplit() -> Iterator[None]:
+    """Inside, what is compiled for virtual devices has loops that one thread runs, if there is a device for each core.
+
+    XLA's CPU backend splits a loop over as many threads as the thread that compiles has CPUs to run on: here it has
+    one. But not for a process's first program, for which XLA starts as many threads to compile with.
+    """
+    # NumSchedulableCPUs in xla/service/cpu/cpu_compiler.cc, as of torch_xla 2.9
+    cpus = os.sched_getaffinity(0)
+    if device_kind() != "CPU" or xr.global_runtime_device_count() < len(cpus) or not program_count():
+        yield
+        return
+    os.sched_setaffinity(0, {random.choice(sorted(cpus))})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
 
 
 def program_count() -> int:
