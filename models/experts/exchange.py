@@ -351,7 +351,7 @@ class _ByNeed:
         number_W1 = lax.iota(jnp.int32, self.window)[:, None]
         number_Wn = jnp.where(self._needs(window), number_W1, self.window)
         # the tokens for each device in their order; those that it does not get are behind them
-        number_M = lax.sort(number_Wn.T, dimension=1)[:, : self.slots].reshape(-1)
+        number_M = lax.sort(number_Wn.T, dimension=1, is_stable=False)[:, : self.slots].reshape(-1)
         token_M = jnp.minimum(window[0] + number_M, self.tokens - 1)
         parts = {i: at(self.tensors[i], token_M) for i in numbers}
         indices = len(self.tensors) - 2
