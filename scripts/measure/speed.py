@@ -193,18 +193,21 @@ def products(recipe: str, rounds: int) -> Table:
     """
     every = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=8"
     own = f"--xla_cpu_multi_thread_eigen=false --xla_backend_extra_options={_OWN_PRODUCTS}"
+    conv = "8 threads, eight devices at work, as a convolution, which nothing splits"
     settings = {
         "1 thread": {"NPROC": "1"},
         "2 threads": {"NPROC": "2"},
         "8 threads, one device at work": {"NPROC": "8"},
         "8 threads, eight devices at work, as in a run": {"NPROC": "8", "XLA_FLAGS": every},
+        conv: {"NPROC": "8", "XLA_FLAGS": every},
         "8 threads, XLA's own product, which nothing splits": {"NPROC": "8", "XLA_FLAGS": own},
     }
     table = Table("", *("×".join(map(str, shape)) for shape in PRODUCTS), title="GFLOP a CPU second", box=box.MARKDOWN)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
     for _ in range(rounds):
         for name, environment in settings.items():
-            found[name].append(worker(recipe, {"side": "product"}, {"JAX_PLATFORMS": "cpu", **environment}))
+            job = {"side": "product", "convolution": name == conv}
+            found[name].append(worker(recipe, job, {"JAX_PLATFORMS": "cpu", **environment}))
     for name, results in found.items():
         table.add_row(name, *(f"{statistics.median(r[str(shape)] for r in results):.1f}" for shape in PRODUCTS))
     return table
@@ -321,6 +324,9 @@ def product(job: dict[str, Any]) -> dict[str, float]:
     """GFLOP a CPU second of products of matrices, one after the other in a loop that each device runs."""
     import jax
 
+    from models import one_thread
+
+    multiply = one_thread.product if job["convolution"] else jax.numpy.matmul
     rates, devices = {}, jax.devices()
     for m, n, k in PRODUCTS:
         matrices = [jax.numpy.ones(shape) for shape in ((m, k), (k, n), (m, n))]
@@ -330,7 +336,7 @@ def product(job: dict[str, Any]) -> dict[str, float]:
         @jax.jit
         def repeated(a: Any, b: Any, start: Any, turns: int = turns) -> Any:
             # the first operand depends on the turn before, or the product would leave the loop
-            return jax.lax.fori_loop(0, turns, lambda _, c: (a + 0 * c[:1, :1]) @ b, start)
+            return jax.lax.fori_loop(0, turns, lambda _, c: multiply(a + 0 * c[:1, :1], b), start)
 
         jax.block_until_ready([repeated(*mine) for mine in given])
         seconds = []
