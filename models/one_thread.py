@@ -1,8 +1,8 @@
 """A matrix product that XLA's CPU backend runs on one thread, in JAX.
 
-It splits a product of more than a million multiplications over as many threads as there are virtual devices, though
-each device has work for one; a CPU second then does half as much. It never splits a convolution. So the product is
-written as one: along a row's two halves, with a window of both (a window of one it would take for a product).
+It splits a larger product over threads, though where there are as many virtual devices as cores each thread has work of
+its own, and a CPU second then does little more than half as much. It never splits a convolution. So the product is
+written as one: along the two halves of a row, with a window of both (one with a window of 1 is compiled as a product).
 
 ``python scripts/measure/speed.py products`` measures both.
 """

@@ -272,7 +272,7 @@ class OwnBlock(Block):
         rows_B, columns_B = (out_B, in_B) if contract_last else (in_B, out_B)
         if _is_turned((rows_B.shape[1], columns_B.shape[1])):
             rows_B, columns_B = columns_B, rows_B
-        return sums + product(rows_B.T, columns_B).astype(jnp.float32)
+        return sums + product(rows_B.T.astype(jnp.float32), columns_B.astype(jnp.float32))
 
     def add_rows(self, sums: Array | None, grad_B: Array) -> Array:
         return sums + grad_B.astype(jnp.float32).sum(0)
@@ -304,8 +304,8 @@ def _apart(expert_S: Array, choice_S: Array, count_E: Array, B: int) -> tuple[Ar
 def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
     """The expert and the number of each pair, sorted by both.
 
-    A TPU sorts one array several times as fast as two, and libtpu compiles that in a tenth of the time: so they are one
-    number, if that fits.
+    They are sorted as one number, if that fits: libtpu compiles the sort of one array in a tenth of the time that it
+    takes for two, and for a stable one, to which it adds another.
     """
     N = len(expert_N)
     number_N = lax.iota(jnp.int32, N)
@@ -319,7 +319,7 @@ def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
 def _places(expert_N: Array, E: int) -> tuple[Array, Array]:
     """The place of each pair among the sorted, which is N where its expert is not held, and where experts' end.
 
-    It is counted: libtpu takes long to compile another sort.
+    It is counted: to compile another sort takes longer.
     """
     mine_NE = expert_N[:, None] == jnp.arange(E)
     until_NE = jnp.cumsum(mine_NE, 0, dtype=jnp.int32)

@@ -116,3 +116,17 @@ def test_rows_are_sorted_by_expert_and_then_by_number(monkeypatch, most):
     text = str(jax.make_jaxpr(function)(index_Tk))
     assert text.count(" sort[") == 1
     assert "is_stable=False" in text
+
+
+@pytest.mark.parametrize("widths", [(4, 6), (6, 4)], ids=["the gradient's rows are turned", "its columns are turned"])
+def test_a_weights_gradient_is_summed_in_float32(widths):
+    out, inner = widths
+    index_Tk = jax.numpy.zeros((16, 1), "int32")
+    rows = in_order(index_Tk, np.arange(1), Plan(CROSSING, 8, 8, False, apart=True), False)
+    out_R, in_R = (np.random.default_rng(width).normal(size=(16, width)).astype("bfloat16") for width in widths)
+
+    def add(block, parameters, carry, sums):
+        return carry, [block.outer(sums[0], block.take(out_R), block.take(in_R), contract_last=True)]
+
+    _, (sums,) = rows.fold(add, (), (), [jax.numpy.zeros((1, out, inner))])
+    np.testing.assert_allclose(sums[0], np.float32(out_R).T @ np.float32(in_R), rtol=1e-5, atol=1e-6)
