@@ -118,7 +118,7 @@ def test_rows_are_sorted_by_expert_and_then_by_number(monkeypatch, most):
     assert "is_stable=False" in text
 
 
-@pytest.mark.parametrize("widths", [(4, 6), (6, 4)], ids=["the gradient's rows are turned", "its columns are turned"])
+@pytest.mark.parametrize("widths", [(4, 6), (6, 4)], ids=["as it is stored", "rows and columns swapped"])
 def test_a_weights_gradient_is_summed_in_float32(widths):
     out, inner = widths
     index_Tk = jax.numpy.zeros((16, 1), "int32")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -100,7 +99,7 @@ def _loops_unsplit() -> Iterator[None]:
     if device_kind() != "CPU" or xr.global_runtime_device_count() < len(cpus) or not program_count():
         yield
         return
-    os.sched_setaffinity(0, {random.choice(sorted(cpus))})
+    os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})  # not the same for every process
     try:
         yield
     finally:
