@@ -11,7 +11,7 @@ memory:    4.13 MiB a device for weights, gradients and AdamW state, by scripts/
 expected:  held-out loss 7.66 -> 5.66 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, expert=4),

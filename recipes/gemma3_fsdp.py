@@ -8,7 +8,7 @@ memory:    7.18 MiB a device for weights, gradients and AdamW state, by scripts/
 expected:  held-out loss 7.65 -> 6.09 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1),

@@ -11,7 +11,7 @@ expected:  the losses of llama_fsdp on the same rows: with --per_device_train_ba
            7.66 -> 6.13 nats a token on the default data, as there
 """
 
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, sequence=4),  # neighbours in the ring: innermost

@@ -11,7 +11,7 @@ memory:    2.89 MiB a device for weights, gradients and AdamW state, by scripts/
 expected:  held-out loss 7.66 -> 6.43 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
-from trainer import Compute, Mesh, Recipe, Replicate, Shard
+from shardwright import Compute, Mesh, Recipe, Replicate, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, tensor=4),  # tensor communicates in every layer: innermost

@@ -8,7 +8,7 @@ memory:    7.46 MiB a device for weights, gradients and AdamW state, by scripts/
 expected:  held-out loss 7.66 -> 4.35 nats a token in 300 steps on the default data (a unigram model: 6.32)
 """
 
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, expert=4),  # the all-to-all of tokens runs on the innermost axis

@@ -7,7 +7,7 @@ memory:    7.46 MiB a device for weights, gradients and AdamW state, by scripts/
 expected:  held-out loss 7.66 -> 6.10 nats a token with --max_steps 50 on the default data (a unigram model: 6.32)
 """
 
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1, inner=4),  # two axes: a gather runs ring by ring, as a TPU's torus likes it

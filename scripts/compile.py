@@ -11,8 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from trainer.compile.command import main
-from trainer.errors import exit_code
+from shardwright.hosts.output_streams import exit_code
+
+
+def main() -> int:
+    from shardwright.compile.command import main as run
+
+    return run(sys.argv[1:], __doc__)
+
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:], __doc__)))
+    sys.exit(exit_code(main))

@@ -14,8 +14,8 @@ import sys
 os.environ["USE_TORCH_XLA"] = "0"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-from trainer.cli import parse
-from trainer.errors import exit_code
+from shardwright.arguments.command_line import parse
+from shardwright.hosts.output_streams import exit_code
 
 EXIT_CODES = """Exit codes:
   0    all is fine
@@ -27,9 +27,8 @@ EXIT_CODES = """Exit codes:
 def main() -> int:
     import transformers
     from rich.console import Console
-
-    from trainer.arguments import TrainingArguments
-    from trainer.audit import AuditArguments, run_audit
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.data.command import AuditArguments, run_audit
 
     words = sys.argv[1:]
     if not any(word.partition("=")[0] == "--recipe" for word in words):

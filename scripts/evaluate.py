@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 
-from trainer.cli import parse
-from trainer.errors import exit_code
+from shardwright.arguments.command_line import parse
+from shardwright.hosts.output_streams import exit_code
 
 
 def main() -> None:
@@ -20,11 +20,10 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import transformers
-
-    from trainer.evaluation import EvaluationArguments
+    from shardwright.evaluation.arguments import EvaluationArguments
 
     (options,) = parse([EvaluationArguments], sys.argv[1:], __doc__)
-    from trainer.evaluation.command import run
+    from shardwright.evaluation.command import run
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

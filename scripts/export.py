@@ -13,10 +13,10 @@ import sys
 os.environ["USE_TORCH_XLA"] = "0"
 
 from rich.console import Console
-
-from trainer.cli import Parser
-from trainer.errors import UserError, exit_code
-from trainer.report.lines import say
+from shardwright.arguments.command_line import Parser
+from shardwright.errors import UserError
+from shardwright.hosts.output_streams import exit_code
+from shardwright.report.lines import say
 
 DTYPES = ("float32", "bfloat16")
 
@@ -49,16 +49,15 @@ def main() -> int | None:
 
     import torch
     import transformers
-
-    from trainer.checkpoint.read import RunCheckpoint
-    from trainer.lora import read_config, with_lora
-    from trainer.model import meta_model, names_in_whole, whole_model
-    from trainer.storage import Folder
-    from trainer.weights.adapters import merged
-    from trainer.weights.hub_read import open_hub_weights
-    from trainer.weights.hub_write import ExportFormat, export
-    from trainer.weights.peft_files import AdapterFiles, save_adapter
-    from trainer.weights.sources import has_weights, part_and_rest, part_of, seeded_init
+    from shardwright.checkpoint.read import RunCheckpoint
+    from shardwright.files.folder import Folder
+    from shardwright.model.lora import read_config, with_lora
+    from shardwright.model.meta_model import meta_model, names_in_whole, whole_model
+    from shardwright.weights.adapters import merged
+    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.hub_write import ExportFormat, export
+    from shardwright.weights.peft_files import AdapterFiles, save_adapter
+    from shardwright.weights.sources import has_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None

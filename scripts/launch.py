@@ -15,8 +15,14 @@ import sys
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
 
-from trainer.errors import exit_code
-from trainer.launch.command import main
+from shardwright.hosts.output_streams import exit_code
+
+
+def main() -> int:
+    from shardwright.launch.command import main as run
+
+    return run(sys.argv[1:], __doc__)
+
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:], __doc__)))
+    sys.exit(exit_code(main))

@@ -19,20 +19,21 @@ os.environ["USE_TORCH_XLA"] = "0"
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from trainer.arguments import TrainingArguments
-from trainer.cli import Parser
-from trainer.errors import UserError, exit_code
-from trainer.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
-from trainer.layout.load import load_recipe
-from trainer.layout.optimizers import TITLES
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.source import recipe_source
-from trainer.layout.table import PLAN_HEADER, held_by_a_device, plan_rows
-from trainer.lora import lora_of, plan_of, with_lora
-from trainer.model import experts_modules, load_config, meta_model
-from trainer.report.lines import say
-from trainer.report.units import size
+from shardwright.arguments.command_line import Parser
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.hosts.output_streams import exit_code
+from shardwright.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.optimizer_state import TITLES
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
+from shardwright.layout.recipe_source import recipe_source
+from shardwright.model.facts import experts_modules
+from shardwright.model.lora import lora_of, plan_of, with_lora
+from shardwright.model.meta_model import load_config, meta_model
+from shardwright.report.lines import say
+from shardwright.report.units import size
 
 # options of a run that change what a device holds
 _RUN = {

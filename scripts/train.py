@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer.cli import parse
-from trainer.errors import INTERRUPTED, LOST, PREEMPTED, exit_code
+from shardwright.arguments.command_line import parse
+from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
+from shardwright.hosts.output_streams import exit_code
 
 EXIT_CODES = f"""Exit codes:
   0    done
@@ -24,25 +25,24 @@ COMPILE_ONLY = {
 def main() -> int:
     words = [word for word in sys.argv[1:] if word not in ("--compile_only", "--compile-only")]
     if len(words) < len(sys.argv[1:]):  # before anything opens a device
-        from trainer.compile.command import main as compile_only
+        from shardwright.compile.command import main as compile_only
 
         return compile_only(words, "Compile the step for a TPU, and train nothing.")
-    from trainer.restarts import Restarts, asked_limit, follow_supervisor
+    from shardwright.hosts.restarts import Restarts, asked_limit, follow_supervisor
 
     told = follow_supervisor(os.environ)
     if told is None and (limit := asked_limit(words)):
-        from trainer.supervisor import supervise
+        from shardwright.hosts.supervisor import supervise
 
         return supervise(limit, words)
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import transformers
-
-    from trainer.arguments import TrainingArguments
+    from shardwright.arguments.training import TrainingArguments
 
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
-    from trainer.run import train
+    from shardwright.run import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit
     transformers.logging.set_verbosity_error()

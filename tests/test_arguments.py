@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-
-from trainer.arguments import TrainingArguments
-from trainer.compile.arguments import CompileArguments
-from trainer.errors import UserError
-from trainer.evaluation.arguments import EvaluationArguments
-from trainer.layout.load import load_recipe
-from trainer.layout.recipe import Compute
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.arguments import CompileArguments
+from shardwright.errors import UserError
+from shardwright.evaluation.arguments import EvaluationArguments
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.recipe import Compute
 
 WICKED: list[Any] = [
     math.inf, -math.inf, math.nan, 1e300, -1e300, 10**30, -(10**30), -1, 0, 1.5, 0.1, True, False, None, "", "\0", "x",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.run import train
 from transformers import FalconConfig, LlamaConfig
 
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.run import train
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 304}
 

@@ -7,13 +7,13 @@ import sys
 from dataclasses import dataclass
 
 import pytest
+from shardwright.arguments.command_line import Parser, parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.values import option
+from shardwright.compile.arguments import CompileArguments
 
 from tests.support.paths import ROOT
 from tests.support.training import environment
-from trainer.arguments import TrainingArguments
-from trainer.arguments.values import option
-from trainer.cli import Parser, parse
-from trainer.compile.arguments import CompileArguments
 
 
 @dataclass

@@ -10,11 +10,11 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from rich.console import Console
+from shardwright import Trainer, TrainingArguments, UserError
+from shardwright.data.samples.collator import collated
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, LlamaConfig
 
 from tests.support.chats import byte_tokenizer
-from trainer import Trainer, TrainingArguments, UserError
-from trainer.collated import collated
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.pad_token = "a"

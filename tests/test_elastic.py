@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from shardwright.checkpoint import elastic
+from shardwright.checkpoint.lineage import whole_steps
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
 
 from tests.support.jobs import job_of
 from tests.support.lives import TINY, Lives, tiny_run, write_text
-from trainer import elastic
-from trainer.checkpoint.lineage import whole_steps
-from trainer.errors import UserError
-from trainer.storage import Folder
 
 STEPS, ROWS = 8, 16
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import shardwright
 
-import trainer
 from tests.support.paths import ROOT
 
 HEAVY = ["torch", "torch_xla", "transformers", "jax", "datasets", "numpy"]
@@ -55,19 +55,19 @@ def documented(package: str) -> set[str]:
 
 
 def test_what_a_recipe_is_written_with_is_imported_without_torch():
-    assert loaded_by("from trainer import Compute, Mesh, Recipe, Replicate, Shard, UserError") == set()
+    assert loaded_by("from shardwright import Compute, Mesh, Recipe, Replicate, Shard, UserError") == set()
 
 
 def test_importing_every_package_imports_nothing_heavy():
     assert {name.removeprefix("trainer.") for name in PACKAGES if name.count(".") == 1} == ROOMS
     assert (
-        loaded_by(f"import {', '.join(PACKAGES)}, models, recipes\nfrom trainer.layout.load import load_recipe")
+        loaded_by(f"import {', '.join(PACKAGES)}, models, recipes\nfrom shardwright.layout.load import load_recipe")
         == set()
     )
 
 
 def test_loading_a_recipe_imports_torch_for_its_placements_and_nothing_else_that_is_heavy():
-    code = "from trainer.layout import load_recipe\nassert load_recipe('llama_tp').name == 'llama_tp'"
+    code = "from shardwright.layout import load_recipe\nassert load_recipe('llama_tp').name == 'llama_tp'"
     assert loaded_by(code) <= {"torch", "numpy"}  # numpy comes with torch
 
 
@@ -86,7 +86,7 @@ def test_every_public_name_is_found_and_is_the_one_that_its_module_defines(packa
 
 def test_a_name_that_is_not_public_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'trainer' has no attribute 'Trainr'"):
-        trainer.Trainr  # noqa: B018
+        shardwright.Trainr  # noqa: B018
     with pytest.raises(ImportError):
         importlib.import_module("trainer.nothing")
 

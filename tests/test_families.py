@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import against_plain
-import families
 import pytest
 import torch
-from tiny import LEFT_OUT, shown_layers, tiny_config
+from shardwright.scripts.measure import against_plain, families
+from shardwright.scripts.measure.tiny import LEFT_OUT, shown_layers, tiny_config
 
 ROOT = Path(__file__).parents[1]
 MOST_USED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import torch
 from tests.support.fuzz import worker
 from tests.support.fuzz.kind import Kind
-from trainer.errors import UserError
+from shardwright.errors import UserError
 
 def run(made, case, scratch):
     if case == "reads":

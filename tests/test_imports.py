@@ -14,12 +14,12 @@ from tests.support.paths import ROOT
 
 # contract → (a file, an import in it that the contract forbids)
 VIOLATIONS = {
-    "downwards": ("trainer/layout/plan.py", "from trainer.step import build"),
-    "no-circles": ("trainer/layout/partition.py", "from trainer.layout import plan"),
-    "models": ("models/remat.py", "from trainer import errors"),
-    "recipes": ("recipes/llama_fsdp.py", "from trainer.layout.recipe import Recipe as Same"),
+    "downwards": ("trainer/layout/plan.py", "from shardwright.step import build"),
+    "no-circles": ("trainer/layout/partition.py", "from shardwright.layout import plan"),
+    "models": ("models/layers/remat.py", "from shardwright import errors"),
+    "recipes": ("recipes/llama_fsdp.py", "from shardwright.layout.recipe import Recipe as Same"),
     "torch-xla": ("trainer/weights/place.py", "import torch_xla"),
-    "jax": ("models/scan.py", "import jax"),
+    "jax": ("models/layers/scan.py", "import jax"),
 }
 LINT = """
 import sys

@@ -9,24 +9,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.job import Job
+from shardwright.layout.mesh import Mesh
+from shardwright.model import meta_model
+from shardwright.step.build import build
+from shardwright.weights.sources import seeded_init
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.sharding import fetch
 from transformers import AutoModelForCausalLM
 
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
-from trainer import model
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.layout.mesh import Mesh
-from trainer.step.build import build
-from trainer.weights.sources import seeded_init
-from trainer.xla.mesh import build_mesh
-from trainer.xla.sharding import fetch
 
 RESOLVED_ALONE = """
 import sys
-from trainer.arguments import TrainingArguments
-from trainer.job import Job
+from shardwright.arguments.training import TrainingArguments
+from shardwright.job import Job
 for name in sys.argv[1:]:
     print(name, Job.resolve(TrainingArguments(recipe=name), lambda: 8).plan.devices)
 """
@@ -67,7 +67,7 @@ def test_a_neighbour_is_checked_like_the_job_itself():
 
 
 def test_a_model_of_modules_without_end_is_refused_while_it_is_built(monkeypatch):
-    monkeypatch.setattr(model, "MOST_MODULES", 50)
+    monkeypatch.setattr(meta_model, "MOST_MODULES", 50)
     with pytest.raises(UserError, match="a model of more than 50 modules"):
         Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8)
     monkeypatch.undo()

@@ -16,17 +16,17 @@ from collections.abc import Callable
 
 import pytest
 from rich.console import Console
+from shardwright.errors import UserError
+from shardwright.files import lock
+from shardwright.files.folder import Folder, StorageError
+from shardwright.files.lock import LOCK, PATIENCE, FolderLock
 
 from tests.support.paths import ROOT
-from trainer import lock
-from trainer.errors import UserError
-from trainer.lock import LOCK, PATIENCE, FolderLock
-from trainer.storage import Folder, StorageError
 
 HOLDER = """
 import sys
-from trainer.lock import FolderLock
-from trainer.storage import Folder
+from shardwright.files.lock import FolderLock
+from shardwright.files.folder import Folder
 with FolderLock(Folder(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -8,15 +8,15 @@ import subprocess
 import sys
 
 import pytest
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.model.lora import CONFIG, check_same
 from transformers import LlamaConfig
 
 from tests.support.cases import SMALL
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.lora import CONFIG, check_same
-from trainer.storage import Folder
 
 
 def test_all_linear_is_linear_layers_and_fused_experts_but_not_router_head_or_embedding():

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model import meta_model as meta_models
+from shardwright.model.facts import most_positions
+from shardwright.model.meta_model import load_config, meta_model
+from shardwright.weights.hub_write import export
+from shardwright.weights.sources import seeded_init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-
-from trainer import model
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.model import load_config, meta_model, most_positions
-from trainer.weights.hub_write import export
-from trainer.weights.sources import seeded_init
 
 POSITIONS = 16
 SMALL: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_a_model_made_from_a_quantised_models_config_is_exported_as_what_it_is(t
 def test_what_is_larger_than_any_buffer_takes_no_memory_on_its_way_to_meta_and_is_the_same_model(monkeypatch):
     config = small("llama4_text", num_key_value_heads=2, head_dim=8, intermediate_size_mlp=32, num_local_experts=4)
     expected, made = meta_model(config), []
-    monkeypatch.setattr(model, "MOST_BUFFER", 500)
+    monkeypatch.setattr(meta_models, "MOST_BUFFER", 500)
     hook = register_module_parameter_registration_hook(
         lambda module, name, p: made.append(p) if p is not None else None
     )

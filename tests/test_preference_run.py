@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.evaluation import reference_rows
+from shardwright.loop import TrainingLoop
+from shardwright.run import train
+from shardwright.trainer import Trainer
 from transformers import LlamaConfig
 
 from tests.support.chats import byte_tokenizer, write_records
-from trainer import reference
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.loop import TrainingLoop
-from trainer.run import train
-from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 SMALL = {
@@ -91,19 +91,19 @@ def test_a_run_that_goes_on_compares_with_the_first_weights_and_ends_as_one_that
     folder: Path, whole: tuple[TrainingLoop, str]
 ) -> None:
     shutil.copytree(folder / "whole", folder / "rest", ignore=shutil.ignore_patterns("checkpoint-4"))
-    first = load_file(folder / "rest" / reference.FILE)
+    first = load_file(folder / "rest" / reference_rows.FILE)
     loop = run(folder, "rest", resume_from_checkpoint="latest")
     assert losses(loop) == losses(whole[0])
-    again = load_file(folder / "rest" / reference.FILE)
+    again = load_file(folder / "rest" / reference_rows.FILE)
     assert all((again[name] == values).all() for name, values in first.items())
 
 
 def test_a_run_that_lost_what_the_first_weights_said_is_refused(folder: Path, whole: tuple[TrainingLoop, str]) -> None:
     shutil.copytree(folder / "whole", folder / "lost", ignore=shutil.ignore_patterns("checkpoint-4"))
-    (folder / "lost" / reference.FILE).unlink()
+    (folder / "lost" / reference_rows.FILE).unlink()
     with pytest.raises(UserError, match="the weights are trained by now"):
         run(folder, "lost", resume_from_checkpoint="latest")
-    (folder / "lost" / reference.FILE).write_bytes((folder / "whole" / reference.FILE).read_bytes()[:99])
+    (folder / "lost" / reference_rows.FILE).write_bytes((folder / "whole" / reference_rows.FILE).read_bytes()[:99])
     with pytest.raises(UserError, match="the weights are trained by now"):
         run(folder, "lost", resume_from_checkpoint="latest")
 
@@ -120,7 +120,7 @@ def test_sets_of_pairs_that_have_names_and_prompts_that_are_answered(folder: Pat
     )
     entries = [entry for entry in loop.state.log_history if "eval_b_loss" in entry]
     assert entries[0]["eval_b_rewards/margins"] == pytest.approx(0, abs=1e-4)
-    assert set(load_file(folder / "named" / reference.FILE)) == {"train", "heldout a", "heldout b"}
+    assert set(load_file(folder / "named" / reference_rows.FILE)) == {"train", "heldout a", "heldout b"}
     assert (folder / "named" / "samples.jsonl").read_text().count("answer") == 2
     with pytest.raises(UserError, match="of the run's own rows"):
         loop.evaluate({"other": loop.corpus.heldout})

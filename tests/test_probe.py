@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from shardwright.errors import UserError
+from shardwright.model.attention_probe import leak, looks_ahead
 from transformers import AutoConfig
 
 from tests.support.jobs import job_of
-from trainer.errors import UserError
-from trainer.probe import leak, looks_ahead
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"intermediate_size": 128, "vocab_size": 256}

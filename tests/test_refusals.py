@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_config
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.host_state import random_state
+from shardwright.checkpoint.tensors import write_listing, write_part
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.files.lock import FolderLock
+from shardwright.job import Job
+from shardwright.model.meta_model import meta_model
+from shardwright.scripts.measure.tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from tests.support.paths import ROOT
-from trainer.arguments import TrainingArguments
-from trainer.checkpoint import manifest
-from trainer.checkpoint.host_state import random_state
-from trainer.checkpoint.tensors import write_listing, write_part
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.lock import FolderLock
-from trainer.model import meta_model
-from trainer.storage import Folder
 
 TINY = {
     "hidden_size": 16,
@@ -36,7 +36,7 @@ TINY = {
     "vocab_size": 304,
 }
 ANY = """
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 recipe = Recipe(
     mesh=Mesh(fsdp=-1),
     batch=("fsdp",),

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.monitoring.run_page import Watch
+from shardwright.step.auto_remat import LayerValue, Platform, answer, is_auto, keep_answer, layer_values, with_remat
+from shardwright.step.build import build
+from shardwright.weights.sources import seeded_init
+from shardwright.xla.mesh import build_mesh
 from transformers import TrainerState
 
 from tests.support.jobs import job_of
 from tests.support.training import SMALL, train
-from trainer.arguments import TrainingArguments
-from trainer.job import Job
-from trainer.layout.load import load_recipe
-from trainer.remat import LayerValue, Platform, answer, is_auto, keep_answer, layer_values, with_remat
-from trainer.step.build import build
-from trainer.storage import Folder
-from trainer.watch import Watch
-from trainer.weights.sources import seeded_init
-from trainer.xla.mesh import build_mesh
 
 V5P = Platform("TPU", "v5p")
 VALUE = LayerValue("model.layers.*.self_attn.q_proj", "mm", (8, 64), 2, 3 * 2**30, 10**12, kept=True)

@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.host import free_ports
-from tests.support.hosts import child_of, wait_until
-from tests.support.jobs import job_of
-from tests.support.lives import tiny_run, write_text
-from tests.support.paths import ROOT
-from tests.support.quick_compile import QUICK_COMPILE
-from trainer import supervisor
-from trainer.checkpoint import manifest
-from trainer.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
-from trainer.report.goodput import read_lives
-from trainer.restarts import (
+from shardwright.checkpoint import manifest
+from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
+from shardwright.files.folder import StorageError
+from shardwright.hosts import supervisor
+from shardwright.hosts.restarts import (
     NOTES,
     Ended,
     Restarted,
@@ -35,8 +28,15 @@ from trainer.restarts import (
     wait_before,
     words_again,
 )
-from trainer.storage import StorageError
-from trainer.supervisor import Meeting, Place, Supervisor
+from shardwright.hosts.supervisor import Meeting, Place, Supervisor
+from shardwright.report.goodput import read_lives
+
+from tests.support.host import free_ports
+from tests.support.hosts import child_of, wait_until
+from tests.support.jobs import job_of
+from tests.support.lives import tiny_run, write_text
+from tests.support.paths import ROOT
+from tests.support.quick_compile import QUICK_COMPILE
 
 WORDS = {"asked": "write /mnt/x", "found": "OSError: gone", "why": "w", "instead": "i"}
 STORE = StorageError(**WORDS)
@@ -155,7 +155,7 @@ def test_python_code_is_told_that_it_can_not_be_begun_anew():
 
 CHILD = """
 import os, signal, sys, time
-from trainer.restarts import follow_supervisor, note, note_passing
+from shardwright.hosts.restarts import follow_supervisor, note, note_passing
 told = follow_supervisor(os.environ)
 print("child", told.count, told.why, sys.argv[1:], flush=True)
 {act}
@@ -220,7 +220,7 @@ def test_a_child_whose_supervisor_is_killed_does_not_live_on(tmp_path):
     child = CHILD.format(act="time.sleep(600)")
     program = f"""
 import os, subprocess, sys
-from trainer.restarts import NOTES, write_notes
+from shardwright.hosts.restarts import NOTES, write_notes
 write_notes({str(notes)!r}, {{"supervisor": os.getpid()}})
 child = subprocess.Popen([sys.executable, "-c", {child!r}], env={{**os.environ, NOTES: {str(notes)!r}}})
 child.wait()
@@ -293,7 +293,7 @@ def test_supervisors_that_never_meet_end_so_too(monkeypatch):
 # scripts/train.py, whose first run can't write one checkpoint
 FAILS_ONCE = f"""
 import errno, json, os, sys
-from trainer.storage import Folder
+from shardwright.files.folder import Folder
 notes = os.environ.get({NOTES!r})
 first = notes is None or json.load(open(notes))["count"] == 0
 real = Folder._open
@@ -303,7 +303,7 @@ def fails(self, name, mode):
     return real(self, name, mode)
 Folder._open = fails
 from scripts import train
-from trainer.errors import exit_code
+from shardwright.hosts.output_streams import exit_code
 sys.exit(exit_code(train.main))
 """
 

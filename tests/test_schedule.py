@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from shardwright.arguments.schedule import KINDS, Schedule
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
-
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.schedule import KINDS, Schedule
 
 PEAK, WARMUP, STEPS = 1e-3, 5, 40
 # kind → arguments to try besides none; where one is needed, the first have it

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.read import open_checked
+from shardwright.checkpoint.rollback import Back, way_back
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.rows import StoredRows
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.loop import TrainingLoop
+from shardwright.report.goodput import read_lives
+from shardwright.run import train
 from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
 
 from tests.support.events import CONFIG, LENGTH, VOCABULARY
 from tests.support.jobs import job_of
 from tests.test_trainer import corpus
-from trainer.arguments import TrainingArguments
-from trainer.checkpoint.read import open_checked
-from trainer.data.corpus import Corpus
-from trainer.data.rows import StoredRows
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.loop import TrainingLoop
-from trainer.report.goodput import read_lives
-from trainer.rollback import Back, way_back
-from trainer.run import train
-from trainer.storage import Folder
 
 STEPS, WINDOW, ROWS = 50, 8, 8
 MODEL = {**CONFIG, "vocab_size": 304}  # room for the tokenizer that a run trains
@@ -139,7 +139,7 @@ def rolled(tmp_path_factory: pytest.TempPathFactory) -> Rolled:
     options = {**OPTIONS, "recipe": "llama_fsdp", "compute": "scan=False,remat=none", "on_spike": "rollback"}
     args = TrainingArguments(**options, model=str(output / "config.json"), output_dir=str(output / "run"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run._load_data", lambda start, console: one_odd_row())
+        patch.setattr("shardwright.run._load_data", lambda start, console: one_odd_row())
         trainer = train(args, Console(file=said, width=400), [Reader()])
     return Rolled(output / "run", trainer.state.log_history, said.getvalue(), epochs)
 

@@ -6,9 +6,8 @@ import os
 import uuid
 
 import pytest
-
-from trainer.errors import UserError
-from trainer.storage import Folder, StorageError
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

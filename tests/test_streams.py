@@ -18,8 +18,8 @@ from tests.support.training import environment
 PROGRAM = """
 import pathlib, sys, time, warnings
 from rich.console import Console
-from trainer.errors import UserError, exit_code
-from trainer.report.bars import tracked
+from shardwright.errors import UserError, exit_code
+from shardwright.report.bars import tracked
 
 def main():
     console = Console(force_terminal=True)
@@ -92,7 +92,8 @@ def test_a_program_goes_on_and_ends_as_it_would_if_its_terminal_is_closed(tmp_pa
 
 
 def test_a_file_that_is_opened_gets_no_closed_stream_s_number(tmp_path):
-    lines = "import os\nfrom trainer.errors import exit_code\ndef main():\n    return os.open(os.devnull, 0)\n"
+    lines = "import os\nfrom shardwright.hosts.output_streams import exit_code\n"
+    lines += "def main():\n    return os.open(os.devnull, 0)\n"
     program = f"{lines}os._exit(exit_code(main))"
     done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program], cwd=ROOT, check=False)
     assert done.returncode == 3
@@ -100,7 +101,7 @@ def test_a_file_that_is_opened_gets_no_closed_stream_s_number(tmp_path):
 
 def test_within_a_program_the_streams_are_lent_and_given_back(tmp_path):
     program = (
-        "import sys\nfrom trainer.streams import lasting_output\nbefore = sys.stdout, sys.stderr\n"
+        "import sys\nfrom shardwright.hosts.output_streams import lasting_output\nbefore = sys.stdout, sys.stderr\n"
         "with lasting_output():\n    print('lost', flush=True)\n    print('held')\n"
         "assert (sys.stdout, sys.stderr) == before\nprint('kept', file=sys.stderr)\n"
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardwright.data.corpus import DataOptions, load_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.training import SMALL, command, environment, train
-from trainer.data.corpus import DataOptions, load_corpus
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_finite
     ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_message_and_exit_code_2_and_writes_nothing(arguments, message, tmp_path, capsys, monkeypatch):
-    from scripts import train as script
-    from trainer.errors import exit_code
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import train as script
 
     for kind in ("bert", "mixtral"):
         (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind}))
@@ -155,8 +155,8 @@ def test_bad_input_is_one_message_and_exit_code_2_and_writes_nothing(arguments, 
 
 
 def test_a_directory_that_holds_something_is_not_written_into(tmp_path, capsys, monkeypatch):
-    from scripts import train as script
-    from trainer.errors import exit_code
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import train as script
 
     (tmp_path / "precious").write_text("work")
     monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "mixtral_ep", "--output_dir", str(tmp_path)])
@@ -166,7 +166,7 @@ def test_a_directory_that_holds_something_is_not_written_into(tmp_path, capsys, 
 
 
 def test_an_option_that_does_not_exist_is_refused_with_the_nearest(capsys, monkeypatch):
-    from scripts import train as script
+    from shardwright.scripts import train as script
 
     monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "mixtral_ep", "--max_step_count", "3"])
     with pytest.raises(SystemExit) as stopped:

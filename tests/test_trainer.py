@@ -13,6 +13,15 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
+from shardwright.checkpoint.lineage import whole_steps
+from shardwright.checkpoint.read import RunCheckpoint, open_checked
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.unigram import unigram_loss
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.loop import TrainingLoop
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -38,15 +47,6 @@ from tests.support.events import (
     tokens,
 )
 from tests.support.jobs import job_of
-from trainer.checkpoint.lineage import whole_steps
-from trainer.checkpoint.read import RunCheckpoint, open_checked
-from trainer.data.corpus import Corpus
-from trainer.data.rows import StoredRows
-from trainer.data.unigram import unigram_loss
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.loop import TrainingLoop
-from trainer.storage import Folder
 
 OURS_ALONE = {"on_log saved_step", "on_log save_pause"}  # what a save took: transformers logs nothing of it
 
@@ -274,7 +274,7 @@ def test_a_signal_ends_the_program_at_once_where_no_step_could_be_lost(tmp_path,
         heard["counting"] = signal.getsignal(signal.SIGTERM)
         return unigram_loss(*rows)
 
-    monkeypatch.setattr("trainer.loop.unigram_loss", count)
+    monkeypatch.setattr("shardwright.loop.unigram_loss", count)
     make_trainer(tmp_path, [Listens], max_steps=1, eval_on_start=False).train()
     heard["after"] = signal.getsignal(signal.SIGTERM)
     assert heard.pop("training") not in (signal.SIG_DFL, signal.SIG_IGN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import trl_parity
+from shardwright.scripts.measure import trl_parity
 
 
 @pytest.mark.slow

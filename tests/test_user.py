@@ -12,9 +12,9 @@ from tests.support.paths import ROOT
 
 SCRIPT = """
 import os, pwd, stat
-import trainer.run
-from trainer.cache import cache_root
-from trainer.data.sources import locate
+import shardwright.run
+from shardwright.files.cache import cache_root
+from shardwright.data.records.sources import locate
 try:
     pwd.getpwuid(os.getuid())
 except KeyError:

@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from shardwright.checkpoint.output_folder import find_output
+from shardwright.checkpoint.read import open_checked
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.loop import TrainingLoop
+from shardwright.model.facts import training_flops
+from shardwright.report.goodput import read_lives
+from shardwright.xla.chips import CHIPS
 from transformers import TrainerCallback
 
 from tests.step.test_routing import ANY_MOE, deepseek
 from tests.support.browser import Browser
 from tests.support.jobs import job_of
 from tests.test_routing_run import corpus
-from trainer.checkpoint.read import open_checked
-from trainer.errors import UserError
-from trainer.loop import TrainingLoop
-from trainer.model import training_flops
-from trainer.output import find_output
-from trainer.report.goodput import read_lives
-from trainer.storage import Folder
-from trainer.xla.chips import CHIPS
 
 
 class Reader(TrainerCallback):
@@ -91,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for room in ("loop", "watch"):  # MFU and HBM are those of a chip whose peak is known
             patch.setattr(f"trainer.{room}.chip", lambda: CHIPS["v5e"])
-        patch.setattr("trainer.watch._SHARE", 1e9)  # however quick a step is, its page is written
+        patch.setattr("shardwright.monitoring.run_page._SHARE", 1e9)  # however quick a step is, its page is written
         with patch.context() as inner:
             inner.setattr(Folder, "write", full)
             live(output, Console(file=printed, width=200), sequence_length=20)  # of a shape that no other test compiles

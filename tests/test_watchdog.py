@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from shardwright.errors import LOST
+
 from tests.support.paths import ROOT
-from trainer.errors import LOST
 
 PROGRAM = """
 import time
 from types import SimpleNamespace
-from trainer import watchdog
-from trainer.hosts import hosts
+from shardwright import watchdog
+from shardwright.hosts.hosts import hosts
 watchdog.LOOK = 0.1
 dog = hosts().watchdog
 with dog.over({timeout}, SimpleNamespace(activity="steps")):

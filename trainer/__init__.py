@@ -1,26 +1,25 @@
 """Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
 
 What a recipe is written with is imported here at once, and loads neither torch nor transformers. The other public names
-(Job, Trainer, TrainingArguments, TrainingLoop, train) are imported when they are first asked for. `docs/api.md` lists
-them all.
+are imported when they are first asked for (PEP 562). `docs/api.md` lists what a program may import.
 """
 
+import importlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.layout.placement import Replicate, Shard
-from trainer.layout.recipe import Compute, Recipe
-from trainer.lazy_names import lazy_names
-from trainer.user import name_user
+from shardwright.errors import UserError
+from shardwright.hosts.user import name_user
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.placement import Replicate, Shard
+from shardwright.layout.recipe import Compute, Recipe
 
 if TYPE_CHECKING:
-    from trainer.arguments.training import TrainingArguments
-    from trainer.job import Job
-    from trainer.loop import TrainingLoop
-    from trainer.run import train
-    from trainer.trainer import Trainer
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.job import Job
+    from shardwright.loop import TrainingLoop
+    from shardwright.run import train
+    from shardwright.trainer import Trainer
 
 __all__ = [
     "Compute",
@@ -33,16 +32,31 @@ __all__ = [
     "TrainingArguments",
     "TrainingLoop",
     "UserError",
+    "__version__",
     "train",
 ]
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    Job="job",
-    Trainer="trainer",
-    TrainingArguments="arguments.training",
-    TrainingLoop="loop",
-    train="run",
-)
+__version__ = "0.1.0"  # pyproject.toml reads it here
+# public name → the module that defines it, imported when it is first asked for
+_LATER = {
+    "Job": "job",
+    "Trainer": "trainer",
+    "TrainingArguments": "arguments.training",
+    "TrainingLoop": "loop",
+    "train": "run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value  # the next look-up finds it there
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 name_user()  # before torch is imported
 

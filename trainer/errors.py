@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
-from collections.abc import Callable, Iterable
-
-from trainer.streams import fill_closed_descriptors, make_output_last
+from collections.abc import Iterable
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
@@ -43,25 +40,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-def exit_code(main: Callable[[], int | None]) -> int:
-    """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C.
-
-    From here to the program's end, what can't be written to standard output or error is lost, without an error.
-    """
-    fill_closed_descriptors()
-    make_output_last()
-    try:
-        return main() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code_of(error)
-    except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
-        return exit_code_of(error)
-
-
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a program that ``error`` ends."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return error.code if isinstance(error, UserError) else 1
+
+
+class Spiked(UserError):
+    """A spike ended the run, at ``step``."""
+
+    step: int

@@ -8,37 +8,32 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.hosts.versions import code_digest, versions
+from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.recipe import Recipe
+from shardwright.model import checks
+from shardwright.model import lora as lora_options
+from shardwright.model.attention_probe import our_attention
+from shardwright.model.facts import experts_modules, routing_of
+from shardwright.model.meta_model import is_multimodal, load_config, meta_model, names_in_whole, whole_model
+from shardwright.model.unused_parameters import unused_parameters
+from shardwright.models.adapters.lora import Lora
+from shardwright.models.attention import interface as attention
+from shardwright.models.experts import interface as experts
+from shardwright.models.experts.capacity import Capacity
+from shardwright.models.layers.decoder_layers import DecoderLayers, stack_layers, wrap_layers
 from transformers import PretrainedConfig, PreTrainedModel
-
-from models.adapters.lora import Lora
-from models.attention import interface as attention
-from models.experts import interface as experts
-from models.experts.capacity import Capacity
-from models.layers import DecoderLayers, stack_layers, wrap_layers
-from trainer import lora as lora_options
-from trainer import model_checks
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.layout.auto import AUTO, UNMADE, auto_recipe
-from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Recipe
-from trainer.model import (
-    experts_modules,
-    is_multimodal,
-    load_config,
-    meta_model,
-    names_in_whole,
-    routing_of,
-    whole_model,
-)
-from trainer.probe import our_attention
-from trainer.unused import unused_parameters
 
 HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
 
@@ -52,14 +47,15 @@ class Job:
         args: what the run does besides layout.
         devices: devices in the mesh.
         config: the model's.
-        model: transformers' own model of ``config`` on meta, as :func:`trainer.model.meta_model` gives it.
+        model: transformers' own model of ``config`` on meta, as :func:`shardwright.model.meta_model.meta_model` gives
+            it.
 
     Attributes:
         lora: which of ``model``'s weights are adapted; None: all are trained.
         adapted: ``model`` with the factors of ``lora``, on meta; without, ``model`` itself.
         plan: where each of ``adapted``'s parameters goes.
         assembled: the model that runs, on meta: kernels chosen, layers stacked where they are scanned. It is a
-            template, and :func:`trainer.step.build.build` fills a copy.
+            template, and :func:`shardwright.step.build.build` fills a copy.
         stored: the plan of ``assembled``'s parameters, as they are stored.
         notice: what a user should know about how the layers run; empty if they run as the recipe says.
 
@@ -106,7 +102,7 @@ class Job:
         return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
 
     def __post_init__(self) -> None:
-        model_checks.check_text_part(self.config, self.model)
+        checks.check_text_part(self.config, self.model)
         lora = lora_options.lora_of(self.args, self.model)
         adapted = self.model if lora is None else lora_options.with_lora(self.model, lora)
         assembled, notice = _assemble(self.recipe, self.args, adapted)
@@ -118,7 +114,7 @@ class Job:
         object.__setattr__(self, "notice", notice)
         object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
-        model_checks.check_routing(self.args, self.model)
+        checks.check_routing(self.args, self.model)
         if lora is not None:
             lora_options.check_use(adapted, self.unused[0], self.args)
 
@@ -217,6 +213,24 @@ class Job:
         """How many numbers the model's parameters are, without factors beside them."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def fingerprint(self) -> dict[str, str]:
+        """What must be equal on every host of the job, as texts: the arguments, the recipe, the model, the code.
+
+        Two programs that are not the same and wait for each other would do so for ever.
+        """
+        own = ("output_dir", "staging_dir")  # which the first host chooses for all, and each for itself
+        arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
+        texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}
+        return {
+            **arguments,
+            "whether --staging_dir is given": str(self.args.staging_dir is not None),
+            "the model's config": json.dumps(self.config.to_dict(), default=str),
+            "Python": sys.version.split()[0],
+            **versions(),
+            "Shardwright's code": code_digest(),
+            **{name: text for name, text in texts.items() if "training_args" not in name},
+        }
+
     def as_texts(self) -> dict[str, Any]:
         """File name → JSON-able content of what tells, in the output folder, what was run."""
         texts = {
@@ -254,17 +268,17 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
 
 def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
-    model_checks.check_heads(model)
+    checks.check_heads(model)
     name = _attention(recipe, args, model)
     if args.isolate_documents:
-        model_checks.check_isolation(recipe, model.config, name)
-    model_checks.check_split_rows(recipe, model.config, name)
-    model_checks.check_positions(args, model)
-    model_checks.check_causal(name, model)
+        checks.check_isolation(recipe, model.config, name)
+    checks.check_split_rows(recipe, model.config, name)
+    checks.check_positions(args, model)
+    checks.check_causal(name, model)
     model = copy.deepcopy(model)
     compute = recipe.compute
     attention.choose(model, name)
-    model_checks.check_experts(recipe, model)
+    checks.check_experts(recipe, model)
     if compute.experts is not None:
         experts.choose(model, compute.experts)
     return model, _group_layers(recipe, model)

@@ -9,49 +9,48 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from shardwright.arguments.training import DEFAULT_RATE
+from shardwright.checkpoint.host_state import host_state, set_random_state
+from shardwright.checkpoint.lineage import folder_of, noted, noted_folder
+from shardwright.checkpoint.output_folder import output_folder
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.checkpoint.staging import open_staging
+from shardwright.checkpoint.trained_model import TrainedModel
+from shardwright.checkpoint.write import CheckpointWriter, run_texts
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.batches import TrainingBatches
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.unigram import unigram_loss
+from shardwright.errors import UserError
+from shardwright.evaluation.heldout import Evaluator
+from shardwright.evaluation.reference_rows import check_sets, referred
+from shardwright.evaluation.samples import Samples
+from shardwright.files.folder import Folder, StorageError, as_json
+from shardwright.files.lock import FolderLock
+from shardwright.hosts.hosts import hosts
+from shardwright.hosts.output_streams import lasting_output
+from shardwright.job import Job
+from shardwright.model.unused_parameters import notice
+from shardwright.monitoring import messages
+from shardwright.monitoring import state as states
+from shardwright.monitoring.callbacks import Callbacks
+from shardwright.monitoring.log import RunLog
+from shardwright.monitoring.run_page import Watch
+from shardwright.monitoring.throughput import Meter, least_seconds
+from shardwright.monitoring.trackers import Tracker
+from shardwright.report.lines import say, waiting
+from shardwright.report.terminal import ProgressCallback
+from shardwright.step.build import build
+from shardwright.step.eval_metrics import ComputeMetrics
+from shardwright.step.loss import LossFunction
+from shardwright.weights.adapters import weights_of
+from shardwright.weights.sources import Source, seeded_init
+from shardwright.xla.batch import batch_share
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.profile import ProfileCallback
+from shardwright.xla.runtime import chip
+from shardwright.xla.stop_requests import StopRequests
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
-
-from trainer import endings
-from trainer import state as states
-from trainer.arguments.training import DEFAULT_RATE
-from trainer.callbacks import Callbacks
-from trainer.checkpoint.host_state import host_state, set_random_state
-from trainer.checkpoint.lineage import folder_of, noted, noted_folder
-from trainer.checkpoint.read import RunCheckpoint
-from trainer.checkpoint.staging import open_staging
-from trainer.checkpoint.write import CheckpointWriter, as_json, run_texts
-from trainer.data.batches import TrainingBatches
-from trainer.data.corpus import Corpus
-from trainer.data.rows import StoredRows
-from trainer.data.unigram import unigram_loss
-from trainer.errors import UserError
-from trainer.evaluator import Evaluator
-from trainer.hosts import hosts
-from trainer.job import Job
-from trainer.lock import FolderLock
-from trainer.output import output_folder
-from trainer.preemption import StopRequests
-from trainer.reference import check_sets, referred
-from trainer.report.lines import say, waiting
-from trainer.report.terminal import ProgressCallback
-from trainer.run_log import RunLog
-from trainer.samples import Samples
-from trainer.step.build import build
-from trainer.step.loss import LossFunction
-from trainer.step.measures import ComputeMetrics
-from trainer.step.meter import Meter, least_seconds
-from trainer.storage import Folder, StorageError
-from trainer.streams import lasting_output
-from trainer.trackers import Tracker
-from trainer.trained import TrainedModel
-from trainer.unused import notice
-from trainer.watch import Watch
-from trainer.weights.adapters import weights_of
-from trainer.weights.sources import Source, seeded_init
-from trainer.xla.batch import batch_share
-from trainer.xla.mesh import build_mesh
-from trainer.xla.profile import ProfileCallback
-from trainer.xla.runtime import chip
 
 
 class TrainingLoop:
@@ -106,7 +105,7 @@ class TrainingLoop:
         epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.mesh = build_mesh(job.recipe.mesh)
         if self.mesh.size() != job.devices:
-            raise endings.other_devices(job, self.mesh.size())
+            raise messages.other_devices(job, self.mesh.size())
         self._share = share = batch_share(self.mesh, job.recipe.batch)
         self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share, job.row_lengths)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
@@ -244,7 +243,7 @@ class TrainingLoop:
             self.watch.clock.turn_to("save")
             self._event("on_train_end")
         if self.stop.any:
-            say(self.console, endings.farewell(self.stop.interrupted, self.state.global_step))
+            say(self.console, messages.farewell(self.stop.interrupted, self.state.global_step))
 
     def _ends(self) -> bool:
         return self.state.global_step >= self.args.max_steps or self.control.should_training_stop or self.stop.any
@@ -342,7 +341,7 @@ class TrainingLoop:
 
     def _save_checkpoint(self) -> None:
         metrics = self.train_step.read_metrics(and_begin_anew=False)
-        endings.check_good(metrics, self.state, self.args)  # a state after a bad step must not pass for a good one
+        messages.check_good(metrics, self.state, self.args)  # a state after a bad step must not pass for a good one
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
             state.best_model_checkpoint = noted(folder_of(self.folder, step), self.folder)
@@ -360,12 +359,12 @@ class TrainingLoop:
         for name, content in self.job.as_texts().items():
             self.folder.write(name, as_json(content))
         if aside := self.checkpoints.begin(self.resume):
-            say(self.console, endings.set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
+            say(self.console, messages.set_aside((folder_of(self.folder, step).name for step in aside), self.folder))
         self.watch.update(self.state, ())
 
     def _best(self) -> Folder | None:
         """The checkpoint of the weights to end with, its write ended; None: they are those on the devices."""
-        if self.stop.any or (best := endings.best_elsewhere(self.args, self.state, self.folder)) is None:
+        if self.stop.any or (best := messages.best_elsewhere(self.args, self.state, self.folder)) is None:
             return None
         self.log.saved(self.checkpoints.wait())
         return noted_folder(best, self.folder)
@@ -383,7 +382,7 @@ class TrainingLoop:
             self._write_out(source)
         except UserError as error:
             self._write_out()
-            return endings.best_unread(error, self.state, self.folder)
+            return messages.best_unread(error, self.state, self.folder)
         self.trained.place(source)
         say(self.console, f"the best weights are those of {best}")
         return None

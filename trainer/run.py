@@ -10,43 +10,42 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint import elastic
+from shardwright.checkpoint.lineage import live_steps
+from shardwright.checkpoint.output_folder import claimed_by_all, find_output, output_folder, resumes_in
+from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint
+from shardwright.checkpoint.rollback import Rollbacks
+from shardwright.checkpoint.staging import open_staging, recover
+from shardwright.data.corpus import Corpus, DataOptions, load_corpus
+from shardwright.data.from_arguments import asked_tokenizer, data_options
+from shardwright.data.records.sources import locate
+from shardwright.data.rows.mixture import shapes_of
+from shardwright.data.samples.prompts import read_prompts
+from shardwright.errors import Spiked, TransientError, UserError
+from shardwright.evaluation.reference_rows import not_one_dataset
+from shardwright.files.folder import Folder
+from shardwright.files.lock import FolderLock
+from shardwright.hosts.hosts import hosts
+from shardwright.hosts.output_streams import lasting_output
+from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
+from shardwright.inputs import Given
+from shardwright.job import Job
+from shardwright.layout.auto import AUTO, auto_recipe
+from shardwright.loop import TrainingLoop
+from shardwright.model.facts import experts_modules
+from shardwright.model.lora import check_same, described
+from shardwright.monitoring.messages import check_steps_left
+from shardwright.monitoring.trackers import open_trackers
+from shardwright.report.lines import say, waiting
+from shardwright.step.auto_remat import Platform, answer, is_auto, with_remat
+from shardwright.step.train_step import let_go
+from shardwright.weights.adapters import check_adapter
+from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
+from shardwright.weights.sources import Source, has_weights
+from shardwright.xla.mesh import check_mesh
+from shardwright.xla.runtime import chip, device_count, device_kind, init_runtime
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
-
-from trainer import elastic
-from trainer.arguments import TrainingArguments
-from trainer.asked import asked_tokenizer, data_options
-from trainer.checkpoint.lineage import live_steps
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint
-from trainer.checkpoint.staging import open_staging, recover
-from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.mixture import shapes_of
-from trainer.data.prompts import read_prompts
-from trainer.data.sources import locate
-from trainer.endings import Spiked, check_steps_left
-from trainer.errors import TransientError, UserError
-from trainer.facts import facts
-from trainer.given import Given
-from trainer.hosts import hosts
-from trainer.job import Job
-from trainer.layout.auto import AUTO, auto_recipe
-from trainer.lock import FolderLock
-from trainer.loop import TrainingLoop
-from trainer.lora import check_same, described
-from trainer.model import experts_modules
-from trainer.output import claimed_by_all, find_output, output_folder, resumes_in
-from trainer.reference import not_one_dataset
-from trainer.remat import Platform, answer, is_auto, with_remat
-from trainer.report.lines import say, waiting
-from trainer.restarts import Restarts, check_limit, note, note_passing, words_again
-from trainer.rollback import Rollbacks, let_go
-from trainer.storage import Folder
-from trainer.streams import lasting_output
-from trainer.trackers import open_trackers
-from trainer.weights.adapters import check_adapter
-from trainer.weights.hub_read import HubWeights, open_hub_weights, reading
-from trainer.weights.sources import Source, has_weights
-from trainer.xla.mesh import check_mesh
-from trainer.xla.runtime import chip, device_count, device_kind, init_runtime
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def prepare(
         callbacks = [*callbacks, *trackers]
     with hosts().answerable():
         if hosts().several:
-            hosts().check_same(facts(job))
+            hosts().check_same(job.fingerprint())
         job = _with_remat(job, console)
         start = hosts().together(lambda: _prepared(job, given, callbacks, console, writes))
     return replace(start, restarts=restarts)

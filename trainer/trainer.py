@@ -11,25 +11,24 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.output_folder import find_output
+from shardwright.data.corpus import load_rows_of
+from shardwright.data.rows.batches import as_batch
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.samples.collator import Collator, collated
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.hosts.output_streams import lasting_output
+from shardwright.inputs import Records, check_records, named_sets, resolve
+from shardwright.layout.recipe import Recipe
+from shardwright.loop import TrainingLoop
+from shardwright.run import Start, prepare
+from shardwright.step.eval_metrics import ComputeMetrics
+from shardwright.step.loss import LossFunction, targets
+from shardwright.weights.hub_push import push_folder
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_utils import PredictionOutput, TrainOutput
-
-from trainer.arguments import TrainingArguments
-from trainer.collated import Collator, collated
-from trainer.data.batches import as_batch
-from trainer.data.corpus import load_rows_of
-from trainer.data.rows import StoredRows
-from trainer.errors import UserError
-from trainer.given import Records, check_records, named_sets, resolve
-from trainer.layout.recipe import Recipe
-from trainer.loop import TrainingLoop
-from trainer.output import find_output
-from trainer.run import Start, prepare
-from trainer.step.loss import LossFunction, targets
-from trainer.step.measures import ComputeMetrics
-from trainer.storage import Folder
-from trainer.streams import lasting_output
-from trainer.weights.hub_push import push_folder
 
 
 class Trainer:
@@ -52,7 +51,8 @@ class Trainer:
             an ``IterableDataset`` of columns that it takes; a ``Dataset`` is collated at once.
         compute_loss_func: ``(outputs, labels, num_items_in_batch)`` → the loss, a tensor of no dimension: the *sum*
             over the scored targets divided by ``num_items_in_batch``. Traced into the step.
-        compute_metrics: `trainer.step.Predictions` of one batch → ``{name: (sum, count)}``, traced into the evaluation.
+        compute_metrics: `shardwright.step.Predictions` of one batch → ``{name: (sum, count)}``, traced into the
+            evaluation.
         callbacks: transformers' own, or yours.
         peft_config: a ``peft.LoraConfig``; what it says beyond plain LoRA is refused by name.
 

@@ -6,7 +6,8 @@ them what they like: an indexer's choice of keys, a bias of their own, keys beyo
 
  How the kernel's inputs lie on the mesh is said by an attribute of the attention
 module (:func:`bind`), so models with different layouts can live in one process. A graph built for a TPU gets the Pallas
-kernel of :mod:`models.attention.splash`, any other the tensor operations of :mod:`models.attention.portable`.
+kernel of :mod:`shardwright.models.attention.splash`, any other the tensor operations of
+:mod:`shardwright.models.attention.portable`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shardwright.models.attention import pieces, ring, splash
+from shardwright.models.attention.families import FORWARDS
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.attention.portable import Scoring, portable
+from shardwright.models.ops.jax_call import target
+from shardwright.models.ops.randomness import active
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-
-from models.attention import pieces, ring, splash
-from models.attention.kernel_layout import KernelLayout
-from models.attention.portable import Scoring, portable
-from models.families import FORWARDS
-from models.jax_call import target
-from models.randomness import active
 
 # The first name stays out of transformers' mask registry, so that models build no mask: it has as many numbers as the
 # sequence's square. An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
@@ -129,9 +129,9 @@ def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[Non
 class Attention:
     """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
 
-    A graph built for a TPU (:func:`models.jax_call.target`) gets the kernel. Any other graph, and tensors that are not
-    on XLA, get the portable operations; so does dropout, which the kernel has not. Both support all else that
-    :meth:`__call__` accepts, at any length and head dimension.
+    A graph built for a TPU (:func:`shardwright.models.ops.jax_call.target`) gets the kernel. Any other graph, and
+    tensors that are not on XLA, get the portable operations; so does dropout, which the kernel has not. Both support
+    all else that :meth:`__call__` accepts, at any length and head dimension.
 
     Args:
         layout: how the kernel's inputs lie on the mesh. The partitioner cannot split a kernel: without a layout every
@@ -174,7 +174,7 @@ class Attention:
                 packing are said by ``segment_ids``.
             scaling: factor on the scores; None: ``head dimension ** -0.5``.
             dropout: the probability with which a weight is left out, and the others divided by 1 minus it. Above 0, the
-                call must stand inside :func:`models.randomness.drawing`.
+                call must stand inside :func:`shardwright.models.ops.randomness.drawing`.
             segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally
                 within their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
             softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
@@ -226,7 +226,7 @@ class Attention:
         s_aux: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Of tokens in the order of :mod:`models.attention.pieces`: in a ring; off XLA, in a row's own order."""
+        """Attention of tokens that lie in `pieces` order: in a ring; off XLA, in a row's own order."""
         if query.device.type == "xla":
             settings = splash.Settings(scoring, self.layout, self.interpret)
             return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)

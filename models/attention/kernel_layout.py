@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-
-from models.jax_call import Axes, Manual, Spec
+from shardwright.models.ops.jax_call import Axes, Manual, Spec
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class KernelLayout:
             each hold a copy.
         order: the device ids in mesh order; None: 0, 1, 2, …
         sequence_axis: the axis that splits the tokens of a row, which lie in the order of
-            :mod:`models.attention.pieces`; None: rows are whole.
+            :mod:`shardwright.models.attention.pieces`; None: rows are whole.
     """
 
     axes: tuple[tuple[str, int], ...] = ()

@@ -1,8 +1,8 @@
 """Attention of a piece of queries to a piece of keys, in JAX: what a ring is made of.
 
-On a TPU it is the kernel of :mod:`models.attention.splash`. Elsewhere queries go in blocks against all keys of the
-piece, as in :mod:`models.attention.portable`. Results of several pieces of keys are merged by the logarithms of their
-sums of exponents; given that of all keys, each pair's gradients are right by themselves.
+On a TPU it is the kernel of :mod:`shardwright.models.attention.splash`. Elsewhere queries go in blocks against all keys
+of the piece, as in :mod:`shardwright.models.attention.portable`. Results of several pieces of keys are merged by the
+logarithms of their sums of exponents; given that of all keys, each pair's gradients are right by themselves.
 
 Shape suffixes: as there, with P tokens in a piece.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from models.attention import splash, splash_masks
-from models.attention.portable import BLOCK, Scoring
+from shardwright.models.attention import splash, splash_masks
+from shardwright.models.attention.portable import BLOCK, Scoring
 
 # isort: split
 import jax
@@ -65,7 +65,7 @@ class Pairs:
         return jnp.where(logsumexp[..., None] > NOTHING, out.astype(jnp.float32), 0), logsumexp
 
     def backward(self, pair: Pair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array) -> tuple[jax.Array, ...]:
-        """The gradients of query, key and value in float32; ``rows`` as :func:`models.attention.splash.backward`."""
+        """The gradients of query, key and value in float32; ``rows`` as :func:`splash.backward`."""
         if not self.kernel:
             return _backward(pair, rows, grad_out, self.settings.scoring)
         mask, segments = self._masked(pair)

@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.fusion_barrier import apart
+from shardwright.models.ops.loop import run_turns
+from shardwright.models.ops.random_bits import keep_factors
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
-
-from models.apart import apart
-from models.op_arguments import as_text, from_text
-from models.random_bits import keep_factors
-from models.turns import run_turns
 
 # queries in a block
 BLOCK = 512
@@ -82,7 +81,7 @@ def portable(
     gradient where one is wanted: memory quadratic in the sequence. Without it, T = S. Segments take T = S too.
 
     With dropout, ``random_key`` and the scoring's site draw the weights to leave out: the same as
-    :func:`models.random_bits.dropout` would of the weights as one tensor ``BHST``.
+    :func:`shardwright.models.ops.random_bits.dropout` would of the weights as one tensor ``BHST``.
     """
     B, _, S, _ = query.shape
     T = key.shape[2]

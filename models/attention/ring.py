@@ -1,11 +1,11 @@
 """Causal attention where a row's tokens are split over devices: keys and values go round, each device to the next.
 
-Tokens lie in the order of :mod:`models.attention.pieces`, two pieces a device. Of the keys that arrive, one device
-sees two of four pairs of pieces, whole, and so does every other; the pairs that the mask empties are not computed.
-Keys and values are sent on while they are used. In the backward their gradients follow them, one device behind (Liu,
-Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order:
-Brandon et al., "Striped Attention", 2023, and the zigzag order in use since). Nothing is saved but the inputs, the
-output and the logarithm of each row's sum of exponents: memory is linear in a device's tokens.
+Tokens lie in the order of :mod:`shardwright.models.attention.pieces`, two pieces a device. Of the keys that arrive, one
+device sees two of four pairs of pieces, whole, and so does every other; the pairs that the mask empties are not
+computed. Keys and values are sent on while they are used. In the backward their gradients follow them, one device
+behind (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the
+balanced order: Brandon et al., "Striped Attention", 2023, and the zigzag order in use since). Nothing is saved but the
+inputs, the output and the logarithm of each row's sum of exponents: memory is linear in a device's tokens.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), D head
 dimension of query and key, E that of value.
@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from shardwright.models.attention import pieces
+from shardwright.models.attention.piece_pairs import Pair, Pairs, without_chunk
+from shardwright.models.attention.splash import Settings, causal_flops, present
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.jax_call import jax_call, target
 from torch.utils.flop_counter import register_flop_formula
-
-from models.attention import pieces
-from models.attention.piece_pairs import Pair, Pairs, without_chunk
-from models.attention.splash import Settings, causal_flops, present
-from models.jax_call import jax_call, target
-from models.op_arguments import as_text, from_text
 
 # isort: split
 import jax

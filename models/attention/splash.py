@@ -5,7 +5,7 @@ VMEM alone, so HBM holds nothing of [sequence, sequence]. Query heads of a group
 
 The parts of the kernel that are called here are private to jax 0.7.1, at which jax is pinned. To differentiate, the
 public function would run the forward a second time, and it is slow to make its lists of blocks
-(`models.attention.splash_masks`).
+(`shardwright.models.attention.splash_masks`).
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
-
-from models.attention.kernel_layout import KernelLayout
-from models.attention.portable import Scoring
-from models.attention.splash_masks import Mask, Sizes, causal
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.attention.portable import Scoring
+from shardwright.models.attention.splash_masks import Mask, Sizes, causal
+from shardwright.models.ops.arguments_as_text import as_text, from_text
 
 # sets jax up: it must come before jax itself
-from models.jax_call import jax_call
-from models.op_arguments import as_text, from_text
+from shardwright.models.ops.jax_call import jax_call
+from torch.utils.flop_counter import register_flop_formula
 
 # isort: split
 import jax

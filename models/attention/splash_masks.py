@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from models.attention.portable import Scoring
+from shardwright.models.attention.portable import Scoring
 
 # sets jax up: it must come before jax itself
-from models.jax_call import jax
+from shardwright.models.ops.jax_call import jax
 
 # isort: split
 import jax.numpy as jnp

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shardwright.models.experts import grouped
+from shardwright.models.ops.jax_call import jax, target
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 # semi-private: torch/utils/_python_dispatch.py, torch 2.9
 from torch.utils._python_dispatch import _disable_current_modes
-
-from models.experts import grouped
-from models.jax_call import jax, target
 
 jnp = jax.numpy
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from models.experts.projections import mlp
-from models.experts.routing import count
-from models.jax_call import Axes, jax, jax_call
-from models.side_outputs import real_tokens
+from shardwright.models.experts.projections import mlp
+from shardwright.models.experts.routing import count
+from shardwright.models.layers.side_outputs import real_tokens
+from shardwright.models.ops.jax_call import Axes, jax, jax_call
 
 # (tensor, mesh axes of each dimension) -> the tensor laid out by them, and in the backward its gradient likewise
 Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]

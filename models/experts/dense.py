@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from models.experts.projections import mlp
-from models.experts.routing import count, weights_of_all
+from shardwright.models.experts.projections import mlp
+from shardwright.models.experts.routing import count, weights_of_all
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:

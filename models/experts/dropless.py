@@ -1,19 +1,20 @@
 """Experts that drop no token: exact for any routing, with static shapes, and with no work for rows that don't exist.
 
 Each device sorts its (token, choice) pairs by expert, multiplies the sorted rows by their experts' weights
-(`models.experts.grouped`) and gathers every token's k results. Activations move by gathers alone, in the backward too.
+(`shardwright.models.experts.grouped`) and gathers every token's k results. Activations move by gathers alone, in the
+backward too.
 
 What crosses devices is written out (`jax.shard_map`), not left to the partitioner:
 
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
-- Over the axes that split the experts, tokens cross in rounds (`models.experts.exchange`): by need, or gathered where
-  that sends less, and on virtual devices, which share a memory. Each device adds up what its experts make of a token,
-  and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one expert, its
-  device takes longer and holds no more.
+- Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`): by need, or
+  gathered where that sends less, and on virtual devices, which share a memory. Each device adds up what its experts
+  make of a token, and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one
+  expert, its device takes longer and holds no more.
 
-The factors of LoRA (`models.adapters.lora`) are parameters like the others; a token goes through one and then through
-the other. A weight that is frozen has no gradient, and no product is made for one.
+The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others; a token goes through one and
+then through the other. A weight that is frozen has no gradient, and no product is made for one.
 
 The forward saves its inputs alone, and the backward computes the first projection again. Or, where it is told to, it
 keeps what that gives, and the tokens that came from other devices, which are then not sent again. Shapes are static, so
@@ -33,14 +34,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from shardwright.models.adapters.lora import SCALE, A, B
+from shardwright.models.experts import activation, dropless_rows
+from shardwright.models.experts.routing import count
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.collectives import rings
+from shardwright.models.ops.jax_call import Axes, Manual, Spec, has_links, jax_call
 from torch.utils.flop_counter import register_flop_formula
-
-from models.adapters.lora import SCALE, A, B
-from models.experts import activation, dropless_rows
-from models.experts.routing import count
-from models.jax_call import Axes, Manual, Spec, has_links, jax_call
-from models.op_arguments import as_text, from_text
-from models.rings import rings
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -48,7 +48,7 @@ _ACTIVATION = "_shardwright_activation"
 
 @dataclass(frozen=True)
 class Dropless:
-    """The dropless experts function under one layout. It is called like `models.experts.capacity.Capacity`.
+    """The dropless experts function under one layout. It is called like `shardwright.models.experts.capacity.Capacity`.
 
     Args:
         axes: (name, size) of every mesh axis, in mesh order; empty: one device.
@@ -61,7 +61,8 @@ class Dropless:
         flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
             are. 0: it is not known.
         buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
-            of hidden width, and for a block's rows of the first projection's width (`models.kernel_work.buffer_bytes`).
+            of hidden width, and for a block's rows of the first projection's width
+            (`shardwright.models.ops.kernel_cost.buffer_bytes`).
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -218,7 +219,7 @@ def _dropless_kept(
     parameters: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """The output, and what the backward takes beside it (`models.experts.dropless_rows.forward`)."""
+    """The output, and what the backward takes beside it (`shardwright.models.experts.dropless_rows.forward`)."""
     return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
 
 
@@ -274,7 +275,7 @@ def _run(
     shards: Sequence[torch.Tensor],
     call_text: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward or the backward of `models.experts.dropless_rows` on ``rows``, tensors of hidden width."""
+    """Run the forward or the backward of `dropless_rows` on ``rows``, tensors of hidden width."""
     call: _Call = from_text(call_text)
     device = rows[0].device
     if device.type != "xla":

@@ -1,4 +1,5 @@
-"""The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see `models.experts.dropless`).
+"""The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see
+`shardwright.models.experts.dropless`).
 
 Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
 E experts held by a device, R rows in whole blocks, B rows of a block, F and I widths of the first
@@ -12,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from models.adapters.lora import A, B
-from models.experts import activation, exchange, grouped
-from models.experts.exchange import Round
-from models.experts.row_blocks import Block, Plan, Rows, Sums, in_order
-from models.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
-from models.kernel_work import is_fast
-from models.rings import exchange_sum
+from shardwright.models.adapters.lora import A, B
+from shardwright.models.experts import activation, exchange, grouped
+from shardwright.models.experts.exchange import Round
+from shardwright.models.experts.row_blocks import Block, Plan, Rows, Sums, in_order
+from shardwright.models.ops.collectives import exchange_sum
+from shardwright.models.ops.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
+from shardwright.models.ops.kernel_cost import is_fast
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -42,9 +43,9 @@ class Local:
         expert_axes: the axes that split the experts.
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
-        buffer_bytes: see `models.experts.dropless.Dropless`.
-        links: whether what crosses devices goes over links (see `models.experts.exchange.plan`).
-        flops_a_byte: see `models.experts.dropless.Dropless`.
+        buffer_bytes: see `shardwright.models.experts.dropless.Dropless`.
+        links: whether what crosses devices goes over links (see `shardwright.models.experts.exchange.plan`).
+        flops_a_byte: see `shardwright.models.experts.dropless.Dropless`.
         keep: whether the forward returns what :meth:`kept` says too, and the backward takes it.
         keep_all: whether what the activation gives and gathered weights are kept too.
     """
@@ -201,8 +202,8 @@ class Local:
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
-    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round (`models.experts.exchange.Round`), and
-    the parameters of :meth:`Local.kept_weights`.
+    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round
+    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`Local.kept_weights`.
 
     Args:
         held: the numbers of the experts held here, [E].

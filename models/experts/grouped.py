@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from models.jax_call import jax, target
-from models.kernel_work import Tiles, tile_width, tiles
+from shardwright.models.ops.jax_call import jax, target
+from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -26,7 +26,7 @@ def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
     """The tiles for so many rows: of few rows if groups are small, because each group with rows in a tile visits it.
 
     Args:
-        flops_a_byte: see `models.kernel_work.tiles`.
+        flops_a_byte: see `shardwright.models.ops.kernel_cost.tiles`.
     """
     most = tiles(flops_a_byte)
     least, size = (64, 128) if target() == "cpu" else (128, most.rows)

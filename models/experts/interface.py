@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from shardwright.models.experts.capacity import Capacity
+from shardwright.models.experts.dense import dense
+from shardwright.models.experts.dropless import Dropless
+from shardwright.models.experts.scaled import ScaledExperts
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-from models.experts.capacity import Capacity
-from models.experts.dense import dense
-from models.experts.dropless import Dropless
-from models.experts.scaled import ScaledExperts
 
 # the attribute of an experts module that holds its kernel
 _KERNEL = "_shardwright_experts_kernel"

@@ -1,7 +1,7 @@
 """Experts that families run in loops over those that tokens chose: here with the same numbers in static shapes.
 
 Every expert sees all tokens here, so the FLOPs are E/k times those that the routing needs. No family of today's size
-needs these; one that does goes under the experts interface (:mod:`models.experts.scaled`).
+needs these; one that does goes under the experts interface (:mod:`shardwright.models.experts.scaled`).
 
 Shape suffixes: T tokens, k experts a token, R = T·k rows, H hidden width, F experts' width, E experts.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shardwright.models.experts.routing import weights_of_all
 from torch import nn
 from torch.nn import functional as f
-
-from models.experts.routing import weights_of_all
 
 
 class Glu(nn.Module):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from models import partial_gradients
-from models.adapters.lora import SCALE, A, B
-from models.apart import apart
+from shardwright.models.adapters.lora import SCALE, A, B
+from shardwright.models.ops import partial_gradients
+from shardwright.models.ops.fusion_barrier import apart
 
 
 def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:

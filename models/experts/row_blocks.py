@@ -2,8 +2,8 @@
 
 A row is a (token, choice) pair. Rows are sorted by expert, in one of two ways:
 
-- *one after the other*: a block may have rows of several experts, and `models.experts.grouped` multiplies each by the
-  weights of its own;
+- *one after the other*: a block may have rows of several experts, and `shardwright.models.experts.grouped` multiplies
+  each by the weights of its own;
 - *apart*: each expert's rows begin a block of their own, and fill its end with copies that count for nothing. So a
   block has one expert's weights, and no row is masked. XLA's CPU backend takes less time so.
 
@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from models.experts import exchange, grouped
-from models.jax_call import jax
-from models.kernel_work import Tiles
-from models.one_thread import product
+from shardwright.models.experts import exchange, grouped
+from shardwright.models.ops.cpu_matmul import product
+from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.kernel_cost import Tiles
 
 jnp, lax = jax.numpy, jax.lax
 
@@ -38,7 +38,7 @@ class Plan:
     Args:
         crossing: how tokens get to the experts.
         block: rows that are multiplied at once.
-        tile: see `models.experts.grouped`.
+        tile: see `shardwright.models.experts.grouped`.
         at_once: whether one block is all that a device multiplies, or all that is planned.
         apart: whether a block has rows of one expert alone.
         room: rows of a round for which there is room where something is kept of them; whole blocks.

@@ -44,7 +44,7 @@ class ScaledExperts(nn.Module):
     is_transposed, is_concatenated = True, True
     _is_expert_parallel = False
     _apply_gate = _default_apply_gate
-    implementation = "dense"  # a name that `models.experts.interface` registers
+    implementation = "dense"  # a name that `shardwright.models.experts.interface` registers
 
     def forward(self, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
         run: Any = ALL_EXPERTS_FUNCTIONS[self.implementation]

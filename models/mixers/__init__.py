@@ -4,6 +4,6 @@ Each is a JAX function that runs over a row in segments, with memory that grows 
 body is compiled once. :func:`bind` puts them in the place of transformers' own torch functions.
 """
 
-from models.mixers.bind import bind
+from shardwright.models.mixers.bind import bind
 
 __all__ = ["bind"]

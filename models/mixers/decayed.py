@@ -9,9 +9,9 @@ of a group, N width of keys (the state's size), P width of values.
 
 from __future__ import annotations
 
-from models.jax_call import jax
-from models.mixers import sums
-from models.mixers.segments import Array, over_segments
+from shardwright.models.mixers import sums
+from shardwright.models.mixers.segments import Array, over_segments
+from shardwright.models.ops.jax_call import jax
 
 jnp = jax.numpy
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 
-from models.jax_call import jax
-from models.mixers import sums
-from models.mixers.segments import Array, over_segments
+from shardwright.models.mixers import sums
+from shardwright.models.mixers.segments import Array, over_segments
+from shardwright.models.ops.jax_call import jax
 
 jnp, lax = jax.numpy, jax.lax
 

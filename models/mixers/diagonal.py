@@ -8,8 +8,8 @@ Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers o
 
 from __future__ import annotations
 
-from models.jax_call import jax
-from models.mixers.segments import Array, over_segments
+from shardwright.models.mixers.segments import Array, over_segments
+from shardwright.models.ops.jax_call import jax
 
 jnp, lax = jax.numpy, jax.lax
 

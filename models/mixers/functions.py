@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from shardwright.models.mixers.decayed import decayed_attention
+from shardwright.models.mixers.delta import delta_rule
+from shardwright.models.mixers.diagonal import linear_recurrence, selective_scan, short_convolution, wkv
+from shardwright.models.mixers.segments import apply
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-
-from models.mixers.decayed import decayed_attention
-from models.mixers.delta import delta_rule
-from models.mixers.diagonal import linear_recurrence, selective_scan, short_convolution, wkv
-from models.mixers.segments import apply
 
 
 def gated_delta_rule(

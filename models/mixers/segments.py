@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from models.jax_call import jax, jax_call
-from models.op_arguments import as_text, from_text
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.jax_call import jax, jax_call
 
 jnp, lax = jax.numpy, jax.lax
 

@@ -6,8 +6,8 @@ difference of 0.01 has no digits left, nor has its gradient.
 
 from __future__ import annotations
 
-from models.jax_call import jax
-from models.mixers.segments import Array
+from shardwright.models.mixers.segments import Array
+from shardwright.models.ops.jax_call import jax
 
 jnp = jax.numpy
 

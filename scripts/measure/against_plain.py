@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 import torch_xla
-from tiny import tiny_config
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.job import Job
+from shardwright.layout.auto import auto_recipe
+from shardwright.layout.plan import ShardingPlan
+from shardwright.model.facts import experts_modules, in_short
+from shardwright.model.meta_model import meta_model
+from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.step.build import build
+from shardwright.weights.sources import state_dict_weights
+from shardwright.xla import sharding
+from shardwright.xla.batch import place_batch
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.runtime import init_runtime
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.layout.auto import auto_recipe
-from trainer.layout.plan import ShardingPlan
-from trainer.model import experts_modules, in_short, meta_model
-from trainer.step.build import build
-from trainer.weights.sources import state_dict_weights
-from trainer.xla import sharding
-from trainer.xla.batch import place_batch
-from trainer.xla.mesh import build_mesh
-from trainer.xla.runtime import init_runtime
 
 DEVICES, ROWS, LENGTH = 8, 8, 32
 TOLERANCE, MOST = 1e-5, 1e-3

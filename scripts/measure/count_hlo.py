@@ -29,17 +29,18 @@ os.environ["USE_TORCH_XLA"] = "0"
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from trainer.cli import Parser
-from trainer.compile.lowered import Lowered
-from trainer.compile.report import CompileReport, Expected, make_report
-from trainer.compile.summary import SHARES_HEADER, estimate_line, fact_rows, share_rows, where_it_runs
-from trainer.errors import UserError, exit_code
-from trainer.layout.auto import UNMADE
-from trainer.model import load_config, meta_model, training_flops
-from trainer.report.lines import say
-from trainer.report.units import size
-from trainer.xla.chips import find_topology
+from shardwright.arguments.command_line import Parser
+from shardwright.compile.lowered import Lowered
+from shardwright.compile.report.report import CompileReport, Expected, make_report
+from shardwright.compile.report.summary import SHARES_HEADER, estimate_line, fact_rows, share_rows, where_it_runs
+from shardwright.errors import UserError
+from shardwright.hosts.output_streams import exit_code
+from shardwright.layout.auto import UNMADE
+from shardwright.model.facts import training_flops
+from shardwright.model.meta_model import load_config, meta_model
+from shardwright.report.lines import say
+from shardwright.report.units import size
+from shardwright.xla.chips import find_topology
 
 _GZIP = b"\x1f\x8b"
 # what a compiling process tells beside the text; the text alone does not say what the step takes of the HBM

@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-
-from trainer.cli import Parser
-from trainer.errors import exit_code
-from trainer.report.bars import tracked
+from shardwright.arguments.command_line import Parser
+from shardwright.hosts.output_streams import exit_code
+from shardwright.report.bars import tracked
 
 ROOT = Path(__file__).parents[2]
 # name -> (mesh of the recipe, whether layers are scanned)
@@ -57,7 +56,7 @@ def main() -> int:
     args = _arguments()
     os.environ.update(ENVIRONMENT)
     _FORKS.set_forkserver_preload(["against_plain"])
-    from tiny import LEFT_OUT, families
+    from shardwright.scripts.measure.tiny import LEFT_OUT, families
 
     version, results = code_version(), _Results(Path(args.results))
     names = args.only.split(",") if args.only else families()
@@ -149,7 +148,7 @@ def work(family: str, modes: Sequence[str], folder: str) -> None:
     """Runs the modes of a family in a process of its own, and writes a JSON line for each to ``FOLDER/out``."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.dup2(os.open(Path(folder, "err"), os.O_CREAT | os.O_WRONLY), 2)
-    import against_plain
+    from shardwright.scripts.measure import against_plain
 
     case = against_plain.plain(family)
     for mode in modes:

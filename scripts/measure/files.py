@@ -19,11 +19,10 @@ import tempfile
 import time
 from typing import Any
 
-import speed
 from rich.table import Table
-from speed import model_config, resolved_job, run
-
-from trainer.errors import exit_code
+from shardwright.hosts.output_streams import exit_code
+from shardwright.scripts.measure import speed
+from shardwright.scripts.measure.speed import model_config, resolved_job, run
 
 # the largest fused parameter, gate and up of a layer's experts, is 32 MiB of 503 MiB
 LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
@@ -93,9 +92,9 @@ def checkpoint(recipe: str, rounds: int) -> Table:
 
 def saves(job: dict[str, Any]) -> dict[str, float]:
     """Medians of :func:`_save_seconds`, of a new model's state."""
-    from trainer.step.build import build
-    from trainer.weights.sources import seeded_init
-    from trainer.xla.mesh import build_mesh
+    from shardwright.step.build import build
+    from shardwright.weights.sources import seeded_init
+    from shardwright.xla.mesh import build_mesh
 
     resolved = resolved_job(job, model_config(job))
     mesh = build_mesh(resolved.recipe.mesh)
@@ -109,12 +108,11 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
     from pathlib import Path
 
     import torch
+    from shardwright.checkpoint import manifest
+    from shardwright.checkpoint.lineage import folder_of
+    from shardwright.checkpoint.write import CheckpointWriter
+    from shardwright.files.folder import Folder
     from transformers import TrainerState
-
-    from trainer.checkpoint import manifest
-    from trainer.checkpoint.lineage import folder_of
-    from trainer.checkpoint.write import CheckpointWriter
-    from trainer.storage import Folder
 
     times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
 
@@ -161,7 +159,7 @@ def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
 
 def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """(wall, CPU) seconds to open a hub's weights and place them: the first time, with compiles, and again."""
-    from trainer.xla.runtime import wait_for_devices
+    from shardwright.xla.runtime import wait_for_devices
 
     fresh = _placing(job)
     seconds = []
@@ -185,10 +183,9 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
     """
     import math
 
+    from shardwright.layout.stacking import is_stacked
+    from shardwright.weights.sources import state_dict_weights
     from transformers import AutoModelForCausalLM
-
-    from trainer.layout.stacking import is_stacked
-    from trainer.weights.sources import state_dict_weights
 
     plan, place = _placing(job)()
     before = _anonymous(os.getpid())
@@ -232,12 +229,11 @@ def _placing(job: dict[str, Any]) -> Any:
     """
     import copy
 
+    from shardwright.weights.hub_read import open_hub_weights
+    from shardwright.weights.place import place_parameters
+    from shardwright.weights.sources import Source
+    from shardwright.xla.mesh import build_mesh
     from transformers import AutoConfig
-
-    from trainer.weights.hub_read import open_hub_weights
-    from trainer.weights.place import place_parameters
-    from trainer.weights.sources import Source
-    from trainer.xla.mesh import build_mesh
 
     resolved = resolved_job(job, AutoConfig.from_pretrained(job["folder"]))
     mesh, plan = build_mesh(resolved.recipe.mesh), resolved.stored

@@ -30,19 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ray_cluster import SAVER, WORKER
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from trainer.cli import Parser
-from trainer.errors import exit_code
-from trainer.launch.exits import RULES
-from trainer.launch.plan import Plan
-from trainer.launch.request import Mount, Request
-from trainer.launch.slices import generation, hosts, shape
-from trainer.launch.targets import TARGETS
-from trainer.xla.chips import CHIPS, find_topology, topologies
+from shardwright.arguments.command_line import Parser
+from shardwright.hosts.output_streams import exit_code
+from shardwright.launch.exits import RULES
+from shardwright.launch.plan import Plan
+from shardwright.launch.request import Mount, Request
+from shardwright.launch.slices import generation, hosts, shape
+from shardwright.launch.targets import TARGETS
+from shardwright.scripts.measure.ray_cluster import SAVER, WORKER
+from shardwright.xla.chips import CHIPS, find_topology, topologies
 
 ROOT = Path(__file__).parents[2]
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright-launch-tools"

@@ -27,14 +27,13 @@ import torch_xla.debug.metrics as met
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from shardwright.arguments.command_line import Parser, parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.hosts.output_streams import exit_code
+from shardwright.run import train
+from shardwright.xla.runtime import compile_count
 from transformers import MixtralConfig, TrainerCallback, TrainerControl, TrainerState
 from transformers import logging as transformers_logging
-
-from trainer.arguments import TrainingArguments
-from trainer.cli import Parser, parse
-from trainer.errors import exit_code
-from trainer.run import train
-from trainer.xla.runtime import compile_count
 
 MODEL: dict[str, Any] = {
     "hidden_size": 64,

@@ -14,10 +14,9 @@ import time
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
+from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
+from shardwright.data.samples.fitting import SamplePacker, best_fit
 from trl.data_utils import pack_dataset
-
-from trainer.data.fitting import SamplePacker, best_fit
-from trainer.data.packing import DOCUMENTS_AT_ONCE
 
 SAMPLES, LENGTH = 20_000, 2048
 

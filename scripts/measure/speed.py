@@ -29,9 +29,8 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from trainer.cli import Parser
-from trainer.errors import exit_code
+from shardwright.arguments.command_line import Parser
+from shardwright.hosts.output_streams import exit_code
 
 SPEED = {"sequence_length": 256, "rows": 16, "steps": 12, "warmup": 3}
 DEPTH = {"sequence_length": 64, "rows": 8, "steps": 8, "warmup": 6, "hidden_size": 64, "intermediate_size": 128}
@@ -236,9 +235,8 @@ def measured(job: dict[str, Any], wall: float, cpu: float, **more: float) -> dic
 
 def model_config(job: dict[str, Any]) -> Any:
     """The config of the recipe's own model, with the sizes that the job names."""
+    from shardwright.layout.load_recipe import load_recipe
     from transformers import AutoConfig
-
-    from trainer.layout.load import load_recipe
 
     changes: dict[str, Any] = {k: job[k] for k in ("num_hidden_layers", "hidden_size", "intermediate_size") if k in job}
     return AutoConfig.for_model(**dict(load_recipe(job["recipe"]).model or {}) | changes)
@@ -258,12 +256,12 @@ def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
     """The trainer's Job for the worker's: its recipe on ``config`` and the devices of this process."""
     from dataclasses import replace
 
-    from trainer.arguments import TrainingArguments
-    from trainer.job import Job
-    from trainer.layout.load import load_recipe
-    from trainer.layout.mesh import Mesh
-    from trainer.model import meta_model
-    from trainer.xla.runtime import init_runtime
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.job import Job
+    from shardwright.layout.load_recipe import load_recipe
+    from shardwright.layout.mesh import Mesh
+    from shardwright.model.meta_model import meta_model
+    from shardwright.xla.runtime import init_runtime
 
     init_runtime()
     recipe = load_recipe(job["recipe"])
@@ -281,12 +279,11 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
     After the warm-up nobody waits for the devices, as in a run: the host traces a step while they compute the last one.
     """
     import torch
+    from shardwright.data.corpus import Corpus
+    from shardwright.data.rows.rows import StoredRows
+    from shardwright.loop import TrainingLoop
+    from shardwright.xla.runtime import wait_for_devices
     from transformers import PreTrainedTokenizerFast
-
-    from trainer.data.corpus import Corpus
-    from trainer.data.rows import StoredRows
-    from trainer.loop import TrainingLoop
-    from trainer.xla.runtime import wait_for_devices
 
     config = model_config(job)
     rows = random_rows(job, config.vocab_size)
@@ -323,10 +320,9 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
 def product(job: dict[str, Any]) -> dict[str, float]:
     """GFLOP a CPU second of products of matrices, one after the other in a loop that each device runs."""
     import jax
+    from shardwright.models.ops import cpu_matmul
 
-    from models import one_thread
-
-    multiply = one_thread.product if job["convolution"] else jax.numpy.matmul
+    multiply = cpu_matmul.product if job["convolution"] else jax.numpy.matmul
     rates, devices = {}, jax.devices()
     for m, n, k in PRODUCTS:
         matrices = [jax.numpy.ones(shape) for shape in ((m, k), (k, n), (m, n))]

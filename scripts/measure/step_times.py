@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from tpu_tables import ROOT, compile_one
-
-from trainer.cli import Parser
-from trainer.compile.hlo.schedule import CAUSES
-from trainer.errors import exit_code
-from trainer.report.lines import say, waiting
-from trainer.xla.chips import CHIPS, find_topology
+from shardwright.arguments.command_line import Parser
+from shardwright.compile.hlo.schedule import CAUSES
+from shardwright.hosts.output_streams import exit_code
+from shardwright.report.lines import say, waiting
+from shardwright.scripts.measure.tpu_tables import ROOT, compile_one
+from shardwright.xla.chips import CHIPS, find_topology
 
 _CONFIG = "@llama3_70b.json,bos_token_id=1,eos_token_id=2"
 _LLAMA_8B = "num_hidden_layers=32,hidden_size=4096,intermediate_size=14336,num_attention_heads=32"
@@ -149,7 +148,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What lets libtpu load on a machine without a TPU, as in trainer.compile.libtpu."""
+    """What lets libtpu load on a machine without a TPU, as in shardwright.compile.libtpu."""
     worker = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
     return {**os.environ, **worker, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -159,9 +158,8 @@ def _product_cycles() -> int:
     import jax
     import numpy as np
     from jax.experimental import topologies
-
-    from trainer.compile.hlo.cost import count
-    from trainer.compile.hlo.text import parse
+    from shardwright.compile.hlo.cost import count
+    from shardwright.compile.hlo.text import parse
 
     name, options = find_topology("v5e:1x1").libtpu()
     chips = topologies.get_topology_desc(topology_name=name, platform="tpu", **options).devices

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from tpu_rows import TABLES
-
-from trainer.cli import Parser
-from trainer.errors import exit_code
-from trainer.report.lines import say, waiting
+from shardwright.arguments.command_line import Parser
+from shardwright.hosts.output_streams import exit_code
+from shardwright.report.lines import say, waiting
+from shardwright.scripts.measure.tpu_rows import TABLES
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "docs" / "configs"

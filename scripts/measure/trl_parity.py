@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-
-from trainer import TrainingArguments, train
-from trainer.data.batches import TrainingBatches
+from shardwright import TrainingArguments, train
+from shardwright.data.rows.batches import TrainingBatches
 
 PLAIN = Path(__file__).parent / "trl_plain.py"
 STEPS, LENGTH, TOLERANCE = 20, 128, 1e-4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import uuid
 
 import pytest
+from shardwright.files.folder import Folder
+from shardwright.layout.mesh import Mesh
+from shardwright.xla import sharding
+from shardwright.xla.mesh import build_mesh
 
 from tests.support.checkpoints import SPECS, VALUES
-from trainer.layout.mesh import Mesh
-from trainer.storage import Folder
-from trainer.xla import sharding
-from trainer.xla.mesh import build_mesh
 
 
 @pytest.fixture(scope="module")

@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from shardwright.checkpoint import manifest, tensors
+from shardwright.checkpoint.host_state import set_random_state
+from shardwright.checkpoint.lineage import LINEAGE, folder_of, whole_steps
+from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
+from shardwright.checkpoint.write import expired
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError
+from shardwright.layout.mesh import Mesh
+from shardwright.model.meta_model import meta_model
+from shardwright.xla import sharding
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.runtime import compile_count
 from transformers import LlamaConfig, TrainerState
 
 from tests.support.checkpoints import VALUES, anything, host, quiet, save, writer
 from tests.support.lives import TINY
-from trainer.checkpoint import manifest, tensors
-from trainer.checkpoint.host_state import set_random_state
-from trainer.checkpoint.lineage import LINEAGE, folder_of, whole_steps
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from trainer.checkpoint.write import expired
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.model import meta_model
-from trainer.storage import Folder, StorageError
-from trainer.xla import sharding
-from trainer.xla.mesh import build_mesh
-from trainer.xla.runtime import compile_count
 
 # ---- what is read back ----
 

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from shardwright.checkpoint.same_model import CHANGE_NO_NUMBER, differences
 from transformers import Gemma3Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from tests.support.lives import TINY
-from trainer.checkpoint.configs import CHANGE_NO_NUMBER, differences
 
 SIZES = {name: value for name, value in TINY.items() if name != "model_type"}
 KINDS = {

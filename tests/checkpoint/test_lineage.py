@@ -7,14 +7,14 @@ import os
 import shutil
 
 import pytest
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.lineage import LINEAGE, folder_of, line_to, live_steps, noted_folder, whole_steps
+from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError
 from transformers import TrainerState
 
 from tests.support.checkpoints import anything, host, quiet, save, writer
-from trainer.checkpoint import manifest
-from trainer.checkpoint.lineage import LINEAGE, folder_of, line_to, live_steps, noted_folder, whole_steps
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from trainer.errors import UserError
-from trainer.storage import Folder, StorageError
 
 
 def latest(output: Folder) -> int | None:

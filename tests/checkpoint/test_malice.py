@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shardwright.checkpoint import dcp_metadata, manifest
+from shardwright.checkpoint.dcp_metadata import tiles
+from shardwright.checkpoint.host_state import check_random_state, random_state
+from shardwright.checkpoint.plain_pickle import read_pickle
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.support.fuzz import checkpoints
 from tests.support.fuzz.checkpoints import TENSORS, copied, opened, read_all
 from tests.support.fuzz.pickles import as_pickle, as_tree
-from trainer.checkpoint import listing, manifest
-from trainer.checkpoint.host_state import check_random_state, random_state
-from trainer.checkpoint.listing import tiles
-from trainer.checkpoint.plain_pickle import read_pickle
-from trainer.errors import UserError
-from trainer.storage import Folder, StorageError
 
 STACK = "model.layers.*.mlp.up_proj.weight"
 
@@ -344,8 +344,8 @@ def test_states_of_the_generators_are_checked_and_not_set():
 
 def test_the_list_of_tensors_that_is_read_is_what_dcp_wrote(base, metadata):
     data = (base / ".metadata").read_bytes()
-    assert as_pickle(as_tree(read_pickle(data, listing._NAMES)))[:2] == data[:2]
-    entries = listing.read_listing(data, {TENSORS: (base / TENSORS).stat().st_size})
+    assert as_pickle(as_tree(read_pickle(data, dcp_metadata._NAMES)))[:2] == data[:2]
+    entries = dcp_metadata.read_listing(data, {TENSORS: (base / TENSORS).stat().st_size})
     for name, entry in metadata.state_dict_metadata.items():
         found = [(chunk.offsets, chunk.sizes) for chunk in entries[name].chunks]
         assert found == [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]

@@ -16,16 +16,16 @@ import pytest
 import safetensors.torch
 import torch
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.lineage import whole_steps
+from shardwright.checkpoint.read import find_checkpoint, open_checked
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.files.lock import LOCK
+from shardwright.run import train
 
 from tests.support.lives import TINY, Lives, tiny_run, write_text
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Resharding, Setting
-from trainer.arguments import TrainingArguments
-from trainer.checkpoint.lineage import whole_steps
-from trainer.checkpoint.read import find_checkpoint, open_checked
-from trainer.errors import UserError
-from trainer.lock import LOCK
-from trainer.run import train
-from trainer.storage import Folder
 
 STEPS = 60
 LATEST = ("--resume_from_checkpoint", "latest")
@@ -118,8 +118,8 @@ def test_ctrl_c_saves_model_and_checkpoint_exits_130_and_leaves_the_losses_as_th
 
 TWICE = """
 import os, signal
-from trainer.xla.runtime import init_runtime
-from trainer.preemption import StopRequests
+from shardwright.xla.runtime import init_runtime
+from shardwright.xla.stop_requests import StopRequests
 init_runtime()
 stop = StopRequests()
 with stop.listen():
@@ -263,7 +263,7 @@ def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
 
 
 REPLICATED = """
-from trainer import Compute, Mesh, Recipe
+from shardwright import Compute, Mesh, Recipe
 anything = {".".join("*" * depth): {} for depth in range(1, 9)}
 recipe = Recipe(Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything, compute=Compute(scan=False))
 """

@@ -10,22 +10,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint import manifest, write
+from shardwright.checkpoint.lineage import folder_of, live_steps, whole_steps
+from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
+from shardwright.checkpoint.staging import (
+    Staged,
+    Staging,
+    has_room,
+    holders,
+    open_staging,
+    own_files,
+    recover,
+    recoverable,
+)
+from shardwright.checkpoint.write import CheckpointWriter, run_texts
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError
+from shardwright.hosts.hosts import hosts
+from shardwright.layout.mesh import Mesh
+from shardwright.xla import sharding
+from shardwright.xla.mesh import build_mesh
 from transformers import LlamaConfig, TrainerState
 
 from tests.support.checkpoints import TEXTS, anything, host, quiet, save
 from tests.support.lives import TINY
-from trainer.arguments import TrainingArguments
-from trainer.checkpoint import manifest, write
-from trainer.checkpoint.lineage import folder_of, live_steps, whole_steps
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from trainer.checkpoint.staging import Staged, Staging, has_room, holders, open_staging, own_files, recover, recoverable
-from trainer.checkpoint.write import CheckpointWriter, run_texts
-from trainer.errors import UserError
-from trainer.hosts import hosts
-from trainer.layout.mesh import Mesh
-from trainer.storage import Folder, StorageError
-from trainer.xla import sharding
-from trainer.xla.mesh import build_mesh
 
 PART, SECOND, REST = "__0_0.distcp", "__1_0.distcp", ".metadata"
 FILES = {name: manifest.checksum(name.encode()) for name in (PART, SECOND, REST)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from shardwright.compile.hlo.cost import Cost, count
+from shardwright.compile.hlo.text import parse
+from shardwright.compile.report.report import CompileReport, Expected, make_report
+from shardwright.xla.chips import find_topology
 
 from tests.support.captured import MESH, V5P, captured, captured_step
 from tests.support.paths import CAPTURED
-from trainer.compile.hlo.cost import Cost, count
-from trainer.compile.hlo.text import parse
-from trainer.compile.report import CompileReport, Expected, make_report
-from trainer.xla.chips import find_topology
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from shardwright.compile.lowering import lower
+from shardwright.model.facts import training_flops
+from shardwright.models.adapters.lora import base_of
 
-from models.adapters.lora import base_of
 from tests.support.jobs import job_of
-from trainer.compile.lowering import lower
-from trainer.model import training_flops
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

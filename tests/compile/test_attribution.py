@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from shardwright.compile.hlo.collectives import Collective, Traffic
+from shardwright.compile.hlo.cost import count
+from shardwright.compile.hlo.text import parse
+from shardwright.compile.lowered import Argument, Lowered
+from shardwright.compile.report.attribution import axes_of_dimensions, collective_lines
+from shardwright.compile.report.report import CompileReport
 
 from tests.support.captured import MESH, V5P
-from trainer.compile.attribution import axes_of_dimensions, collective_lines
-from trainer.compile.hlo.collectives import Collective, Traffic
-from trainer.compile.hlo.cost import count
-from trainer.compile.hlo.text import parse
-from trainer.compile.lowered import Argument, Lowered
-from trainer.compile.report import CompileReport
 
 
 @pytest.mark.parametrize(

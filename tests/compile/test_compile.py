@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shardwright.compile.command import DOES_NOT_FIT
+from shardwright.compile.job import compiler_flags
+from shardwright.compile.search.largest_that_fits import largest_batch
+from shardwright.xla.chips import CHIPS, FLAGS
 
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.compile.command import DOES_NOT_FIT
-from trainer.compile.job import compiler_flags
-from trainer.compile.largest import largest_batch
-from trainer.xla.chips import CHIPS, FLAGS
 
 # what issue 3 says the JSON holds
 KEYS = {
@@ -48,8 +48,8 @@ def run(script: str, *words: str, cache: Path) -> subprocess.CompletedProcess[st
 # All refusals in one process: starting one takes longer than refusing.
 _REFUSALS = """
 import json, sys
-from trainer.compile.command import main
-from trainer.errors import exit_code
+from shardwright.compile.command import main
+from shardwright.hosts.output_streams import exit_code
 for words in json.loads(sys.argv[1]):
     print("----", file=sys.stderr)
     try:

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from count_hlo import axes, count_module, read_module
+from shardwright.compile.report.report import CompileReport, Expected
+from shardwright.errors import UserError
+from shardwright.scripts.measure.count_hlo import axes, count_module, read_module
 
 from tests.support.captured import MESH, captured
 from tests.support.paths import CAPTURED, ROOT
-from trainer.compile.report import CompileReport, Expected
-from trainer.errors import UserError
 
 EXPECTED = Expected(model_flops=8 * 1e9, tokens=8 * 256)
 # a matrix product, and a gather of eight megabytes over all chips that nothing runs beside

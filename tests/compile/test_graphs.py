@@ -12,33 +12,33 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile import command
+from shardwright.compile.arguments import CompileArguments
+from shardwright.compile.command import DOES_NOT_FIT
+from shardwright.compile.libtpu import Target, compile_for
+from shardwright.compile.lowered import TRAIN_STEP, Lowered
+from shardwright.compile.lowering import EVALUATION, LOADING, READING, graphs_of, lower, shorter_steps
+from shardwright.compile.report.report import CompileReport
+from shardwright.errors import UserError
+from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS
+from shardwright.evaluation.generate import GenerationShape
+from shardwright.evaluation.reference_step import REFERENCE_PASS
+from shardwright.evaluation.samples import expected_shape
+from shardwright.job import Job
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.stacking import is_stacked
+from shardwright.loop import TrainingLoop
+from shardwright.models.adapters.lora import A, B
+from shardwright.models.ops.jax_call import xla_client
+from shardwright.run import train
+from shardwright.weights.place import layer_batches
+from shardwright.xla.runtime import compile_count
 
-from models.adapters.lora import A, B
-from models.jax_call import xla_client
 from tests.support.chats import byte_tokenizer, write_records
 from tests.support.jobs import job_of
 from tests.support.lives import TINY
 from tests.support.tpu_compiler import asked_of, needs_libtpu
-from trainer.arguments import TrainingArguments
-from trainer.compile import command
-from trainer.compile.arguments import CompileArguments
-from trainer.compile.command import DOES_NOT_FIT
-from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowered import TRAIN_STEP, Lowered
-from trainer.compile.lowering import EVALUATION, LOADING, READING, graphs_of, lower, shorter_steps
-from trainer.compile.report import CompileReport
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.layout.load import load_recipe
-from trainer.layout.stacking import is_stacked
-from trainer.loop import TrainingLoop
-from trainer.run import train
-from trainer.samples import expected_shape
-from trainer.step.decoders import NEXT_TOKEN, PROMPTS
-from trainer.step.generate import GenerationShape
-from trainer.step.reference import REFERENCE_PASS
-from trainer.weights.place import layer_batches
-from trainer.xla.runtime import compile_count
 
 
 def test_which_graphs_a_run_has_follows_from_its_options(tmp_path: Path) -> None:

@@ -18,15 +18,15 @@ import jax
 import jax.memory
 import jax.numpy as jnp
 import pytest
+from shardwright.compile import libtpu
+from shardwright.compile.libtpu import Target, compile_for
+from shardwright.compile.lowered import Argument, Lowered
+from shardwright.errors import UserError
+from shardwright.xla.chips import FLAGS
 
 from tests.support.captured import captured_step
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.compile import libtpu
-from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowered import Argument, Lowered
-from trainer.errors import UserError
-from trainer.xla.chips import FLAGS
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_compiler_that_takes_too_long_is_killed(cache: Path, monkeypatch: pyte
 _COMPILES = """
 import pathlib, sys
 from tests.support.captured import captured_step
-from trainer.compile.libtpu import Target, compile_for
+from shardwright.compile.libtpu import Target, compile_for
 compile_for(captured_step(), Target("v5p:2x2x2"), cache_dir=pathlib.Path(sys.argv[1]))
 """
 

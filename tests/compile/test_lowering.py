@@ -19,27 +19,27 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from shardwright.compile.libtpu import Target, compile_for
+from shardwright.compile.lowered import Lowered
+from shardwright.compile.lowering import lower
+from shardwright.compile.report.report import CompileReport
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.recipe import Recipe
+from shardwright.models.attention import interface, portable
+from shardwright.models.ops import jax_call
+from shardwright.step.build import build
+from shardwright.step.train_step import TrainStep
+from shardwright.weights.sources import seeded_init
+from shardwright.xla import sharding
+from shardwright.xla.mesh import build_mesh
 
-from models import jax_call
-from models.attention import interface, portable
 from tests.support.cases import relative
 from tests.support.jobs import job_of
 from tests.support.marking import InPlace, donating_no_base, in_place
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowered import Lowered
-from trainer.compile.lowering import lower
-from trainer.compile.report import CompileReport
-from trainer.layout.load import load_recipe
-from trainer.layout.mesh import Mesh
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Recipe
-from trainer.step.build import build
-from trainer.step.train_step import TrainStep
-from trainer.weights.sources import seeded_init
-from trainer.xla import sharding
-from trainer.xla.mesh import build_mesh
 
 LENGTH = 16
 

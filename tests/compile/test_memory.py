@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from shardwright.compile.report.memory import is_out_of_hbm, parse_out_of_memory
 
 from tests.support.captured import GIB
 from tests.support.paths import CAPTURED
-from trainer.compile.memory import is_out_of_hbm, parse_out_of_memory
 
 
 def test_an_out_of_memory_error_with_arguments_is_read_whole() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from shardwright.compile.report.efficiency import efficiencies
+from shardwright.compile.report.estimate import estimate
+from shardwright.compile.report.page import page, write_page
+from shardwright.compile.report.report import CompileReport
+from shardwright.compile.report.terminal import print_report
 
 from tests.support.captured import V5P
-from trainer.compile.efficiency import efficiencies
-from trainer.compile.estimate import estimate
-from trainer.compile.page import page, write_page
-from trainer.compile.report import CompileReport
-from trainer.compile.terminal import print_report
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_it_shows(refused: CompileReport, tmp_path: Path) -> None:

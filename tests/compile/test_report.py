@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from shardwright.compile.report.report import CompileReport
+from shardwright.xla.chips import find_topology
 
 from tests.support.captured import GIB
-from trainer.compile.report import CompileReport
-from trainer.xla.chips import find_topology
 
 KEYS = [
     *("peak_bytes", "required_bytes", "argument_bytes", "weights_bytes", "optimizer_bytes", "batch_bytes"),

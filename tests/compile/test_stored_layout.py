@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shardwright.compile.libtpu import Target, compile_for
+from shardwright.compile.lowering import lower
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.models.ops.stored_layout import stored_order
+from shardwright.step import build
 
-from models.stored_layout import stored_order
 from tests.support.jobs import job_of
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowering import lower
-from trainer.layout.load import load_recipe
-from trainer.step import build
 
 # a chip's share of `down_proj` is stored the other way round, for half of 1088 columns would be padded to 640
 SIZES = {"hidden_size": 1024, "intermediate_size": 1088, "num_attention_heads": 8, "num_key_value_heads": 8}

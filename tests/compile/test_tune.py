@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile import command
+from shardwright.compile.arguments import CompileArguments
+from shardwright.compile.command import DOES_NOT_FIT
+from shardwright.compile.lowered import TRAIN_STEP
+from shardwright.compile.lowering import EVALUATION
+from shardwright.compile.report.report import CompileReport
+from shardwright.errors import UserError
+from shardwright.job import Job
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.step.auto_remat import Platform, answer, with_remat
 
 from tests.support.tpu_compiler import asked_of
-from trainer.arguments import TrainingArguments
-from trainer.cli import parse
-from trainer.compile import command
-from trainer.compile.arguments import CompileArguments
-from trainer.compile.command import DOES_NOT_FIT
-from trainer.compile.lowered import TRAIN_STEP
-from trainer.compile.lowering import EVALUATION
-from trainer.compile.report import CompileReport
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.layout.load import load_recipe
-from trainer.remat import Platform, answer, with_remat
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
 TOPOLOGY = "v5p:2x2x2"
@@ -167,7 +167,7 @@ def test_the_answer_of_tune_says_all_that_was_asked_and_leaves_room(taking, monk
 
 def test_tune_climbs_to_the_fastest_setting_that_fits_and_says_how_to_run_it(taking, monkeypatch, tmp_path):
     asked_of(monkeypatch, landscape(taking))
-    monkeypatch.setattr("trainer.compile.tune.shipped_recipes", lambda: ("gemma3_fsdp", "mixtral_ep"))
+    monkeypatch.setattr("shardwright.compile.search.tune.shipped_recipes", lambda: ("gemma3_fsdp", "mixtral_ep"))
     (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
     args = dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json"))
     code, out = run(args, tune=60, json=str(tmp_path / "found.json"))
@@ -190,7 +190,7 @@ def test_tune_climbs_from_each_recipe_though_another_starts_faster(taking, monke
         return taking(part, {0: 2.0, 8: 3.0}.get(expert, 1.0))
 
     asked_of(monkeypatch, found)
-    monkeypatch.setattr("trainer.compile.tune.shipped_recipes", lambda: ("mixtral_ep", "mixtral_fsdp"))
+    monkeypatch.setattr("shardwright.compile.search.tune.shipped_recipes", lambda: ("mixtral_ep", "mixtral_fsdp"))
     (tmp_path / "config.json").write_text(json.dumps(dict(load_recipe("mixtral_ep").model)))
     _, out = run(dataclasses.replace(ARGS, recipe="mixtral_fsdp", model=str(tmp_path / "config.json")), tune=60)
     assert (parsed(out).recipe, parsed(out).mesh) == ("mixtral_ep", "fsdp=1,expert=8")
@@ -230,7 +230,7 @@ def test_tune_without_time_left_reports_the_best_so_far(taking, monkeypatch):
     asked = asked_of(monkeypatch, landscape(taking))
     run(ARGS, tune=60)
     asked.clear()
-    monkeypatch.setattr("trainer.compile.tune.time.monotonic", iter(range(0, 10**9, 3600)).__next__)
+    monkeypatch.setattr("shardwright.compile.search.tune.time.monotonic", iter(range(0, 10**9, 3600)).__next__)
     with pytest.raises(UserError, match="0 were tried"):
         run(dataclasses.replace(ARGS, sequence_length=32), tune=1)
     assert not asked
@@ -238,7 +238,7 @@ def test_tune_without_time_left_reports_the_best_so_far(taking, monkeypatch):
 
 def test_tune_says_when_its_time_was_too_short(taking, monkeypatch):
     asked_of(monkeypatch, landscape(taking))
-    monkeypatch.setattr("trainer.compile.tune.time.monotonic", iter(range(0, 10**9, 40)).__next__)
+    monkeypatch.setattr("shardwright.compile.search.tune.time.monotonic", iter(range(0, 10**9, 40)).__next__)
     code, out = run(ARGS, tune=1)
     assert code == 0
     assert "the time of --tune 1 is over; the same command tries more" in out

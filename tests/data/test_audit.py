@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from shardwright.data.audit import Audit, audit, histogram
+from shardwright.data.command import ReadingBar
+from shardwright.data.corpus import DataOptions, load_corpus
+from shardwright.data.records.document_stream import DocumentStream, find_stream
+from shardwright.data.samples.fitting import SampleOptions
+from shardwright.errors import UserError
 
 from tests.support.browser import Browser
 from tests.support.chats import CHAT, CHATML, ENDLESS, PARTING, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl, write_parquet
-from trainer.audit import ReadingBar
-from trainer.data.audit import Audit, audit, histogram
-from trainer.data.corpus import DataOptions, load_corpus
-from trainer.data.document_stream import DocumentStream, find_stream
-from trainer.data.fitting import SampleOptions
-from trainer.errors import UserError
 
 TOKENIZER = byte_tokenizer(CHATML, "<|im_end|>")
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}

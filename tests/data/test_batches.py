@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-
-from trainer.data.batches import TrainingBatches, heldout_batches
-from trainer.data.rows import StoredRows
-from trainer.errors import UserError
+from shardwright.data.rows.batches import TrainingBatches, heldout_batches
+from shardwright.data.rows.rows import StoredRows
+from shardwright.errors import UserError
 
 
 @pytest.fixture

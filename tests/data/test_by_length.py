@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shardwright.data.corpus import DataOptions, load_corpus
+from shardwright.data.rows.batches import TrainingBatches
+from shardwright.data.rows.by_length import in_runs, used
+from shardwright.data.rows.mixture import MixedRows
+from shardwright.data.rows.packing import IGNORE
+from shardwright.data.rows.rows import Rows
+from shardwright.data.samples.fitting import SampleOptions
+from shardwright.errors import UserError
 
 from tests.data.test_fitting import TOKENIZER
 from tests.support.chats import write_records
-from trainer.data.batches import TrainingBatches
-from trainer.data.by_length import in_runs, used
-from trainer.data.corpus import DataOptions, load_corpus
-from trainer.data.fitting import SampleOptions
-from trainer.data.mixture import MixedRows
-from trainer.data.rows import Rows
-from trainer.data.samples import IGNORE
-from trainer.errors import UserError
 
 LENGTH, LENGTHS = 64, (16, 32, 64)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pytest
+import shardwright.data
 from datasets import Dataset
+from shardwright.data.corpus import Corpus, DataOptions, load_corpus
+from shardwright.data.tokenizer import END_OF_TEXT, open_tokenizer
+from shardwright.data.unigram import unigram_loss
+from shardwright.errors import UserError
+from shardwright.files.cache import cached
 
-import trainer.data
 from tests.support.texts import TEXTS, documents_of, load_small, run_python, write_folder, write_jsonl
-from trainer.cache import cached
-from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.tokenizer import END_OF_TEXT, open_tokenizer
-from trainer.data.unigram import unigram_loss
-from trainer.errors import UserError
 
 EOS = 0  # the only special token of a tokenizer that is trained here
 
@@ -48,8 +48,8 @@ def test_two_processes_make_the_same_bytes_whatever_pythons_hash_seed(tmp_path: 
     data = write_folder(tmp_path / "folder")
     script = f"""if True:
         import hashlib
-        from trainer.data.corpus import DataOptions, load_corpus
-        from trainer.data.batches import TrainingBatches
+        from shardwright.data.corpus import DataOptions, load_corpus
+        from shardwright.data.batches import TrainingBatches
         corpus = load_corpus(DataOptions({str(data)!r}, sequence_length=32, isolate_documents=True), None, 400)
         batches = TrainingBatches(corpus.train, 4, seed=1)
         seen = [corpus.tokenizer.backend_tokenizer.to_str(), corpus.train.dataset[:], corpus.heldout.dataset[:]]
@@ -154,11 +154,11 @@ def test_progress_bars_of_datasets_are_left_as_they_were(load: Callable[..., Cor
 
 
 def test_no_module_of_data_imports_torch_xla() -> None:
-    folder = Path(trainer.data.__file__).parent
-    modules = [f"trainer.data.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
+    folder = Path(shardwright.data.__file__).parent
+    modules = [f"shardwright.data.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"]
     script = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; print(sorted(sys.modules))"
     loaded = run_python(script)
-    assert "'trainer.data.corpus'" in loaded
+    assert "'shardwright.data.corpus'" in loaded
     assert "'torch_xla" not in loaded
 
 

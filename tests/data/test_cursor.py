@@ -18,19 +18,20 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from shardwright.data.corpus import Corpus, DataOptions, load_corpus
+from shardwright.data.records import documents
+from shardwright.data.rows import row_stream
+from shardwright.data.rows.batches import TrainingBatches
+from shardwright.data.rows.packing import Packer, as_table
+from shardwright.data.rows.row_stream import StreamedRows
+from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.errors import UserError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.texts import write_jsonl, write_parquet, written
-from trainer.data import documents, row_stream
-from trainer.data.batches import TrainingBatches
-from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.packing import Packer, as_table
-from trainer.data.row_stream import StreamedRows
-from trainer.data.rows import Rows, StoredRows
-from trainer.errors import UserError
 
 WORDS, EOS = 4000, 0
 KINDS = ["jsonl", "jsonl folder", "parquet folder", "text folder", "text file"]
@@ -268,7 +269,7 @@ def test_each_part_of_a_streams_place_is_needed(tokenizer, tmp_path, field: str)
 
 def test_a_streams_cursor_is_the_one_that_older_checkpoints_hold(tokenizer, tmp_path, monkeypatch) -> None:
     # a tokenizer's own fingerprint changes with the version of tokenizers
-    monkeypatch.setattr("trainer.data.corpus.tokenizer_fingerprint", lambda tokenizer: "tokenizer")
+    monkeypatch.setattr("shardwright.data.corpus.tokenizer_fingerprint", lambda tokenizer: "tokenizer")
     batches = TrainingBatches(stream(tmp_path, texts(np.random.default_rng(5), 60), tokenizer), 4, seed=0)
     for _ in range(3):
         next(batches)

@@ -11,6 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from shardwright.data.corpus import Corpus
+from shardwright.data.records.document_stream import find_stream
+from shardwright.data.records.sources import locate
+from shardwright.errors import UserError
 
 from tests.support.small_hub import write_hub_cache
 from tests.support.texts import (
@@ -29,10 +33,6 @@ from tests.support.texts import (
     write_saved_dataset,
     write_text,
 )
-from trainer.data.corpus import Corpus
-from trainer.data.document_stream import find_stream
-from trainer.data.sources import locate
-from trainer.errors import UserError
 
 
 @pytest.fixture
@@ -122,8 +122,8 @@ def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -
     environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = f"""if True:
         import pathlib
-        from trainer.data.documents import find_documents
-        from trainer.data.heldout import split_documents
+        from shardwright.data.records.documents import find_documents
+        from shardwright.data.rows.heldout import split_documents
         documents = find_documents("someone/stories:default", "text")
         splits = split_documents(documents, pathlib.Path({str(tmp_path)!r}), 0.05)
         print(documents.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""

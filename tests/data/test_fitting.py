@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shardwright.data.corpus import Corpus, DataOptions, load_corpus
+from shardwright.data.records.shapes import SHAPES
+from shardwright.data.rows.batches import TrainingBatches, heldout_batches
+from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.rows.row_stream import StreamedRows
+from shardwright.data.samples.fitting import SampleOptions, SamplePacker, best_fit
+from shardwright.errors import UserError
 
 from tests.support.chats import CHAT, CHATML, byte_tokenizer, chats, write_records
-from trainer.data.batches import TrainingBatches, heldout_batches
-from trainer.data.corpus import Corpus, DataOptions, load_corpus
-from trainer.data.fitting import SampleOptions, SamplePacker, best_fit
-from trainer.data.packing import Columns
-from trainer.data.row_stream import StreamedRows
-from trainer.data.samples import IGNORE
-from trainer.data.shapes import SHAPES
-from trainer.errors import UserError
 
 CHATS, GIVEN = SHAPES[0], SHAPES[-1]
 TOKENIZER = byte_tokenizer(CHATML, "<|im_end|>")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from shardwright.data.samples.prompts import prompt_tokens, read_prompts
+from shardwright.errors import UserError
 
 from tests.support.tasks import byte_tokenizer
-from trainer.data.prompts import prompt_tokens, read_prompts
-from trainer.errors import UserError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '[a]' if add_generation_prompt }}"
 HELLO = [{"role": "user", "content": "Hello"}]

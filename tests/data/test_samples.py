@@ -7,6 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from shardwright.data.records.shapes import SHAPES, BadRecord
+from shardwright.data.samples.samples import Encoder, Sample
+from shardwright.errors import UserError
 
 from tests.support.chats import (
     CHAT,
@@ -20,9 +23,6 @@ from tests.support.chats import (
     byte_tokenizer,
     scored_text,
 )
-from trainer.data.samples import Encoder, Sample
-from trainer.data.shapes import SHAPES, BadRecord
-from trainer.errors import UserError
 
 SHAPE = {shape.name: shape for shape in SHAPES}
 TEMPLATES = {

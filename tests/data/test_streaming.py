@@ -13,6 +13,15 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from shardwright.data.corpus import Corpus
+from shardwright.data.records.document_stream import DocumentStream, find_stream
+from shardwright.data.records.documents import key_hash
+from shardwright.data.rows.batches import TrainingBatches
+from shardwright.data.rows.packing import Packer
+from shardwright.data.rows.row_stream import Place, StreamedRows
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.unigram import unigram_loss
+from shardwright.errors import UserError
 
 from tests.support.small_hub import COMMIT, small_hub, write_hub_cache
 from tests.support.texts import (
@@ -31,15 +40,6 @@ from tests.support.texts import (
     written,
 )
 from tests.support.training import train
-from trainer.data.batches import TrainingBatches
-from trainer.data.corpus import Corpus
-from trainer.data.document_stream import DocumentStream, find_stream
-from trainer.data.documents import key_hash
-from trainer.data.packing import Packer
-from trainer.data.row_stream import Place, StreamedRows
-from trainer.data.rows import StoredRows
-from trainer.data.unigram import unigram_loss
-from trainer.errors import UserError
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
     """Read by `datasets` itself, offline, from its cache."""
     environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = """if True:
-        from trainer.data.document_stream import find_stream
+        from shardwright.data.records.document_stream import find_stream
         stream = find_stream("someone/stories:default", "text")
         print(stream.identity, len(list(stream.documents())), len(list(stream.heldout.documents())), sep="|")
         print([text for key, text in stream.read(0, 197)])"""
@@ -118,8 +118,8 @@ def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[
 def test_nothing_of_a_stream_is_written_but_its_tokenizer(load: Callable[..., Corpus], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl")
     script = f"""if True:
-        from trainer.data.batches import TrainingBatches
-        from trainer.data.corpus import DataOptions, load_corpus
+        from shardwright.data.rows.batches import TrainingBatches
+        from shardwright.data.corpus import DataOptions, load_corpus
         corpus = load_corpus(DataOptions({str(data)!r}, sequence_length=32, streaming=True), None, 300)
         batches = TrainingBatches(corpus.train, 4, seed=0)
         while batches.epoch < 2:
@@ -227,7 +227,7 @@ def test_held_out_documents_are_never_trained_on_wherever_they_come_again(
 def test_held_out_rows_are_bounded_and_documents_beyond_them_are_trained_on(
     load: Callable[..., Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.heldout.HELDOUT_ROWS", 7)
+    monkeypatch.setattr("shardwright.data.rows.heldout.HELDOUT_ROWS", 7)
     corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
     assert len(corpus.heldout) == 7
     assert 0 < len(corpus.train.left_out) < 20
@@ -279,9 +279,9 @@ def test_a_stream_that_became_shorter_is_refused_by_a_cursor_beyond_its_end(
 # the two of `datasets.config` that it sets are semi-private: datasets/config.py, datasets 5.2
 STEPS_OF_A_RUN = """if True:
     import hashlib, json, os, urllib.request, datasets
-    from trainer.data.batches import TrainingBatches
-    from trainer.data.corpus import DataOptions, load_corpus
-    from trainer.errors import UserError
+    from shardwright.data.rows.batches import TrainingBatches
+    from shardwright.data.corpus import DataOptions, load_corpus
+    from shardwright.errors import UserError
     from transformers import PreTrainedTokenizerFast
     datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)

@@ -6,9 +6,8 @@ import math
 
 import pytest
 from datasets import Dataset
-
-from trainer.data.rows import StoredRows
-from trainer.data.unigram import unigram_loss
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.unigram import unigram_loss
 
 
 def rows(**columns: list[list[int]]) -> StoredRows:

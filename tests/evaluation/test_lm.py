@@ -10,12 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from shardwright.errors import UserError
+from shardwright.evaluation.arguments import EvaluationArguments
+from shardwright.evaluation.score_step import UNSCORED, row_scores
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.support.tasks import MOE, byte_tokenizer, save_tiny, write_tasks
-from trainer.errors import UserError
-from trainer.evaluation.arguments import EvaluationArguments
-from trainer.step.score_step import UNSCORED, row_scores
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
 
@@ -23,10 +23,9 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
-
-from trainer.evaluation import command
-from trainer.evaluation.lm import LM, bucket
-from trainer.evaluation.opened import open_model
+from shardwright.evaluation import command
+from shardwright.evaluation.lm import LM, bucket
+from shardwright.evaluation.opened import open_model
 
 TASKS = ["sums", "prose"]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2

@@ -7,15 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-
-from trainer.errors import UserError
-from trainer.hosts import hosts
-from trainer.layout.mesh import Mesh
-from trainer.storage import StorageError
-from trainer.xla import sharding
-from trainer.xla.batch import batch_share, place_batch
-from trainer.xla.mesh import build_mesh, local_devices
-from trainer.xla.runtime import init_runtime
+from shardwright.errors import UserError
+from shardwright.files.folder import StorageError
+from shardwright.hosts.hosts import hosts
+from shardwright.layout.mesh import Mesh
+from shardwright.xla import sharding
+from shardwright.xla.batch import batch_share, place_batch
+from shardwright.xla.mesh import build_mesh, local_devices
+from shardwright.xla.runtime import init_runtime
 
 
 class Counted:

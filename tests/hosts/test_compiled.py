@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shardwright.checkpoint import manifest
 
 from tests.support.hosts import HostLives, log_of, losses, wait_until
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.checkpoint import manifest
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
 HOSTS = 2

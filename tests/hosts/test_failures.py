@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.lineage import NAME, whole_steps
+from shardwright.errors import LOST
+from shardwright.files.folder import Folder
 
 from tests.support.hosts import SECONDS, HostLives, assert_same_losses, log_of, wait_until
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.checkpoint import manifest
-from trainer.checkpoint.lineage import NAME, whole_steps
-from trainer.errors import LOST
-from trainer.storage import Folder
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
 STEPS = 40

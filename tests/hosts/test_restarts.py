@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardwright.checkpoint import manifest
+from shardwright.report.goodput import read_lives
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.support.chats import byte_tokenizer, write_records
@@ -17,8 +19,6 @@ from tests.support.hosts import HostLives, assert_same_losses, child_of, log_of,
 from tests.support.lives import tiny_run, write_text
 from tests.support.tasks import TINY
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.checkpoint import manifest
-from trainer.report.goodput import read_lives
 
 pytestmark = [pytest.mark.slow, needs_libtpu]  # whose table of functions the stand-in takes
 STEPS = 24

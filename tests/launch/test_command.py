@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from shardwright.errors import UserError
+from shardwright.launch.command import main
 
 from tests.support.launching import stand_in
 from tests.support.paths import ROOT
-from trainer.errors import UserError
-from trainer.launch.command import main
 
 JOBSET = ["jobset", "--topology", "v5p:2x2x4", "--image", "image:1"]
 TRAIN = ["--", "--recipe", "mixtral_ep", "--output_dir", "gs://bucket/one"]

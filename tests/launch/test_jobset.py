@@ -10,10 +10,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+from shardwright.launch.slices import GENERATIONS
+from shardwright.xla.chips import CHIPS
 
 from tests.support.launching import jobset, pod, variables
-from trainer.launch.slices import GENERATIONS
-from trainer.xla.chips import CHIPS
 
 
 def strict(schema: Any) -> Any:

@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from trainer.launch.ray_hosts import Host, Place, environments, verdict
+from shardwright.launch.ray_hosts import Host, Place, environments, verdict
 
 # Ray places workers in no order of the hosts' numbers
 PLACES = [Place(0, 1, "10.0.0.1"), Place(0, 0, "10.0.0.0"), Place(1, 0, "10.0.1.0"), Place(1, 1, "10.0.1.1")]

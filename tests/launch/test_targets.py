@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from shardwright.launch import xpk
+from shardwright.launch.plan import script
+from shardwright.launch.request import IMAGE_FOLDER
+from shardwright.launch.targets import TARGETS
 
 from tests.support.launching import planned, request, stand_in
 from tests.support.paths import ROOT
-from trainer.launch import xpk
-from trainer.launch.plan import script
-from trainer.launch.request import IMAGE_FOLDER
-from trainer.launch.targets import TARGETS
 
 # what xpk 1.16 makes of its --command: the run in a shell in the background, which gets SIGTERM when the pod does
 XPK_SHELL = """

@@ -12,20 +12,21 @@ import sys
 
 import pytest
 import torch
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.job import Job
+from shardwright.layout.auto import auto_recipe
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.patterns import shared_patterns
+from shardwright.layout.plan import make_plan
+from shardwright.layout.recipe import layout_text, matches
+from shardwright.layout.recipe_source import recipe_source
+from shardwright.model.facts import experts_modules
+from shardwright.model.meta_model import load_config, meta_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.paths import ROOT
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.layout.auto import auto_recipe
-from trainer.layout.load import load_recipe
-from trainer.layout.patterns import shared_patterns
-from trainer.layout.plan import make_plan
-from trainer.layout.recipe import layout_text, matches
-from trainer.layout.source import recipe_source
-from trainer.model import experts_modules, load_config, meta_model
 
 RECIPES = ("mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp", "llama_fsdp", "llama_tp")  # that it agrees with
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}

@@ -1,9 +1,8 @@
 """A mesh's axes against a number of devices: sizes, slices, and what can't be."""
 
 import pytest
-
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
 
 
 def test_minus_one_takes_what_is_left_and_axes_keep_their_order():

@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
+from shardwright import Shard
+from shardwright.arguments.optimizer import OPTIMIZERS
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.optimizer_state import TITLES, rule_of, state_tensors
+from shardwright.layout.plan import make_plan
+from shardwright.model.meta_model import load_config, meta_model
 
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
-from trainer import Shard
-from trainer.arguments.optimizer import OPTIMIZERS
-from trainer.layout.load import load_recipe
-from trainer.layout.optimizers import TITLES, rule_of, state_tensors
-from trainer.layout.plan import make_plan
-from trainer.model import load_config, meta_model
 
 
 def test_every_optimizer_that_can_be_asked_for_has_a_title_and_state():

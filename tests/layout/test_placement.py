@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch.distributed.tensor as dtensor
-
-from trainer import Mesh, Recipe, Replicate, Shard
-from trainer.layout.load import load_recipe
-from trainer.layout.partition import partition_spec
+from shardwright import Mesh, Recipe, Replicate, Shard
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.partition import partition_spec
 
 
 def test_placements_are_made_by_dtensor_itself():

@@ -9,18 +9,18 @@ import sys
 
 import pytest
 import torch
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.partition import partition_spec
+from shardwright.layout.placement import Replicate, Shard
+from shardwright.layout.plan import make_plan
+from shardwright.layout.recipe import Recipe
+from shardwright.model.meta_model import load_config, meta_model
 from torch import nn
 from transformers import AutoConfig
 
 from tests.support.paths import ROOT
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.layout.mesh import Mesh
-from trainer.layout.partition import partition_spec
-from trainer.layout.placement import Replicate, Shard
-from trainer.layout.plan import make_plan
-from trainer.layout.recipe import Recipe
-from trainer.model import load_config, meta_model
 
 
 class Layer(nn.Module):

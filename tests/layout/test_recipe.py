@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import shardwright.recipes
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.placement import Replicate, Shard
+from shardwright.layout.recipe import Compute, Recipe, matches
 from torch.distributed.tensor import Partial
-
-import recipes
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.layout.mesh import Mesh
-from trainer.layout.placement import Replicate, Shard
-from trainer.layout.recipe import Compute, Recipe, matches
 
 SHIPPED = [
     "deepseek_v3_ep",
@@ -30,7 +29,7 @@ SHIPPED = [
     "qwen3_next_ep",
 ]
 OWN = """
-from trainer import Compute, Mesh, Recipe, Shard
+from shardwright import Compute, Mesh, Recipe, Shard
 
 recipe = Recipe(
     mesh=Mesh(fsdp=-1),
@@ -49,7 +48,7 @@ def recipe(**changed):
 def test_each_shipped_recipe_loads_by_name_and_documents_its_command(name):
     found = load_recipe(name)
     assert found.name == name
-    text = (Path(recipes.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    text = (Path(shardwright.recipes.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     assert f"python scripts/train.py --recipe {name}\n" in text
     assert all(f"\n{part}:" in text for part in ("command", "hardware", "memory", "expected"))
 
@@ -198,7 +197,7 @@ def test_the_effective_recipe_reads_back_from_json():
 def test_recipes_and_plans_need_no_torch_xla():
     code = (
         "import sys, torch\nfrom trainer import Mesh, Recipe, Shard\n"
-        "from trainer.layout.load import load_recipe\nfrom trainer.layout.plan import make_plan\n"
+        "from shardwright.layout.load_recipe import load_recipe\nfrom shardwright.layout.plan import make_plan\n"
         "r = Recipe(mesh=Mesh(a=-1), batch=('a',), parameters={'weight': {'a': Shard(0)}, 'bias': {}})\n"
         "assert make_plan(r, torch.nn.Linear(4, 8, device='meta'), 4)['weight'].local_shape == (2, 4)\n"
         "assert load_recipe('mixtral_ep')\n"

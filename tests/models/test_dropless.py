@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
+from shardwright.models.experts import dropless, dropless_rows, exchange, grouped
+from shardwright.models.experts.dropless import Dropless
+from shardwright.models.ops.jax_call import jax, lowering_for
+from shardwright.models.ops.kernel_cost import Tiles, buffer_bytes
+from shardwright.xla.chips import CHIPS
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-from models.experts import dropless, dropless_rows, exchange, grouped
-from models.experts.dropless import Dropless
-from models.jax_call import jax, lowering_for
-from models.kernel_work import Tiles, buffer_bytes
-from trainer.xla.chips import CHIPS
 
 T, H, I, E, K = 128, 16, 32, 8, 2
 

@@ -6,17 +6,17 @@ import copy
 
 import pytest
 import torch
+from shardwright.models.experts import families
+from shardwright.models.experts.capacity import Capacity, _owners, _slots
+from shardwright.models.experts.dense import dense
+from shardwright.models.experts.dropless import Dropless
+from shardwright.models.experts.interface import bind
+from shardwright.models.layers import side_outputs
 from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-from models import families, side_outputs
-from models.experts.capacity import Capacity, _owners, _slots
-from models.experts.dense import dense
-from models.experts.dropless import Dropless
-from models.experts.interface import bind
 
 T, H, E, K = 24, 16, 4, 2
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shardwright.model.facts import experts_modules
+from shardwright.model.meta_model import meta_model
+from shardwright.models.experts import interface as experts
+from shardwright.models.layers.decoder_layers import find_layers
+from shardwright.models.layers.grouping import Run, cut, group
 from torch import nn
 from transformers import AutoConfig
-
-from models.experts import interface as experts
-from models.grouping import Run, cut, group
-from models.layers import find_layers
-from trainer.model import experts_modules, meta_model
 
 SMALL = {
     "vocab_size": 64,

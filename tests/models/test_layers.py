@@ -6,15 +6,15 @@ import copy
 
 import pytest
 import torch
+from shardwright.layout.stacking import layer_names
+from shardwright.model.meta_model import meta_model
+from shardwright.models.experts import interface as experts
+from shardwright.models.layers.decoder_layers import stack_layers
+from shardwright.models.layers.layer_inputs import as_given, as_passed
 from torch import nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
-from models.calls import as_given, as_passed
-from models.experts import interface as experts
-from models.layers import stack_layers
 from tests.support.random_layers import compare
-from trainer.layout.stacking import layer_names
-from trainer.model import meta_model
 
 SMALL = {
     "vocab_size": 64,

@@ -5,9 +5,8 @@ import warnings
 import pytest
 import torch
 import torch_xla
-
-from models.local_ops import LocalOps
-from trainer.xla.runtime import init_runtime
+from shardwright.models.ops.torch_overrides import LocalOps
+from shardwright.xla.runtime import init_runtime
 
 ROWS = torch.cat([torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.full((1, 8), 2.0)])
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from models.jax_call import jax
-from models.one_thread import product
+from shardwright.models.ops.cpu_matmul import product
+from shardwright.models.ops.jax_call import jax
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""`models.op_arguments`: values as text and back."""
+"""`shardwright.models.ops.arguments_as_text`: values as text and back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 import pytest
-
-from models.jax_call import Manual
-from models.op_arguments import as_text, from_text
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.jax_call import Manual
 
 MANUAL = Manual((("data", 2), ("tensor", 4)), ((("data", "tensor"), None),), (("data",),))
 VALUES = [None, True, 1, 1.0, 0.1, math.inf, 'a "quoted" text', (), ((), (1, (2.0, None))), MANUAL, (MANUAL, False)]
@@ -25,7 +24,7 @@ def test_a_value_comes_back_with_the_same_types_also_after_it_was_forgotten(valu
 
 def test_the_text_is_the_same_in_every_process():
     assert as_text((0.25, MANUAL)) == (
-        '[0.25,{"models.jax_call:Manual":{"axes":[["data",2],["tensor",4]],'
+        '[0.25,{"shardwright.models.ops.jax_call:Manual":{"axes":[["data",2],["tensor",4]],'
         '"inputs":[[["data","tensor"],null]],"outputs":[["data"]],"order":null}}]'
     )
 

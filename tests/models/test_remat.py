@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shardwright.models.layers.graph import LayerGraph
+from shardwright.models.layers.remat import Keep, partitioner
+from shardwright.models.ops import scopes
 from torch.utils.flop_counter import register_flop_formula
-
-from models import scopes
-from models.layer_graph import LayerGraph
-from models.remat import Keep, partitioner
 
 ROWS, WIDTH = 32, 8
 

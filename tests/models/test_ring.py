@@ -1,4 +1,4 @@
-"""`models.attention.ring`: attention of rows split over devices, against the portable one of whole rows."""
+"""`shardwright.models.attention.ring`: attention of rows split over devices, against the portable one of whole rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-
-from models.attention.interface import Attention, mark_chunks
-from models.attention.kernel_layout import KernelLayout
-from models.attention.pieces import from_pieces, numbers, to_pieces
+from shardwright.models.attention.interface import Attention, mark_chunks
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.attention.pieces import from_pieces, numbers, to_pieces
 
 B, H, K, S, D, E = 2, 4, 2, 64, 16, 8
 ORDER = (6, 7, 2, 3, 4, 5, 0, 1)

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from shardwright.model.facts import experts_modules
+from shardwright.models.experts.routing import RouterLosses, _Scoring, count, routers, selection_biases
+from shardwright.models.layers import side_outputs
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from models import side_outputs
-from models.experts.routing import RouterLosses, _Scoring, count, routers, selection_biases
-from trainer.model import experts_modules
 
 H, E, K = 16, 8, 2
 

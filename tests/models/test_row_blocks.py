@@ -6,10 +6,9 @@ import types
 
 import numpy as np
 import pytest
-
-from models.experts import exchange
-from models.experts.row_blocks import Block, OwnBlock, Plan, in_order
-from models.jax_call import jax
+from shardwright.models.experts import exchange
+from shardwright.models.experts.row_blocks import Block, OwnBlock, Plan, in_order
+from shardwright.models.ops.jax_call import jax
 
 CROSSING = exchange.Plan(rounds=1, window=0, slots=None, rows=0)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-
-from models.turns import run_turns
+from shardwright.models.ops.loop import run_turns
 
 
 def turn(carry, x):

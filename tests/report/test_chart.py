@@ -8,8 +8,7 @@ from html import unescape
 
 from hypothesis import given
 from hypothesis import strategies as st
-
-from trainer.report.chart import html_chart, round_ticks, thinned
+from shardwright.report.chart import html_chart, round_ticks, thinned
 
 
 def data_of(chart: str) -> dict:

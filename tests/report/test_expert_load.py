@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-
-from trainer.report.expert_load import ExpertLoad, as_record, labelled, load_picture, log_entries
+from shardwright.report.expert_load import ExpertLoad, as_record, labelled, load_picture, log_entries
 
 EVEN = ExpertLoad("model.layers.3.mlp.experts", (0.25, 0.25, 0.25, 0.25))
 ONE = ExpertLoad("model.layers.12.mlp.experts", (0.0, 1.0, 0.0, 0.0), dropped=0.5)

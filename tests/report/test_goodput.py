@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from trainer.report.goodput import Clock, Life, goodput, lives_as_json, log_entries, read_lives, where_time_went
+from shardwright.report.goodput import Clock, Life, goodput, lives_as_json, log_entries, read_lives, where_time_went
 
 
 def test_each_second_is_charged_to_one_activity_and_compiling_is_taken_out_of_where_it_happens():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from trainer.report.units import parse_size, size
+from shardwright.report.units import parse_size, size
 
 
 @pytest.mark.parametrize(

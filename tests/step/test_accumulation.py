@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from shardwright.models.ops import partial_gradients
+from shardwright.models.ops.partial_gradients import SUFFIX
 from torch import nn
 
-from models import partial_gradients
-from models.partial_gradients import SUFFIX
 from tests.support.quick_compile import QUICK_COMPILE
 
 # (recipe, micro-batches, overrides of Compute); each is one compile in the one child process that runs them all
@@ -48,8 +48,9 @@ def gradient_reductions(hlo: str) -> dict[str, int]:
 
 def measure(folder: Path) -> dict[str, dict[str, object]]:
     """Gradients and compiled program of every case; the process must dump its HLO to ``folder``."""
+    from shardwright.xla.runtime import init_runtime
+
     from tests.support.cases import ROWS, make_case, relative
-    from trainer.xla.runtime import init_runtime
 
     init_runtime()
     results: dict[str, dict[str, object]] = {}

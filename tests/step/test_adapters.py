@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shardwright.layout.placement import Shard
+from shardwright.models.adapters.lora import base_of
 
-from models.adapters.lora import base_of
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, relative
 from tests.support.jobs import job_of
-from trainer.layout.placement import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shardwright.errors import UserError
+from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.decoders import CachedDecoder, RowDecoder
+from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, can_cache, check_positions, choose
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.step.build import build_evaluation
+from shardwright.weights.place import place_parameters
+from shardwright.weights.sources import state_dict_weights
+from shardwright.xla.mesh import build_mesh
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3NextConfig
 
 from tests.support.adapters import make_adapted
 from tests.support.cases import plain_model
 from tests.support.jobs import job_of
 from tests.support.tasks import MOE, TINY
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.step.build import build_evaluation, build_generator
-from trainer.step.decoders import CachedDecoder, RowDecoder
-from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions, choose
-from trainer.weights.place import place_parameters
-from trainer.weights.sources import state_dict_weights
-from trainer.xla.mesh import build_mesh
 
 PROMPTS = [[5, 6, 7], [10, 11, 12, 13, 14, 15, 16], [200], [40, 3, 40, 3, 40]]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2

@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import unstacked
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.tensors import StoredTensors, write_listing, write_part
+from shardwright.compile.lowering import lower
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.step.build import build
+from shardwright.step.optimizers.muon import Matrices, Muon
+from shardwright.step.train_step import TrainStep
+from shardwright.xla import sharding
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.runtime import run_now
 from transformers.optimization import Adafactor
 
 from tests.support.cases import Case, make_batch, make_case, reference_loss, relative
 from tests.support.jobs import job_of
-from trainer.arguments import TrainingArguments
-from trainer.checkpoint.tensors import StoredTensors, write_listing, write_part
-from trainer.compile.lowering import lower
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.layout.load import load_recipe
-from trainer.step.build import build
-from trainer.step.muon import Matrices, Muon
-from trainer.step.train_step import TrainStep
-from trainer.storage import Folder
-from trainer.xla import sharding
-from trainer.xla.mesh import build_mesh
-from trainer.xla.runtime import run_now
 
 DECAY, RATE, STEPS = 0.1, 3e-4, 10
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from shardwright.data.records.shapes import SHAPES
+from shardwright.data.rows.batches import as_batch
+from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.samples.fitting import SampleOptions, SamplePacker
+from shardwright.layout.auto import auto_recipe
+from shardwright.model.facts import experts_modules
+from shardwright.model.meta_model import meta_model
 
 from tests.models.test_families_attention import config_of
 from tests.support.cases import LENGTH, ROWS, Case, make_case, relative
 from tests.support.chats import byte_tokenizer
-from trainer.data.batches import as_batch
-from trainer.data.fitting import SampleOptions, SamplePacker
-from trainer.data.packing import Columns
-from trainer.data.samples import IGNORE
-from trainer.data.shapes import SHAPES
-from trainer.layout.auto import auto_recipe
-from trainer.model import experts_modules, meta_model
 
 GIVEN = SHAPES[-1]
 

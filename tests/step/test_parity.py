@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from shardwright import Compute, Mesh, Recipe, Shard
+from shardwright.layout.auto import auto_recipe
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.facts import experts_modules
+from shardwright.model.meta_model import meta_model
+from shardwright.models.experts import dropless_rows
+from shardwright.models.ops import jax_call
 from transformers import (
     DeepseekV2Config,
     GemmaConfig,
@@ -12,13 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from models import jax_call
-from models.experts import dropless_rows
 from tests.support.cases import RECIPES, SMALL, after_steps, make_batch, make_case, relative, small_config
-from trainer import Compute, Mesh, Recipe, Shard
-from trainer.layout.auto import auto_recipe
-from trainer.layout.load import load_recipe
-from trainer.model import experts_modules, meta_model
 
 QWEN2 = {
     "vocab_size": 256,

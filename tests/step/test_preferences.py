@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shardwright.data.records.shapes import PAIRS
+from shardwright.data.rows.batches import as_batch
+from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.samples.fitting import SampleOptions, SamplePacker
+from shardwright.evaluation.reference_step import ReferenceStep
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.step.objectives.preference import LOGGED, REFERENCE, Preference
 
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_case, relative, small_config
 from tests.support.chats import byte_tokenizer
-from trainer.data.batches import as_batch
-from trainer.data.fitting import SampleOptions, SamplePacker
-from trainer.data.packing import Columns
-from trainer.data.samples import IGNORE
-from trainer.data.shapes import PAIRS
-from trainer.layout.load import load_recipe
-from trainer.step.preference import LOGGED, REFERENCE, Preference
-from trainer.step.reference import ReferenceStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
 

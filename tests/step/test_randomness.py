@@ -12,18 +12,18 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.placement import Shard
+from shardwright.layout.recipe import Compute, Recipe
+from shardwright.models.layers.decoder_layers import number_layers
+from shardwright.models.ops import random_bits, randomness
+from shardwright.step.loss import scored_tokens
+from shardwright.xla import sharding
 from transformers import Starcoder2Config
 
-from models import random_bits, randomness
-from models.layers import number_layers
 from tests.support.cases import Case, make_batch, make_case, relative, small_config
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.layout.mesh import Mesh
-from trainer.layout.placement import Shard
-from trainer.layout.recipe import Compute, Recipe
-from trainer.step.loss import scored_tokens
-from trainer.xla import sharding
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.2}

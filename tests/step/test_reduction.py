@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-
-from models.rings import rings
-from trainer.layout.mesh import Mesh
-from trainer.layout.partition import partition_spec
-from trainer.layout.placement import Shard
-from trainer.step import reduction
-from trainer.step.reduction import PartialGradient
-from trainer.xla import sharding
-from trainer.xla.mesh import DeviceMesh, build_mesh
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.partition import partition_spec
+from shardwright.layout.placement import Shard
+from shardwright.models.ops.collectives import rings
+from shardwright.step import gradient_reduction
+from shardwright.step.gradient_reduction import PartialGradient
+from shardwright.xla import sharding
+from shardwright.xla.mesh import DeviceMesh, build_mesh
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def test_the_sum_over_batch_shards_is_whole_and_laid_out_as_the_weight(mesh, nam
 @pytest.mark.parametrize("exchanges", [False, True])
 @pytest.mark.parametrize("order", [range(8), (3, 1, 4, 0, 5, 7, 2, 6)])
 def test_a_sum_ring_by_ring_is_the_sum(monkeypatch, exchanges, order):
-    monkeypatch.setattr(reduction, "_LONGEST_RING", 4)
+    monkeypatch.setattr(gradient_reduction, "_LONGEST_RING", 4)
     mesh = DeviceMesh(list(order), (8,), ("fsdp",))
     partial = PartialGradient("layers.*.weight", 0, ("fsdp",), {"fsdp": Shard(1)}, 2, mesh, exchanges)
     assert len(partial.sum.scatter) == 2

@@ -10,22 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from against_plain import unstacked
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.placement import Shard
+from shardwright.layout.recipe import Compute, Recipe
+from shardwright.models.experts.routing import routers
+from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.step.build import build
+from shardwright.step.prepare_parameters import Prepare
+from shardwright.step.routing import Routing, _order
+from shardwright.weights.sources import state_dict_weights
+from shardwright.xla import sharding
+from shardwright.xla.batch import place_batch
+from shardwright.xla.mesh import build_mesh
 from transformers import AfmoeConfig, DeepseekV3Config, PretrainedConfig
 
-from models.experts.routing import routers
 from tests.support.cases import LENGTH, ROWS, Case, make_batch, make_case, relative, small_config
 from tests.support.jobs import job_of
-from trainer.layout.load import load_recipe
-from trainer.layout.mesh import Mesh
-from trainer.layout.placement import Shard
-from trainer.layout.recipe import Compute, Recipe
-from trainer.step.build import _Prepare, build
-from trainer.step.routing import Routing, _order
-from trainer.weights.sources import state_dict_weights
-from trainer.xla import sharding
-from trainer.xla.batch import place_batch
-from trainer.xla.mesh import build_mesh
 
 Batch = dict[str, torch.Tensor]
 
@@ -197,7 +198,7 @@ def test_biases_that_a_family_keeps_as_frozen_parameters_are_not_cast_to_the_com
     optional = {**ANY_MOE.optional, "model.layers.*.mlp.expert_bias": {}}
     compute = replace(ANY_MOE.compute, dtype="bfloat16")
     job = job_of(replace(ANY_MOE, optional=optional, compute=compute), config)
-    prepare = _Prepare(job, build_mesh(job.recipe.mesh), {})
+    prepare = Prepare(job, build_mesh(job.recipe.mesh), {})
     for name, dtype in (("expert_bias", torch.float32), ("router.gate.weight", torch.bfloat16)):
         name = f"model.layers.1.mlp.{name}"
         values = torch.zeros(job.model.get_parameter(name).shape, device="xla")

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
 from transformers import LlamaConfig
 
 from tests.support.cases import LENGTH, ROWS, SMALL, make_batch, make_case, relative, small_config
 from tests.support.jobs import job_of
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
 
 
 def check_gradients(case, batch=None, expected=None):

@@ -10,13 +10,13 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.partition import partition_spec
+from shardwright.xla import sharding
+from shardwright.xla.runtime import run_now
 
 from tests.support.cases import make_batch, make_case, small_config
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.layout.partition import partition_spec
-from trainer.xla import sharding
-from trainer.xla.runtime import run_now
 
 
 def count(metric: str) -> int:

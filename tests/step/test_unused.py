@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_config
+from shardwright import Compute, Mesh, Recipe
+from shardwright.errors import UserError
+from shardwright.model.meta_model import meta_model
+from shardwright.model.unused_parameters import notice, unused_parameters
+from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.step.build import build
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.sharding import fetch
 from transformers import AfmoeConfig, BartConfig, Ernie4_5_MoeConfig, LlamaConfig, MixtralConfig
 
 from tests.support.cases import SMALL, after_steps, make_batch, make_case, relative, train_both
 from tests.support.jobs import job_of
-from trainer import Compute, Mesh, Recipe
-from trainer.errors import UserError
-from trainer.model import meta_model
-from trainer.step.build import build
-from trainer.unused import notice, unused_parameters
-from trainer.xla.mesh import build_mesh
-from trainer.xla.sharding import fetch
 
 RECIPE = Recipe(
     mesh=Mesh(fsdp=-1),

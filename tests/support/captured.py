@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 
+from shardwright.compile.lowered import Argument, Lowered
+from shardwright.xla.chips import CHIPS
+
 from tests.support.paths import CAPTURED
-from trainer.compile.lowered import Argument, Lowered
-from trainer.xla.chips import CHIPS
 
 MESH = {"fsdp": 2, "expert": 4}
 GIB = 2**30

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 import torch_xla
-from against_plain import unstacked
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.recipe import Recipe
+from shardwright.model.facts import experts_modules, routing_of
+from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.step.build import build
+from shardwright.step.eval_step import EvalStep
+from shardwright.step.train_step import TrainStep
+from shardwright.weights.sources import state_dict_weights
+from shardwright.xla.batch import place_batch
+from shardwright.xla.mesh import build_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
-from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Recipe
-from trainer.model import experts_modules, routing_of
-from trainer.step.build import build
-from trainer.step.eval_step import EvalStep
-from trainer.step.train_step import TrainStep
-from trainer.weights.sources import state_dict_weights
-from trainer.xla.batch import place_batch
-from trainer.xla.mesh import build_mesh
 
 ROWS, LENGTH = 32, 16
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}

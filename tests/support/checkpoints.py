@@ -6,14 +6,14 @@ import io
 
 import torch
 from rich.console import Console
+from shardwright.checkpoint.host_state import random_state
+from shardwright.checkpoint.lineage import folder_of
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.checkpoint.write import CheckpointWriter, run_texts
+from shardwright.files.folder import Folder
 from transformers import LlamaConfig, TrainerState
 
 from tests.support.lives import TINY
-from trainer.checkpoint.host_state import random_state
-from trainer.checkpoint.lineage import folder_of
-from trainer.checkpoint.read import RunCheckpoint
-from trainer.checkpoint.write import CheckpointWriter, run_texts
-from trainer.storage import Folder
 
 LAYERS = 3
 VALUES = {

@@ -42,8 +42,9 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port + 3}", count, index)
+    from shardwright.hosts import watchdog
+
     from tests.support import pjrt_devices
-    from trainer import watchdog
 
     pjrt_devices.install()
     limited, _, size = os.environ.get("HOST_FILE_LIMIT", "").partition(":")
@@ -54,7 +55,7 @@ def become(index: int, count: int, port: int, devices: int) -> None:
 
 def end(code: int) -> None:
     """End this process. jax would wait for all the others first, which a TPU's runtime does not."""
-    from trainer.hosts import leave
+    from shardwright.hosts.hosts import leave
 
     leave()
     sys.stdout.flush()

@@ -16,12 +16,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.lineage import NAME, whole_steps
+from shardwright.errors import LOST
+from shardwright.files.folder import Folder
+
 from tests.support.hosts import HostLives, assert_same_losses, log_of, losses, same_weights, wait_until
 from tests.support.lives import tiny_run, write_text
-from trainer.checkpoint import manifest
-from trainer.checkpoint.lineage import NAME, whole_steps
-from trainer.errors import LOST
-from trainer.storage import Folder
 
 HOSTS = 4
 MOMENTS = ("at start", "training", "in a save")

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from shardwright.hosts.restarts import NOTES, asked_limit
 
 from tests.support.host import ENVIRONMENT, become, end, free_ports
 from tests.support.paths import ROOT
 from tests.support.quick_compile import QUICK_COMPILE
-from trainer.restarts import NOTES, asked_limit
 
 DEVICES = 8  # of all hosts together, unless a job has others
 SECONDS = 300  # to wait for anything
@@ -175,10 +175,10 @@ class Forked:
 
 
 def supervise(begin: Callable[[], None], limit: int, words: Sequence[str]) -> int:
-    """As `trainer.supervisor.supervise`; each run is forked, and begins by ``begin``."""
-    from scripts import train
-    from trainer.errors import exit_code
-    from trainer.supervisor import Supervisor
+    """As `shardwright.hosts.supervisor.supervise`; each run is forked, and begins by ``begin``."""
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.hosts.supervisor import Supervisor
+    from shardwright.scripts import train
 
     def start(more: Sequence[str], notes: str) -> Forked:
         def act() -> None:
@@ -203,11 +203,10 @@ def serve() -> None:
 
     logging.disable(logging.WARNING)
     import jax  # noqa: F401
-
-    import trainer.run  # noqa: F401
-    from scripts import train
-    from trainer import supervisor
-    from trainer.errors import exit_code
+    import shardwright.run  # noqa: F401
+    from shardwright.hosts import supervisor
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import train
 
     logging.disable(logging.NOTSET)
     for line in sys.stdin:

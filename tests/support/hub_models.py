@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.plan import ShardingPlan
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.place import place_parameters
+from shardwright.weights.sources import Source
+from shardwright.xla.mesh import build_mesh
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.support.jobs import job_of
-from trainer.layout.load import load_recipe
-from trainer.layout.plan import ShardingPlan
-from trainer.weights.live import LiveWeights
-from trainer.weights.place import place_parameters
-from trainer.weights.sources import Source
-from trainer.xla.mesh import build_mesh
 
 SMALL = {
     "num_hidden_layers": 3,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.arguments.training import TrainingArguments
+from shardwright.job import Job
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.recipe import Recipe
+from shardwright.model.meta_model import load_config, meta_model
 from transformers import PretrainedConfig
-
-from trainer.arguments import TrainingArguments
-from trainer.job import Job
-from trainer.layout.load import load_recipe
-from trainer.layout.recipe import Recipe
-from trainer.model import load_config, meta_model
 
 
 def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices: int = 8, **options: Any) -> Job:

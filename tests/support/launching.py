@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from trainer.launch.plan import Plan
-from trainer.launch.request import Mount, Request
-from trainer.launch.targets import TARGETS
-from trainer.xla.chips import find_topology
+from shardwright.launch.plan import Plan
+from shardwright.launch.request import Mount, Request
+from shardwright.launch.targets import TARGETS
+from shardwright.xla.chips import find_topology
 
 OUTPUT = "gs://bucket/runs/one"
 

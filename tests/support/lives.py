@@ -117,9 +117,9 @@ def serve() -> None:
     import logging
 
     logging.disable(logging.WARNING)
-    import trainer.run  # noqa: F401
-    from scripts import train
-    from trainer.errors import exit_code
+    import shardwright.run  # noqa: F401
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import train
 
     logging.disable(logging.NOTSET)
     for line in sys.stdin:

@@ -1,8 +1,8 @@
 """A lowered step run on 8 virtual CPU devices by jax's runtime: ``python tests/support/lowered_on_cpu.py FOLDER``.
 
 It is a process of its own so that torch_xla has no part in it. It reads ``step.hlo.pb``, ``request.json`` (the results'
-shapes, and shardings and aliases as trainer.compile.libtpu_process takes them) and ``inputs.npz`` (the whole arguments
-``0``, ``1``, …), and leaves ``outputs.npz`` (the whole results).
+shapes, and shardings and aliases as shardwright.compile.libtpu_process takes them) and ``inputs.npz`` (the whole
+arguments ``0``, ``1``, …), and leaves ``outputs.npz`` (the whole results).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import numpy as np
 from jax._src import compiler
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
-
-from trainer.compile.libtpu_process import annotated
+from shardwright.compile.libtpu_process import annotated
 
 jax.config.update("jax_enable_x64", True)  # torch's integers and scalars have 64 bits
 jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla has GSPMD partition its steps

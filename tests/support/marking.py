@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
+from shardwright.compile.lowered import Lowered
+from shardwright.step.loss import Tensors
+from shardwright.step.train_step import TrainStep
+from shardwright.xla import sharding
+from shardwright.xla.mesh import AbstractMesh
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-
-from trainer.compile.lowered import Lowered
-from trainer.step.loss import Tensors
-from trainer.step.train_step import TrainStep
-from trainer.xla import sharding
-from trainer.xla.mesh import AbstractMesh
 
 BASE = ", base"
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch_xla
+from shardwright.layout.stacking import layer_names
+from shardwright.models.layers.decoder_layers import DecoderLayers, stack_layers, wrap_layers
 from torch import nn
-
-from models.layers import DecoderLayers, stack_layers, wrap_layers
-from trainer.layout.stacking import layer_names
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 8, 16
 

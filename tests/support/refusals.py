@@ -39,10 +39,9 @@ def outcome(root: Path, options: dict[str, Any]) -> dict[str, Any]:
     """What became of a run with ``options``: its error, what it read and wrote under ``root``, was a device opened."""
     import torch_xla
     from rich.console import Console
-
-    from trainer.arguments import TrainingArguments
-    from trainer.errors import UserError
-    from trainer.run import train
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.errors import UserError
+    from shardwright.run import train
 
     watch, error = Watch(root), ""
     try:
@@ -55,7 +54,7 @@ def outcome(root: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    import trainer.run  # noqa: F401
+    import shardwright.run  # noqa: F401
 
     root = Path(sys.argv[1]).resolve()
     os.chdir(root)

@@ -116,8 +116,7 @@ def _losses(output: Path) -> list[float]:
 def main() -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from trainer.report.bars import tracked
+    from shardwright.report.bars import tracked
 
     console = Console(width=140)
     title = f"losses of steps {SAVED + 1} to {STEPS} after a resume, against the run that went on"

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from trainer.compile import job as compile_job
-from trainer.compile.lowered import TRAIN_STEP
-from trainer.compile.report import CompileReport
-from trainer.job import Job
+from shardwright.compile import job as compile_job
+from shardwright.compile.lowered import TRAIN_STEP
+from shardwright.compile.report.report import CompileReport
+from shardwright.job import Job
 
 # `[test]` installs libtpu, but it has wheels for x86-64 Linux alone.
 needs_libtpu = pytest.mark.skipif(

@@ -10,20 +10,20 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.lora import CONFIG, WEIGHTS, read_config
+from shardwright.weights.adapters import check_adapter, files_of, merged
+from shardwright.weights.hub_write import export
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.peft_files import open_adapter, prove, save_adapter
+from shardwright.weights.sources import state_dict_weights
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, plain_model, reference_loss
 from tests.support.jobs import job_of
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.lora import CONFIG, WEIGHTS, read_config
-from trainer.storage import Folder
-from trainer.weights.adapters import check_adapter, files_of, merged
-from trainer.weights.hub_write import export
-from trainer.weights.live import LiveWeights
-from trainer.weights.peft_files import open_adapter, prove, save_adapter
-from trainer.weights.sources import state_dict_weights
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # peft 0.21.2

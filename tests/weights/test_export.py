@@ -8,19 +8,19 @@ import weakref
 
 import pytest
 import torch
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.layout.stacking import is_stacked
+from shardwright.model.meta_model import meta_model
+from shardwright.weights import hub_read
+from shardwright.weights.hub_write import ExportFormat, export
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.place import layer_batches
+from shardwright.weights.sources import seeded_init
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.support.fuzz import checkpoints
 from tests.support.hub_models import FAMILIES, config_of, place, same, save_theirs, tensors_in
-from trainer.errors import UserError
-from trainer.layout.stacking import is_stacked
-from trainer.model import meta_model
-from trainer.storage import Folder
-from trainer.weights import hub_read
-from trainer.weights.hub_write import ExportFormat, export
-from trainer.weights.live import LiveWeights
-from trainer.weights.place import layer_batches
-from trainer.weights.sources import seeded_init
 
 FORMATS = {"original": {}, "new": {"save_original_format": False}}
 
@@ -108,7 +108,7 @@ def test_a_parameter_is_read_once_when_it_is_written_and_let_go_before_the_next(
 
 
 def test_a_stack_is_read_by_layers_with_a_compile_for_a_batch_of_parameters_not_for_a_layer(tmp_path):
-    from trainer.xla.runtime import compile_count
+    from shardwright.xla.runtime import compile_count
 
     config = config_of("mixtral", num_hidden_layers=6)
     save_theirs(tmp_path / "base", config)
@@ -219,8 +219,8 @@ def test_a_folder_in_the_place_of_a_file_is_one_message(tmp_path):
 
 
 def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_is_none(tmp_path, capsys, monkeypatch):
-    from scripts import export as script
-    from trainer.errors import exit_code
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import export as script
 
     (tmp_path / "precious").write_text("work")
     arguments = ["export.py", "--checkpoint", str(tmp_path), "--output"]
@@ -232,8 +232,8 @@ def test_the_script_refuses_a_folder_that_holds_something_and_a_checkpoint_that_
 
 
 def test_the_script_refuses_a_checkpoint_whose_tensors_are_not_its_config_s(tmp_path, capsys, monkeypatch):
-    from scripts import export as script
-    from trainer.errors import exit_code
+    from shardwright.hosts.output_streams import exit_code
+    from shardwright.scripts import export as script
 
     (tmp_path / "saved").mkdir()
     checkpoints.write_checkpoint(tmp_path / "saved")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from trainer.weights.lazy import Lazy
+from shardwright.weights.lazy_tensors import Lazy
 
 
 class Counted:

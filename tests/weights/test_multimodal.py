@@ -7,32 +7,33 @@ import json
 import pytest
 import torch
 import torch_xla
-from against_plain import unstacked
 from rich.console import Console
+from shardwright import Compute, Mesh, Recipe
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model import attention_probe
+from shardwright.model.attention_probe import text_part_differs
+from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole, whole_model
+from shardwright.run import train
+from shardwright.scripts.measure.against_plain import unstacked
+from shardwright.step.build import build
+from shardwright.weights import hub_read
+from shardwright.weights.hub_write import export
+from shardwright.weights.sources import part_and_rest, part_of, seeded_init, state_dict_weights
+from shardwright.xla.batch import place_batch
+from shardwright.xla.mesh import build_mesh
 from transformers import AutoModelForImageTextToText, BlipConfig
 
 from tests.support.cases import LENGTH, ROWS, relative
 from tests.support.hub_models import tensors_in
 from tests.support.jobs import job_of
 from tests.support.multimodal import FAMILIES, IMAGE_TOKEN, config_of, plain, save
-from trainer import Compute, Mesh, Recipe, probe
-from trainer.arguments import TrainingArguments
-from trainer.errors import UserError
-from trainer.layout.load import load_recipe
-from trainer.model import meta_model, names_in_whole, text_in_whole, whole_model
-from trainer.probe import text_part_differs
-from trainer.run import train
-from trainer.step.build import build
-from trainer.weights import hub_read
-from trainer.weights.hub_write import export
-from trainer.weights.sources import part_and_rest, part_of, seeded_init, state_dict_weights
-from trainer.xla.batch import place_batch
-from trainer.xla.mesh import build_mesh
 
 ANY = {".".join("*" * depth): {} for depth in range(2, 9)}
 COMPUTE = {"llama4": {"experts": "dense"}}
 RECIPE = """
-from trainer import Compute, Mesh, Recipe, probe
+from shardwright import Compute, Mesh, Recipe
 anything = {".".join("*" * depth): {} for depth in range(2, 9)}
 recipe = Recipe(mesh=Mesh(fsdp=-1), batch=("fsdp",), parameters={}, optional=anything, compute=Compute(dtype="float32"))
 """
@@ -89,7 +90,7 @@ def test_an_export_holds_the_trained_text_and_every_other_tensor_bit_for_bit(tmp
 def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export_of_its_checkpoint(
     tmp_path, monkeypatch
 ):
-    from scripts import export as script
+    from shardwright.scripts import export as script
 
     save(plain(config_of("llava")), tmp_path / "base")
     (tmp_path / "any.py").write_text(RECIPE)
@@ -125,12 +126,12 @@ def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export
 def test_a_text_part_that_computes_something_else_is_found_and_a_family_without_one_is_refused_by_name(monkeypatch):
     config = config_of("gemma3")
     assert text_part_differs(config) is None
-    probe._difference.cache_clear()
-    monkeypatch.setattr(probe, "text_in_whole", lambda config: _capped(text_in_whole(config)))
+    attention_probe._difference.cache_clear()
+    monkeypatch.setattr(attention_probe, "text_in_whole", lambda config: _capped(text_in_whole(config)))
     assert "from the whole model's" in text_part_differs(config)
     with pytest.raises(UserError, match=r"of type 'gemma3', of which Gemma3ForCausalLM is the text part"):
         job_of(recipe_of("gemma3"), config)
-    probe._difference.cache_clear()
+    attention_probe._difference.cache_clear()
     with pytest.raises(UserError, match="BlipForConditionalGeneration names no text decoder and head of its own"):
         meta_model(BlipConfig())
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 MODULES = [
-    *(f"trainer.weights.{name}" for name in ("sources", "lazy", "hub_read", "hub_write")),
-    *(f"trainer.checkpoint.{name}" for name in ("host_state", "manifest", "tensors", "read")),
+    *(f"shardwright.weights.{name}" for name in ("sources", "lazy", "hub_read", "hub_write")),
+    *(f"shardwright.checkpoint.{name}" for name in ("host_state", "manifest", "tensors", "read")),
 ]
 LOADED_BY = """
 import importlib, sys
@@ -28,4 +28,4 @@ def first_that_loads_torch_xla(*modules: str) -> str:
 
 def test_what_needs_no_device_does_not_load_torch_xla():
     assert first_that_loads_torch_xla(*MODULES) == ""
-    assert first_that_loads_torch_xla("trainer.weights.place").endswith("trainer.weights.place\n")
+    assert first_that_loads_torch_xla("shardwright.weights.place").endswith("shardwright.weights.place\n")

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from tiny import families, tiny_config
+from shardwright.errors import UserError
+from shardwright.model.meta_model import meta_model
+from shardwright.scripts.measure.tiny import families, tiny_config
+from shardwright.weights.sources import seeded_init
 from torch import nn
-
-from trainer.errors import UserError
-from trainer.model import meta_model
-from trainer.weights.sources import seeded_init
 
 
 def learned_and_saved(model):

@@ -7,20 +7,20 @@ import weakref
 
 import pytest
 import torch
-from tiny import tiny_config
+from shardwright.layout.auto import auto_recipe
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.stacking import is_stacked
+from shardwright.model.meta_model import meta_model
+from shardwright.scripts.measure.tiny import tiny_config
+from shardwright.weights.hub_write import export
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.place import place_parameters
+from shardwright.weights.sources import seeded_init
+from shardwright.xla.mesh import build_mesh
 from transformers import AutoModelForCausalLM
 
 from tests.support.cases import make_batch, make_case, small_config
 from tests.support.jobs import job_of
-from trainer.layout.auto import auto_recipe
-from trainer.layout.load import load_recipe
-from trainer.layout.stacking import is_stacked
-from trainer.model import meta_model
-from trainer.weights.hub_write import export
-from trainer.weights.live import LiveWeights
-from trainer.weights.place import place_parameters
-from trainer.weights.sources import seeded_init
-from trainer.xla.mesh import build_mesh
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from trainer.errors import UserError
-from trainer.xla.chips import CHIPS, find_topology, topologies
+from shardwright.errors import UserError
+from shardwright.xla.chips import CHIPS, find_topology, topologies
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-
-from trainer.data.batches import TrainingBatches, heldout_batches
-from trainer.data.rows import StoredRows
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.step.train_step import _by_micro_batch
-from trainer.xla import runtime, sharding
-from trainer.xla.batch import HostRows, batch_share, batch_spec
-from trainer.xla.mesh import AbstractMesh, build_mesh
-from trainer.xla.sharding import shard_slices
+from shardwright.data.rows.batches import TrainingBatches, heldout_batches
+from shardwright.data.rows.rows import StoredRows
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
+from shardwright.step.train_step import _by_micro_batch
+from shardwright.xla import runtime, sharding
+from shardwright.xla.batch import HostRows, batch_share, batch_spec
+from shardwright.xla.mesh import AbstractMesh, build_mesh
+from shardwright.xla.sharding import shard_slices
 
 ROWS = StoredRows(Dataset.from_dict({"input_ids": torch.arange(100 * 3).view(100, 3).tolist()}))
 

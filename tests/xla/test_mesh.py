@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.xla.chips import FLAGS
-from trainer.xla.mesh import build_mesh, check_mesh
-from trainer.xla.runtime import init_runtime
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
+from shardwright.xla.chips import FLAGS
+from shardwright.xla.mesh import build_mesh, check_mesh
+from shardwright.xla.runtime import init_runtime
 
 
 def run(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
@@ -122,9 +121,9 @@ def test_virtual_devices_take_any_mesh_of_their_number_and_are_not_asked():
 
 GRID = """
 import warnings
-from trainer.xla.mesh import build_mesh
-from trainer.xla.runtime import init_runtime
-from trainer.layout.mesh import Mesh
+from shardwright.xla.mesh import build_mesh
+from shardwright.xla.runtime import init_runtime
+from shardwright.layout.mesh import Mesh
 print(init_runtime())
 warnings.simplefilter("error")
 mesh = build_mesh(Mesh(data=1, fsdp=-1, expert=2, dcn={"data": 2}))
@@ -152,7 +151,7 @@ ON_A_TPU_HOST = """
 import os
 from jax._src import hardware_utils
 hardware_utils.num_available_tpu_chips_and_device_id = lambda: (4, hardware_utils.TpuVersion.v5p)
-from trainer.xla.runtime import init_runtime
+from shardwright.xla.runtime import init_runtime
 init_runtime()
 init_runtime()
 print(os.environ["LIBTPU_INIT_ARGS"])
@@ -175,7 +174,8 @@ def test_a_number_of_virtual_devices_that_cannot_be_is_refused(monkeypatch, coun
 
 
 def test_devices_that_are_not_there_are_one_message_and_exit_code_2():
-    code = "import sys\nfrom trainer.errors import exit_code\nfrom trainer.xla.mesh import init_runtime\n"
+    code = "import sys\nfrom shardwright.hosts.output_streams import exit_code\n"
+    code += "from shardwright.xla.mesh import init_runtime\n"
     result = run(code + "sys.exit(exit_code(init_runtime))", PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1")
     assert result.returncode == 2
     assert "error: PJRT_DEVICE=TPU" in result.stderr  # after a line of libtpu's own, where that is installed

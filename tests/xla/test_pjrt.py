@@ -11,17 +11,17 @@ import sys
 from typing import Any
 
 import pytest
+from shardwright.xla.pjrt import FUNCTIONS, PjrtError, Table
 
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
-from trainer.xla.pjrt import FUNCTIONS, PjrtError, Table
 
 pytestmark = needs_libtpu
 BEGIN = """
 import ctypes, libtpu
-from trainer.xla import pjrt
-from trainer.xla.pjrt import FUNCTIONS, Function, PjrtError, Table
-from trainer.xla.compiled import KEPT
+from shardwright.xla import pjrt
+from shardwright.xla.pjrt import FUNCTIONS, Function, PjrtError, Table
+from shardwright.xla.program_cache import KEPT
 library = libtpu.get_library_path()
 table = Table(library)
 """

@@ -18,8 +18,8 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch_xla
-from trainer import Job, TrainingArguments, TrainingLoop, UserError
-from trainer.data import DataOptions, load_corpus
+from shardwright import Job, TrainingArguments, TrainingLoop, UserError
+from shardwright.data import DataOptions, load_corpus
 
 folder = Path(sys.argv[1])
 
@@ -78,7 +78,7 @@ def test_a_job_for_another_number_of_devices_is_refused(outcomes: list[str]) -> 
 # the second program of a process: a loop that is worth splitting
 SPLITTING = """
 import os, torch, torch_xla
-from trainer.xla.runtime import init_runtime, run_now
+from shardwright.xla.runtime import init_runtime, run_now
 
 cpus = os.sched_getaffinity(0)
 init_runtime()

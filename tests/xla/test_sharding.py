@@ -6,17 +6,16 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.partition import partition_spec
+from shardwright.layout.placement import Replicate, Shard
+from shardwright.layout.plan import make_plan
+from shardwright.layout.recipe import Recipe
+from shardwright.xla import sharding
+from shardwright.xla.batch import batch_spec, place_batch
+from shardwright.xla.mesh import build_mesh
 from torch import nn
-
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.layout.partition import partition_spec
-from trainer.layout.placement import Replicate, Shard
-from trainer.layout.plan import make_plan
-from trainer.layout.recipe import Recipe
-from trainer.xla import sharding
-from trainer.xla.batch import batch_spec, place_batch
-from trainer.xla.mesh import build_mesh
 
 BATCH = ("fsdp", "tensor")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.arguments.values import Checked, option
-from trainer.errors import UserError
+from shardwright.arguments.values import Checked, option
+from shardwright.errors import UserError
 
 BASE_DTYPES = ["float32", "bfloat16", "int8"]
 _LORA = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}

@@ -6,8 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from trainer.arguments.values import Checked, option
-from trainer.errors import UserError
+from shardwright.arguments.values import Checked, option
+from shardwright.errors import UserError
 
 OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # what becomes of a sample longer than a row
 _SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-from trainer.arguments.values import Checked, option
+from shardwright.arguments.values import Checked, option
 
 
 @dataclass

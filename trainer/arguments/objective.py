@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.arguments.values import Checked, option
-from trainer.errors import UserError
+from shardwright.arguments.values import Checked, option
+from shardwright.errors import UserError
 
 OBJECTIVES = ("sft", "dpo", "ipo", "orpo", "simpo")
 _BESIDE_WEIGHTS = ("dpo", "ipo")  # these ask what the starting weights would have said

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from trainer.arguments.values import Checked, option
-from trainer.errors import UserError, did_you_mean
+from shardwright.arguments.values import Checked, option
+from shardwright.errors import UserError, did_you_mean
 
 # --optim → what --optim_args may say of it, each with its default: that of the paper, of transformers' Trainer
 # (Adafactor) or of torch.optim.Muon, but for adjust_lr_fn, since one learning rate is for Muon's part and for AdamW's

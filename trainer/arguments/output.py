@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from shardwright.arguments.values import Checked, option
+from shardwright.errors import UserError
 from transformers.trainer_utils import IntervalStrategy
-
-from trainer.arguments.values import Checked, option
-from trainer.errors import UserError
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.arguments.values import Checked, option
+from shardwright.arguments.values import Checked, option
 
 
 @dataclass

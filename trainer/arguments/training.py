@@ -8,17 +8,17 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.arguments.adapter import AdapterArguments
-from trainer.arguments.data import DataArguments
-from trainer.arguments.model import ModelArguments
-from trainer.arguments.objective import ObjectiveArguments
-from trainer.arguments.optimizer import OptimizerArguments
-from trainer.arguments.output import OutputArguments
-from trainer.arguments.recovery import RecoveryArguments
-from trainer.arguments.samples import SampleArguments
-from trainer.arguments.values import check_values, option
-from trainer.errors import UserError
-from trainer.schedule import KINDS, Schedule
+from shardwright.arguments.adapter import AdapterArguments
+from shardwright.arguments.data import DataArguments
+from shardwright.arguments.model import ModelArguments
+from shardwright.arguments.objective import ObjectiveArguments
+from shardwright.arguments.optimizer import OptimizerArguments
+from shardwright.arguments.output import OutputArguments
+from shardwright.arguments.recovery import RecoveryArguments
+from shardwright.arguments.samples import SampleArguments
+from shardwright.arguments.schedule import KINDS, Schedule
+from shardwright.arguments.values import check_values, option
+from shardwright.errors import UserError
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
 DEFAULT_STEPS = 300  # where neither steps nor epochs are asked for

@@ -10,8 +10,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-
-from trainer.errors import UserError, did_you_mean
+from shardwright.errors import UserError, did_you_mean
 
 _MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from shardwright.hosts.versions import versions
 
 _NUMPY_WORDS = 624  # of the Mersenne Twister's state
 
@@ -95,8 +95,3 @@ def _as_text(array: np.ndarray) -> str:
 
 def _as_array(text: str, dtype: Any) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that a run's numbers depend on."""
-    return {name: importlib.metadata.version(name) for name in ("shardwright", "torch", "torch_xla", "transformers")}

@@ -13,9 +13,9 @@ import json
 import re
 from collections.abc import Iterable
 
-from trainer.checkpoint import manifest
-from trainer.errors import UserError
-from trainer.storage import Folder
+from shardwright.checkpoint import manifest
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
 
 NAME = re.compile(r"checkpoint-(\d+)")
 LINEAGE = "lineage.json"

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
-
-from trainer.errors import UserError
-from trainer.storage import TEMPORARY, Folder, StorageError
+from shardwright.errors import UserError
+from shardwright.files.folder import TEMPORARY, Folder, StorageError
 
 FORMAT = 1  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"

@@ -16,20 +16,19 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from shardwright.checkpoint import json_checks, manifest, tensors
+from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
+from shardwright.checkpoint.same_model import differences
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array
+from shardwright.files.folder import Folder
+from shardwright.hosts.hosts import hosts
+from shardwright.model.meta_model import config_of
+from shardwright.models.adapters.lora import own_parameters
+from shardwright.report.bars import byte_bar
+from shardwright.report.lines import say
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
-
-from models.adapters.lora import own_parameters
-from trainer.arrays import Array
-from trainer.checkpoint import manifest, tensors, texts
-from trainer.checkpoint.configs import differences
-from trainer.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
-from trainer.errors import UserError
-from trainer.hosts import hosts
-from trainer.model import config_of
-from trainer.report.bars import byte_bar
-from trainer.report.lines import say
-from trainer.storage import Folder
 
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
 BUFFER = " buffer"  # what follows a buffer's name, as the names of optimizer state follow a parameter's
@@ -48,10 +47,10 @@ class RunCheckpoint:
         self.folder = folder
         self._files = manifest.read_manifest(folder)
         manifest.check(folder, [name for name in self._files if not manifest.is_tensors(name)])
-        self.host: dict[str, Any] = self._json("host.json", texts.check_host)
-        self.arguments: dict[str, Any] = self._json("training_args.json", texts.check_arguments)
+        self.host: dict[str, Any] = self._json("host.json", json_checks.check_host)
+        self.arguments: dict[str, Any] = self._json("training_args.json", json_checks.check_arguments)
         self.recipe: dict[str, Any] = self._json("recipe.json")
-        self._trainer_state = self._json("trainer_state.json", texts.check_trainer_state)
+        self._trainer_state = self._json("trainer_state.json", json_checks.check_trainer_state)
         self.step: int = self.host["step"]
         lineage = self.host.get("lineage")  # an older version wrote none
         self.ancestors: Lineage | None = lineage and {int(step): mark for step, mark in lineage.items()}

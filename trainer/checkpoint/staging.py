@@ -21,14 +21,13 @@ from dataclasses import dataclass
 
 import xxhash
 from rich.console import Console
-
-from trainer.checkpoint import manifest
-from trainer.checkpoint.lineage import NAME, folder_of, live_steps, run_of, whole_steps, write_lineage
-from trainer.errors import UserError
-from trainer.hosts import Hosts, hosts
-from trainer.report.bars import byte_bar
-from trainer.report.lines import say
-from trainer.storage import Folder, StorageError
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.lineage import NAME, folder_of, live_steps, run_of, whole_steps, write_lineage
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError
+from shardwright.hosts.hosts import Hosts, hosts
+from shardwright.report.bars import byte_bar
+from shardwright.report.lines import say
 
 NOTE = "staged.json"
 MOST = 2  # checkpoints that wait for the output folder; a third is written there directly

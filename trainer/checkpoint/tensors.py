@@ -17,6 +17,13 @@ from typing import IO, Any
 
 import torch
 import xxhash
+from shardwright.checkpoint.dcp_metadata import Chunk, Entry, read_listing
+from shardwright.checkpoint.manifest import METADATA, Checksum, damaged
+from shardwright.checkpoint.tensor_records import read_record
+from shardwright.files.arrays import Array, Layer, Slices, Stack
+from shardwright.files.folder import Folder, StorageError
+from shardwright.hosts.hosts import hosts
+from shardwright.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     _StorageInfo,  # semi-private: torch/distributed/checkpoint/filesystem.py, torch 2.9
@@ -28,14 +35,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-
-from trainer.arrays import Array, Layer, Slices, Stack
-from trainer.checkpoint.listing import Chunk, Entry, read_listing
-from trainer.checkpoint.manifest import METADATA, Checksum, damaged
-from trainer.checkpoint.records import read_record
-from trainer.hosts import hosts
-from trainer.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
-from trainer.storage import Folder, StorageError
 
 Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, values) of each shard of a tensor
 Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host

@@ -1,16 +1,15 @@
 """Writes a run's checkpoints while training goes on; each is whole or not there at all.
 
 A save has three parts: the state's shards are copied to the host, for which training pauses; a thread writes them; and
-the manifest (`trainer.checkpoint.manifest`) is written last. If a write fails, the run stops. With a staging folder
-(`trainer.checkpoint.staging`) the thread writes there, and a second one copies what is whole to the output folder; if
-that fails it is tried again, and the run stops only where two checkpoints wait for it already.
+the manifest (`shardwright.checkpoint.manifest`) is written last. If a write fails, the run stops. With a staging folder
+(`shardwright.checkpoint.staging`) the thread writes there, and a second one copies what is whole to the output folder;
+if that fails it is tried again, and the run stops only where two checkpoints wait for it already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import tempfile
 import time
 import uuid
@@ -22,17 +21,16 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from shardwright.checkpoint import manifest, tensors
+from shardwright.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.checkpoint.staging import Files, Staging, copy_files, has_room, make_room, own_files, publish
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError, as_json
+from shardwright.files.lock import TakenOver
+from shardwright.hosts.hosts import Hosts, LostHost, hosts
+from shardwright.xla import sharding
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
-
-from trainer.checkpoint import manifest, tensors
-from trainer.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
-from trainer.checkpoint.read import RunCheckpoint
-from trainer.checkpoint.staging import Files, Staging, copy_files, has_room, make_room, own_files, publish
-from trainer.errors import UserError
-from trainer.hosts import Hosts, LostHost, hosts
-from trainer.lock import TakenOver
-from trainer.storage import Folder, StorageError
-from trainer.xla import sharding
 
 T = TypeVar("T")
 
@@ -386,8 +384,3 @@ def run_texts(
             for path in sorted(Path(local).iterdir()):
                 files[f"{manifest.TOKENIZER}/{path.name}"] = path.read_bytes()
     return files
-
-
-def as_json(value: Any) -> bytes:
-    """Returns ``value`` as JSON; what JSON does not know is written as its ``str``."""
-    return (json.dumps(value, indent=2, default=str) + "\n").encode()

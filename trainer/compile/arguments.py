@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.arguments.values import check_values, option
-from trainer.errors import UserError
+from shardwright.arguments.values import check_values, option
+from shardwright.errors import UserError
 
 
 @dataclass

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-
-from trainer.arguments import TrainingArguments
-from trainer.cli import parse
-from trainer.compile.arguments import CompileArguments
-from trainer.errors import UserError
-from trainer.report.lines import say, waiting
+from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.arguments import CompileArguments
+from shardwright.errors import UserError
+from shardwright.report.lines import say, waiting
 
 if TYPE_CHECKING:
-    from trainer.compile.report import CompileReport
-    from trainer.compile.search import Tried
+    from shardwright.compile.report.report import CompileReport
+    from shardwright.compile.search.search import Tried
 
 
 DOES_NOT_FIT = 3
@@ -47,12 +46,12 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
     Raises:
         UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
     """
-    from trainer.compile.job import CompileJob
-    from trainer.compile.search import search
-    from trainer.compile.share import compile_auto
-    from trainer.compile.terminal import print_report
-    from trainer.compile.tune import tune
-    from trainer.remat import is_auto
+    from shardwright.compile.job import CompileJob
+    from shardwright.compile.report.terminal import print_report
+    from shardwright.compile.search.remat_share import compile_auto
+    from shardwright.compile.search.search import search
+    from shardwright.compile.search.tune import tune
+    from shardwright.step.auto_remat import is_auto
 
     console = console or Console()
     if options.topology is None:
@@ -93,7 +92,7 @@ def _write(
     most: int | None = None,
 ) -> None:
     """Write the page and the JSON that were asked for, with what a search tried and the largest batch that fits."""
-    from trainer.compile.page import write_page
+    from shardwright.compile.report.page import write_page
 
     if options.report:
         write_page(report, Path(options.report), title=title, tried=[t.cells for t in tried])

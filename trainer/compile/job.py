@@ -6,17 +6,17 @@ import math
 import os
 from dataclasses import dataclass, replace
 
-from trainer.arguments import TrainingArguments
-from trainer.compile.arguments import CompileArguments
-from trainer.compile.efficiency import efficiencies
-from trainer.compile.libtpu import Target, compile_for
-from trainer.compile.lowering import graphs_of, lower, shorter_steps
-from trainer.compile.report import CompileReport, Expected
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.model import experts_modules, training_flops
-from trainer.samples import expected_shape
-from trainer.xla.chips import Chip, Topology, find_topology
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.arguments import CompileArguments
+from shardwright.compile.libtpu import Target, compile_for
+from shardwright.compile.lowering import graphs_of, lower, shorter_steps
+from shardwright.compile.report.efficiency import efficiencies
+from shardwright.compile.report.report import CompileReport, Expected
+from shardwright.errors import UserError
+from shardwright.evaluation.samples import expected_shape
+from shardwright.job import Job
+from shardwright.model.facts import experts_modules, training_flops
+from shardwright.xla.chips import Chip, Topology, find_topology
 
 
 @dataclass(frozen=True)

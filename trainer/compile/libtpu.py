@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.jax_call import xla_client
-from trainer.cache import cache_root, publish
-from trainer.compile.lowered import Lowered
-from trainer.compile.memory import is_out_of_hbm
-from trainer.compile.report import CompileReport, Expected, make_report
-from trainer.errors import UserError
-from trainer.xla.chips import Topology, find_topology
+from shardwright.compile.lowered import Lowered
+from shardwright.compile.report.memory import is_out_of_hbm
+from shardwright.compile.report.report import CompileReport, Expected, make_report
+from shardwright.errors import UserError
+from shardwright.files.cache import cache_root, publish
+from shardwright.models.ops.jax_call import xla_client
+from shardwright.xla.chips import Topology, find_topology
 
 _FORMAT = 2  # part of the cache's key: raise it when what the compiling process leaves changes
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
-_CHILD = ("-m", "trainer.compile.libtpu_process")
+_CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
 
@@ -68,7 +68,7 @@ def compile_for(
 
     Args:
         expected: what the report sets the compiler's numbers beside.
-        cache_dir: as :func:`trainer.cache.cache_root` takes it.
+        cache_dir: as :func:`shardwright.files.cache.cache_root` takes it.
 
     Raises:
         UserError: unknown topology; mesh of another size; no libtpu; the compiler failed or took too long.

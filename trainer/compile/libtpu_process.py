@@ -1,6 +1,6 @@
-"""The process that loads libtpu; only trainer.compile.libtpu starts it.
+"""The process that loads libtpu; only shardwright.compile.libtpu starts it.
 
-``python -m trainer.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and
+``python -m shardwright.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and
 leaves there ``result.json`` (memory sizes in bytes and CPU seconds, or the compiler's error), ``optimised.hlo.gz`` and
 ``buffers.txt.gz`` (the allocations, and the buffers in HBM when it is fullest). It ends when the process PARENT does.
 """
@@ -27,9 +27,8 @@ from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax.experimental import topologies
-
-from trainer.compile.hlo.buffers import fullest
-from trainer.xla.physical import in_mesh_order
+from shardwright.compile.hlo.buffers import fullest
+from shardwright.xla.device_order import in_mesh_order
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 

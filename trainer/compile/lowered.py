@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.remat import LayerValue
+from shardwright.step.auto_remat import LayerValue
 
 TRAIN_STEP = "train step"
 

@@ -1,7 +1,8 @@
 """A run's graphs without weights: placeholders → HLO with the plan's shardings.
 
-They are those that a run runs (:func:`trainer.step.build.build`, :mod:`trainer.weights`), on an abstract mesh. Its
-tensors have shapes and layouts but no data, so a model of any size is lowered in seconds, in the memory of its graph.
+They are those that a run runs (:func:`shardwright.step.build.build`, :mod:`shardwright.weights`), on an abstract mesh.
+Its tensors have shapes and layouts but no data, so a model of any size is lowered in seconds, in the memory of its
+graph.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from typing import NamedTuple
 
 import torch
 import torch_xla
-
-from models import jax_call
-from models.layers import DecoderLayers
-from models.partial_gradients import Tensors
-from trainer.compile.lowered import TRAIN_STEP, Argument, Lowered
-from trainer.job import Job
-from trainer.layout.optimizers import STATE_NAMES
-from trainer.layout.partition import PartitionSpec, axes_of
-from trainer.layout.plan import ParameterPlan
-from trainer.layout.stacking import is_stacked
-from trainer.remat import LayerValue, layer_values
-from trainer.samples import expected_shape, sampling_of
-from trainer.step.build import build, build_evaluation, build_generator
-from trainer.step.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
-from trainer.step.generate import Decoder, can_cache
-from trainer.step.preference import REFERENCE
-from trainer.step.reference import REFERENCE_PASS, ReferenceStep
-from trainer.step.train_step import step_name
-from trainer.weights.place import layer_batches, read_layer, write_layer
-from trainer.weights.sources import state_dict_weights
-from trainer.xla.batch import batch_spec
-from trainer.xla.chips import Chip
-from trainer.xla.mesh import AbstractMesh
-from trainer.xla.runtime import init_runtime
+from shardwright.compile.lowered import TRAIN_STEP, Argument, Lowered
+from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
+from shardwright.evaluation.generate import Decoder, can_cache
+from shardwright.evaluation.reference_step import REFERENCE_PASS, ReferenceStep
+from shardwright.evaluation.samples import expected_shape, sampling_of
+from shardwright.job import Job
+from shardwright.layout.optimizer_state import STATE_NAMES
+from shardwright.layout.partition import PartitionSpec, axes_of
+from shardwright.layout.plan import ParameterPlan
+from shardwright.layout.stacking import is_stacked
+from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.models.ops import jax_call
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.auto_remat import LayerValue, layer_values
+from shardwright.step.build import build, build_evaluation
+from shardwright.step.objectives.preference import REFERENCE
+from shardwright.step.train_step import step_name
+from shardwright.weights.place import layer_batches, read_layer, write_layer
+from shardwright.weights.sources import state_dict_weights
+from shardwright.xla.batch import batch_spec
+from shardwright.xla.chips import Chip
+from shardwright.xla.mesh import AbstractMesh
+from shardwright.xla.runtime import init_runtime
 
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
 # the third and fourth where documents are isolated, the last where an objective compares with the starting weights

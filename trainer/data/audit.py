@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from shardwright.data.corpus import DataOptions, check_samples
+from shardwright.data.records.document_stream import DocumentStream, find_stream
+from shardwright.data.records.documents import has_text
+from shardwright.data.records.shapes import BadRecord, Shape
+from shardwright.data.rows.mixture import BLOCK, shares, sources_of
+from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
+from shardwright.data.samples.fitting import SamplePacker
+from shardwright.data.samples.samples import Encoder, Sample, joined
 from transformers import PreTrainedTokenizerBase
-
-from trainer.data.corpus import DataOptions, check_samples
-from trainer.data.document_stream import DocumentStream, find_stream
-from trainer.data.documents import has_text
-from trainer.data.fitting import SamplePacker
-from trainer.data.mixture import BLOCK, shares, sources_of
-from trainer.data.packing import DOCUMENTS_AT_ONCE
-from trainer.data.samples import Encoder, Sample, joined
-from trainer.data.shapes import BadRecord, Shape
 
 LISTED = 1000  # places of a finding that are kept; all are counted
 
@@ -70,7 +69,7 @@ class SourceAudit:
         shape: of its records.
         heldout: it is evaluated on, not trained on.
         share: of the rows of a mixture.
-        tally: as of a :class:`trainer.data.fitting.SamplePacker`.
+        tally: as of a :class:`shardwright.data.samples.fitting.SamplePacker`.
         lengths: tokens of each sample, before any is cut.
         shown: samples to look at: (place, what is left of the sample).
     """

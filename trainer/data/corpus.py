@@ -22,23 +22,22 @@ import numpy as np
 import tokenizers
 import transformers
 from datasets import Dataset, IterableDataset
+from shardwright.data.records.document_stream import find_stream
+from shardwright.data.records.documents import find_documents
+from shardwright.data.records.shapes import Shape
+from shardwright.data.rows.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
+from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
+from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
+from shardwright.data.rows.row_stream import StreamedRows
+from shardwright.data.rows.rows import Rows, StoredRows, load_rows, write_rows
+from shardwright.data.rows.selection import evaluated_on, first_of, first_of_stream, stream_evaluated_on
+from shardwright.data.samples.chat import Template
+from shardwright.data.samples.fitting import SampleOptions, SamplePacker
+from shardwright.data.samples.tally import notes, unread_notes
+from shardwright.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
+from shardwright.errors import UserError
+from shardwright.files.cache import cache_root, cached, digest
 from transformers import PreTrainedTokenizerBase
-
-from trainer.cache import cache_root, cached, digest
-from trainer.data.chat import Template
-from trainer.data.document_stream import find_stream
-from trainer.data.documents import find_documents
-from trainer.data.fitting import SampleOptions, SamplePacker
-from trainer.data.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
-from trainer.data.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
-from trainer.data.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
-from trainer.data.row_stream import StreamedRows
-from trainer.data.rows import Rows, StoredRows, load_rows, write_rows
-from trainer.data.selection import evaluated_on, first_of, first_of_stream, stream_evaluated_on
-from trainer.data.shapes import Shape
-from trainer.data.tally import notes, unread_notes
-from trainer.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
-from trainer.errors import UserError
 
 Found = TypeVar("Found")
 CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-
-from trainer.data.batches import as_batch
-from trainer.data.rows import Rows, StoredRows
-from trainer.data.samples import IGNORE
+from shardwright.data.rows.batches import as_batch
+from shardwright.data.rows.packing import IGNORE
+from shardwright.data.rows.rows import Rows, StoredRows
 
 
 def unigram_loss(train: Rows, heldout: StoredRows, vocab_size: int) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.arguments.adapter import BASE_DTYPES
-from trainer.arguments.values import Checked, check_values, option
-from trainer.layout.auto import AUTO
+from shardwright.arguments.adapter import BASE_DTYPES
+from shardwright.arguments.values import Checked, check_values, option
+from shardwright.layout.auto import AUTO
 
 
 @dataclass

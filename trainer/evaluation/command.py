@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-
-from trainer.errors import UserError, did_you_mean
-from trainer.evaluation.arguments import EvaluationArguments
-from trainer.hosts import hosts
-from trainer.report.lines import say, waiting
+from shardwright.errors import UserError, did_you_mean
+from shardwright.evaluation.arguments import EvaluationArguments
+from shardwright.hosts.hosts import hosts
+from shardwright.report.lines import say, waiting
 
 
 def run(options: EvaluationArguments, console: Console | None = None) -> dict[str, Any]:
@@ -21,13 +20,12 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     Raises:
         UserError: anything in the options that can't be; tasks or their data that can't be had; no lm_eval.
     """
-    from trainer.evaluation.lm import LM  # first: it says so where there is no lm_eval
+    from shardwright.evaluation.lm import LM  # first: it says so where there is no lm_eval
 
     # isort: split
     from lm_eval import simple_evaluate
     from lm_eval.utils import handle_non_serializable, make_table
-
-    from trainer.evaluation.opened import open_model
+    from shardwright.evaluation.opened import open_model
 
     console = console or Console()
     if options.output_path is not None:

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from shardwright.errors import UserError
+from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
+from shardwright.evaluation.score_step import UNSCORED, ScoreStep
+from shardwright.job import Job
+from shardwright.report.bars import tracked
+from shardwright.step.eval_step import EvalStep
 from transformers import PreTrainedTokenizerBase
-
-from trainer.errors import UserError
-from trainer.job import Job
-from trainer.report.bars import tracked
-from trainer.step.build import build_generator
-from trainer.step.eval_step import EvalStep
-from trainer.step.generate import GenerationShape, Generator, Sampling
-from trainer.step.score_step import UNSCORED, ScoreStep
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
+from shardwright.errors import UserError
+from shardwright.evaluation.arguments import EvaluationArguments
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+from shardwright.layout.auto import UNMADE
+from shardwright.model.facts import stated
+from shardwright.model.lora import CONFIG
+from shardwright.model.meta_model import load_config
+from shardwright.report.lines import say, waiting
+from shardwright.step.build import build_evaluation
+from shardwright.step.eval_step import EvalStep
+from shardwright.weights.adapters import check_adapter, weights_of
+from shardwright.weights.hub_read import open_hub_weights, reading
+from shardwright.weights.sources import has_weights
+from shardwright.xla.mesh import build_mesh, check_mesh
+from shardwright.xla.runtime import device_count, init_runtime
 from transformers import PreTrainedTokenizerBase
-
-from trainer.arguments import TrainingArguments
-from trainer.checkpoint import manifest
-from trainer.checkpoint.read import RunCheckpoint
-from trainer.data.tokenizer import check_vocabulary, open_tokenizer
-from trainer.errors import UserError
-from trainer.evaluation.arguments import EvaluationArguments
-from trainer.job import Job
-from trainer.layout.auto import UNMADE
-from trainer.lora import CONFIG
-from trainer.model import load_config, stated
-from trainer.report.lines import say, waiting
-from trainer.step.build import build_evaluation
-from trainer.step.eval_step import EvalStep
-from trainer.storage import Folder
-from trainer.weights.adapters import check_adapter, weights_of
-from trainer.weights.hub_read import open_hub_weights, reading
-from trainer.weights.sources import has_weights
-from trainer.xla.mesh import build_mesh, check_mesh
-from trainer.xla.runtime import device_count, init_runtime
 
 LONGEST = 4096  # tokens of a row by default, where the model has positions for more
 

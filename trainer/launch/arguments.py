@@ -6,8 +6,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from trainer.arguments.values import Checked, check_values, option
-from trainer.errors import UserError
+from shardwright.arguments.values import Checked, check_values, option
+from shardwright.errors import UserError
 
 # a JobSet's pods are called NAME-slice-12-345-abcde, and Kubernetes allows 63 characters
 _LONGEST_NAME = 40

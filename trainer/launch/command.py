@@ -11,13 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from trainer.cli import parse
-from trainer.errors import UserError
-from trainer.launch.arguments import LaunchArguments
-from trainer.launch.plan import Plan, script
-from trainer.launch.targets import TARGETS, find_target, read_request
-from trainer.report.lines import say
+from shardwright.arguments.command_line import parse
+from shardwright.errors import UserError
+from shardwright.launch.arguments import LaunchArguments
+from shardwright.launch.plan import Plan, script
+from shardwright.launch.targets import TARGETS, find_target, read_request
+from shardwright.report.lines import say
 
 _SCRIPT = "run.sh"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trainer.errors import INTERRUPTED, LOST, PREEMPTED
+from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
 
 USER_ERROR = 2
 
@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
     "jobset": Rule(ours, True, "`podFailurePolicy`: FailJob; `failurePolicy`: FailJobSet"),
     "skypilot": Rule(lambda code: code in SKYPILOT, False, "`job_recovery`: recover_on_exit_codes"),
     "tpu-vm": Rule(ours, True, "the loop in `host.sh`"),
-    "ray": Rule(ours, True, "the loop of `trainer.launch.ray_hosts`"),
+    "ray": Rule(ours, True, "the loop of `shardwright.launch.ray_hosts`"),
 }
 
 

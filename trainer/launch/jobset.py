@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.launch.exits import FINAL
-from trainer.launch.plan import Plan, as_yaml
-from trainer.launch.request import Mount, Request
-from trainer.launch.slices import chips_per_host, generation, shape
+from shardwright.launch.exits import FINAL
+from shardwright.launch.plan import Plan, as_yaml
+from shardwright.launch.request import Mount, Request
+from shardwright.launch.slices import chips_per_host, generation, shape
 
 _SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
 

@@ -1,6 +1,6 @@
 """Run a command on every host of TPU slices that a Ray cluster has, and again where its exit code allows.
 
-python -m trainer.launch.ray_hosts --topology v5p:2x2x4 -- python scripts/train.py …
+python -m shardwright.launch.ray_hosts --topology v5p:2x2x4 -- python scripts/train.py …
 
 It is the driver of the job that `scripts/launch.py ray` submits. Its exit code is that of the run.
 """
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.cli import Parser
-from trainer.errors import exit_code
-from trainer.launch.exits import ours
-from trainer.launch.slices import shape
-from trainer.xla.chips import Topology, find_topology
+from shardwright.arguments.command_line import Parser
+from shardwright.hosts.output_streams import exit_code
+from shardwright.launch.exits import ours
+from shardwright.launch.slices import shape
+from shardwright.xla.chips import Topology, find_topology
 
 _LOST = 137  # the code of a host that is gone
 _PORT = 8081  # of the slices' coordinator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.launch.plan import Plan, as_yaml
-from trainer.launch.request import Request
+from shardwright.launch.plan import Plan, as_yaml
+from shardwright.launch.request import Request
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FILE = "runtime_env.yaml"
@@ -18,7 +18,7 @@ def plan(request: Request) -> Plan:
         "excludes": ["/.git", "/launch", "/output", "/tests", "/docs"],  # from the root alone
         "env_vars": request.variables,
     }
-    hosts = ["python", "-m", "trainer.launch.ray_hosts", "--topology", request.topology.name]
+    hosts = ["python", "-m", "shardwright.launch.ray_hosts", "--topology", request.topology.name]
     hosts += ["--slices", str(request.topology.slices)]
     hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]
     submit = ["ray", "job", "submit", "--no-wait", "--submission-id", request.name, "--runtime-env", _FILE]

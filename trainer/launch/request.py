@@ -7,10 +7,10 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainer.errors import UserError
-from trainer.launch.slices import hosts
-from trainer.xla.chips import Topology
-from trainer.xla.compiled import COMPILED
+from shardwright.errors import UserError
+from shardwright.launch.slices import hosts
+from shardwright.xla.chips import Topology
+from shardwright.xla.program_cache import COMPILED
 
 STORES = ("gs", "s3")  # that every host reaches by the same name
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders that each host has for itself
@@ -94,10 +94,10 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
     Raises:
         UserError: they can't be, or a start on another host would not find what an earlier one wrote.
     """
-    from trainer.arguments import TrainingArguments
-    from trainer.cli import parse
-    from trainer.layout.auto import AUTO
-    from trainer.layout.load import load_recipe
+    from shardwright.arguments.command_line import parse
+    from shardwright.arguments.training import TrainingArguments
+    from shardwright.layout.auto import AUTO
+    from shardwright.layout.load_recipe import load_recipe
 
     (args,) = parse([TrainingArguments], words, "The options of scripts/train.py, after the `--`.")
     if args.recipe != AUTO:

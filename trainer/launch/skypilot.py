@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from trainer.launch.exits import SKYPILOT
-from trainer.launch.plan import Plan, as_yaml
-from trainer.launch.request import IMAGE_FOLDER, Request
-from trainer.launch.slices import accelerator_type, generation
+from shardwright.launch.exits import SKYPILOT
+from shardwright.launch.plan import Plan, as_yaml
+from shardwright.launch.request import IMAGE_FOLDER, Request
+from shardwright.launch.slices import accelerator_type, generation
 
 _FILE = "skypilot.yaml"
 _PYTHON = "/usr/local/bin/python"  # the image's: SkyPilot puts one of its own first in PATH

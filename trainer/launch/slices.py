@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.xla.chips import Topology, topologies
+from shardwright.xla.chips import Topology, topologies
 
 _CHIPS_PER_HOST = 4  # of every slice that has several hosts
 _ONE_HOST = 8  # chips; v5e and v6e have machines of 1, 4 and 8

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainer.errors import UserError, did_you_mean
-from trainer.launch import jobset, ray_job, skypilot, tpu_vm, xpk
-from trainer.launch.arguments import LaunchArguments
-from trainer.launch.plan import Plan
-from trainer.launch.request import Mount, Request, check_train
-from trainer.launch.slices import as_large
-from trainer.xla.chips import Topology, find_topology
+from shardwright.errors import UserError, did_you_mean
+from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
+from shardwright.launch.arguments import LaunchArguments
+from shardwright.launch.plan import Plan
+from shardwright.launch.request import Mount, Request, check_train
+from shardwright.launch.slices import as_large
+from shardwright.xla.chips import Topology, find_topology
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from string import Template
 
-from trainer.launch.exits import FINAL
-from trainer.launch.plan import Plan
-from trainer.launch.request import Request
-from trainer.launch.slices import accelerator_type, generation
+from shardwright.launch.exits import FINAL
+from shardwright.launch.plan import Plan
+from shardwright.launch.request import Request
+from shardwright.launch.slices import accelerator_type, generation
 
 _GCLOUD = ["gcloud", "compute", "tpus", "queued-resources"]
 _HOST, _WAIT = "host.sh", "wait.sh"

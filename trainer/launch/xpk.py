@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
-from trainer.launch.exits import XPK_TOO
-from trainer.launch.plan import Plan
-from trainer.launch.request import Request
-from trainer.launch.slices import generation, shape
+from shardwright.launch.exits import XPK_TOO
+from shardwright.launch.plan import Plan
+from shardwright.launch.request import Request
+from shardwright.launch.slices import generation, shape
 
 _ENV = "xpk.env"
 _POLL = 5  # seconds between two looks of xpk's shell at the run: so late a SIGTERM is handed on

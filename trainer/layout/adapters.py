@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from shardwright.layout.placement import Placement, Shard
+from shardwright.layout.plan import ParameterPlan, ShardingPlan, plan_parameter
+from shardwright.models.adapters.lora import A, base_of
 from torch import nn
-
-from models.adapters.lora import A, base_of
-from trainer.layout.placement import Placement, Shard
-from trainer.layout.plan import ParameterPlan, ShardingPlan, plan_parameter
 
 
 def with_factors(plan: ShardingPlan, adapted: nn.Module, dtype: torch.dtype) -> ShardingPlan:

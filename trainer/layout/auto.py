@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from shardwright.errors import UserError, did_you_mean
+from shardwright.layout.checks import collapse
+from shardwright.layout.mesh import SEQUENCE, Mesh
+from shardwright.layout.patterns import shared_patterns
+from shardwright.layout.placement import Placement, Shard
+from shardwright.layout.recipe import Compute, Recipe
+from shardwright.layout.roles import Role, Roles
 from torch import nn
 from transformers import PreTrainedModel
-
-from trainer.errors import UserError, did_you_mean
-from trainer.layout.checks import collapse
-from trainer.layout.mesh import SEQUENCE, Mesh
-from trainer.layout.patterns import shared_patterns
-from trainer.layout.placement import Placement, Shard
-from trainer.layout.recipe import Compute, Recipe
-from trainer.layout.roles import Role, Roles
 
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # stands for it until there is a model
@@ -52,7 +51,7 @@ def auto_recipe(
 
     Args:
         model: also one on meta.
-        experts: the names of its modules that hold experts (`trainer.model.experts_modules`).
+        experts: the names of its modules that hold experts (`shardwright.model.facts.experts_modules`).
         mesh: axes and ICI factors such as ``fsdp=2,expert=4``; those of size 1 are left out. None: experts over
             ``expert`` if there are any, all else over ``fsdp``.
         devices: what the mesh is laid on, so that no dimension is cut that its axes don't divide. None: each is

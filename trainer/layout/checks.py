@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
+from shardwright.errors import UserError, did_you_mean
+from shardwright.layout.partition import partition_spec, shards_of
+from shardwright.layout.placement import Placement
+from shardwright.layout.recipe import Layout, Recipe, layout_text, matches
 from torch import nn
-
-from trainer.errors import UserError, did_you_mean
-from trainer.layout.partition import partition_spec, shards_of
-from trainer.layout.placement import Placement
-from trainer.layout.recipe import Layout, Recipe, layout_text, matches
 
 _LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe is answered with all of them
 

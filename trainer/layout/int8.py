@@ -6,10 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-
-from models.int8 import SCALE
-from trainer.layout.partition import shards_of
-from trainer.layout.plan import ParameterPlan, ShardingPlan, plan_parameter
+from shardwright.layout.partition import shards_of
+from shardwright.layout.plan import ParameterPlan, ShardingPlan, plan_parameter
+from shardwright.models.adapters.int8 import SCALE
 
 
 def with_int8(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainer.errors import UserError, did_you_mean
+from shardwright.errors import UserError, did_you_mean
 
 # the axis that splits the tokens of each row, in any recipe whose mesh has it
 SEQUENCE = "sequence"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.errors import UserError
-from trainer.layout.placement import Shard
-from trainer.layout.recipe import Layout, layout_text
+from shardwright.errors import UserError
+from shardwright.layout.placement import Shard
+from shardwright.layout.recipe import Layout, layout_text
 
 # per dimension of the tensor: None (not split), the axis that splits it, or several in mesh order
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]

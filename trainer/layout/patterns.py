@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import TypeVar
 
-from trainer.layout.recipe import matches
+from shardwright.layout.recipe import matches
 
 Line = TypeVar("Line")
 _SHORTEST = 3  # letters that two words must share for the rest of them to become a ``*``

@@ -9,16 +9,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from shardwright.errors import UserError
+from shardwright.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
+from shardwright.layout.mesh import SEQUENCE
+from shardwright.layout.optimizer_state import StateTensor, state_tensors
+from shardwright.layout.partition import PartitionSpec, partition_spec, shards_of
+from shardwright.layout.placement import Placement, Shard
+from shardwright.layout.recipe import Layout, Recipe, layout_text
+from shardwright.layout.stacking import layer_names, numbers_of, stack_name
 from torch import nn
-
-from trainer.errors import UserError
-from trainer.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
-from trainer.layout.mesh import SEQUENCE
-from trainer.layout.optimizers import StateTensor, state_tensors
-from trainer.layout.partition import PartitionSpec, partition_spec, shards_of
-from trainer.layout.placement import Placement, Shard
-from trainer.layout.recipe import Layout, Recipe, layout_text
-from trainer.layout.stacking import layer_names, numbers_of, stack_name
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class ParameterPlan:
     """Where one parameter goes, and what one device holds of it.
 
     Args:
-        name: as ``named_parameters()`` gives it, or a stack's (see `trainer.layout.stacking`).
+        name: as ``named_parameters()`` gives it, or a stack's (see `shardwright.layout.stacking`).
         pattern: of the recipe's line that it matches.
         shape: of the whole parameter.
         dtype: what it is stored in.
@@ -61,7 +60,7 @@ class ShardingPlan:
         aliases: a tied parameter's other name → the name under which it stands in ``parameters``.
         activations: pattern of module names → layout of that module's output.
         optimizer_dtype: what the optimizer's state is stored in.
-        optim: which optimizer, a key of `trainer.layout.optimizers.TITLES`.
+        optim: which optimizer, a key of `shardwright.layout.optimizer_state.TITLES`.
     """
 
     mesh: dict[str, int]
@@ -160,7 +159,7 @@ class ShardingPlan:
         A stack of n layers has shape ``[n, ...]``, so each axis splits one dimension further than in the layer.
 
         Args:
-            slices: which layers are in each stack, as `trainer.layout.stacking` names them.
+            slices: which layers are in each stack, as `shardwright.layout.stacking` names them.
             depth: how many layers the list has.
 
         Raises:
@@ -251,7 +250,7 @@ def make_plan(
         model: any module, also one on meta.
         weight_dtype: what weights are stored in; None: what ``model`` has them in.
         optimizer_dtype: what the optimizer's state is stored in.
-        optim: which optimizer, a key of `trainer.layout.optimizers.TITLES`.
+        optim: which optimizer, a key of `shardwright.layout.optimizer_state.TITLES`.
 
     Raises:
         UserError: the mesh does not fit the devices; a parameter matches no line, or two; a line matches nothing; a

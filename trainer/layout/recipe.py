@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
-from trainer.layout.mesh import SEQUENCE, Mesh, check_axis
-from trainer.layout.placement import Placement, Replicate, Shard
+from shardwright.errors import UserError, did_you_mean
+from shardwright.layout.mesh import SEQUENCE, Mesh, check_axis
+from shardwright.layout.placement import Placement, Replicate, Shard
 
 Layout = Mapping[str, Placement]  # axis -> placement, of one tensor
 _CHOICES = {

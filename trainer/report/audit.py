@@ -9,9 +9,8 @@ from html import escape
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from trainer.report.html import html_bars, html_page, html_table
-from trainer.report.lines import say
+from shardwright.report.html import html_bars, html_page, html_table
+from shardwright.report.lines import say
 
 PLACES = 5  # of each finding that the terminal names
 BAR = 30  # characters of the longest

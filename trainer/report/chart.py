@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
-from trainer.report.html import COLORS
+from shardwright.report.html import COLORS
 
 Point = tuple[float, float]  # (step, value)
 Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from trainer.report.units import size
+from shardwright.report.units import size
 
 # Colours of a chart's parts in order: the CSS variables --c0, --c1, …
 _LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c", "#b59a2d")

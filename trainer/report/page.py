@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from trainer.report.chart import SCRIPT, STYLE, Point, html_chart
-from trainer.report.curve import heldout_keys
-from trainer.report.expert_load import BUSIEST, DROPPED, ENTROPY, ExpertLoad, labelled
-from trainer.report.goodput import WHAT, Life, goodput, where_time_went
-from trainer.report.html import html_bars, html_memory_bar, html_page, html_table
-from trainer.report.units import size
+from shardwright.report.chart import SCRIPT, STYLE, Point, html_chart
+from shardwright.report.curve import heldout_keys
+from shardwright.report.expert_load import BUSIEST, DROPPED, ENTROPY, ExpertLoad, labelled
+from shardwright.report.goodput import WHAT, Life, goodput, where_time_went
+from shardwright.report.html import html_bars, html_memory_bar, html_page, html_table
+from shardwright.report.units import size
 
 RELOAD_SECONDS = 60
 _ANSWERS = 6  # to one prompt: the first, and the last ones

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
+from shardwright.report.bars import step_bar
+from shardwright.report.goodput import WHAT
+from shardwright.report.lines import say
 from transformers import TrainerCallback
-
-from trainer.report.bars import step_bar
-from trainer.report.goodput import WHAT
-from trainer.report.lines import say
 
 # log key → how a person reads it
 _FORMATS = {

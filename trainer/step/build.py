@@ -7,54 +7,47 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shardwright.files.arrays import Array, Stack
+from shardwright.job import Job
+from shardwright.layout.mesh import SEQUENCE
+from shardwright.layout.partition import partition_spec
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.recipe import Layout, matches
+from shardwright.model.facts import experts_modules
+from shardwright.models import mixers
+from shardwright.models.adapters.int8 import SCALE
+from shardwright.models.attention import interface as attention
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.experts import interface as experts
+from shardwright.models.experts.capacity import Capacity
+from shardwright.models.experts.dropless import Dropless
+from shardwright.models.layers.decoder_layers import DecoderLayers, number_layers
+from shardwright.models.ops import jax_call, kernel_cost, scopes
+from shardwright.models.ops.partial_gradients import SUFFIX
+from shardwright.step.eval_metrics import Measures
+from shardwright.step.eval_step import EvalStep, PreferenceEvalStep
+from shardwright.step.gradient_reduction import partial_gradients_of
+from shardwright.step.loss import Loss, LossFunction
+from shardwright.step.objectives.preference import Preference
+from shardwright.step.optimizers.optimizer import make_optimizer
+from shardwright.step.prepare_parameters import Prepare
+from shardwright.step.routing import make_routing, router_losses, watch_routing
+from shardwright.step.spikes import spike_watch
+from shardwright.step.split_rows import RowPieces
+from shardwright.step.train_step import StepOptions, TrainStep
+from shardwright.weights.place import place_parameters
+from shardwright.weights.placed_parameters import Placed
+from shardwright.weights.sources import Source
+from shardwright.xla import sharding
+from shardwright.xla.mesh import DeviceMesh, chip_of, device_order
 from torch import nn
 from transformers import PreTrainedModel
 
-from models import jax_call, kernel_work, mixers, scopes
-from models.attention import interface as attention
-from models.attention.kernel_layout import KernelLayout
-from models.experts import interface as experts
-from models.experts.capacity import Capacity
-from models.experts.dropless import Dropless
-from models.experts.routing import selection_biases
-from models.in_turn import prepare_in_turn
-from models.int8 import SCALE, from_int8
-from models.layers import DecoderLayers, number_layers
-from models.partial_gradients import SUFFIX, Tensors
-from models.stored_layout import as_stored
-from trainer.arrays import Array, Stack
-from trainer.job import Job
-from trainer.layout.mesh import SEQUENCE
-from trainer.layout.partition import partition_spec
-from trainer.layout.plan import ShardingPlan
-from trainer.layout.recipe import Layout, matches
-from trainer.layout.stacking import first_name, is_stacked
-from trainer.model import experts_modules
-from trainer.step.decoders import CachedDecoder, RowDecoder, unstacked
-from trainer.step.eval_step import EvalStep, PreferenceEvalStep
-from trainer.step.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
-from trainer.step.loss import Loss, LossFunction
-from trainer.step.measures import Measures
-from trainer.step.optimizer import make_optimizer
-from trainer.step.placed import Placed
-from trainer.step.preference import Preference
-from trainer.step.reduction import PartialGradient, partial_gradients_of, token_axes
-from trainer.step.routing import make_routing, router_losses, watch_routing
-from trainer.step.row_pieces import RowPieces
-from trainer.step.spikes import spike_watch
-from trainer.step.train_step import StepOptions, TrainStep
-from trainer.weights.live import LiveWeights
-from trainer.weights.place import place_buffers, place_parameters
-from trainer.weights.sources import Source
-from trainer.xla import sharding
-from trainer.xla.mesh import DeviceMesh, chip_of, device_order
-
 _LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -116,39 +109,6 @@ def build_evaluation(
     if isinstance(loss.objective, Preference):
         return PreferenceEvalStep(loss, placed, loss.objective)
     return EvalStep(loss, placed, measures)
-
-
-def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: Sampling) -> Generator:
-    """What continues texts with the model and the weights of ``step``, which stay where they are.
-
-    With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
-    transformers has no cache of one shape for the model, each token is computed from the whole row.
-
-    Raises:
-        UserError: the model has not as many positions as ``shape``.
-    """
-    mesh, batch = step.placed.mesh, job.recipe.batch
-    heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
-    check_positions(job.model, shape.length)
-    if not can_cache(job.model):
-        return Generator(RowDecoder(step.loss, step.placed, shape, sampling), shape)
-    plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))
-    by_rows = {
-        pattern: {axis: placement for axis, placement in layout.items() if placement.is_shard(0)}
-        for pattern, layout in job.recipe.activations.items()
-    }
-    model = _on_mesh(plain, mesh, by_rows)  # a decoded token has no sequence to split
-    attention.choose(model, attention.MASKED)
-    live = LiveWeights(step.loss.model, job.stored, mesh, step.placed.parameters)
-
-    def parameters() -> Tensors:
-        place_buffers(model, mesh, live)
-        return unstacked(job.stored, step.placed.parameters)
-
-    loss = _make_loss(plain, model, mesh, None)
-    loss.pieces = None
-    loss.inside = prepare_in_turn(model, loss.prepare)
-    return Generator(CachedDecoder(loss, parameters, mesh, (batch, heads), shape, sampling), shape)
 
 
 def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
@@ -234,7 +194,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             # a loop over layers would copy it into a stack and out of it, which takes longer than to make it again
             keep_all=not job.recipe.compute.scan,
             flops_a_byte=flops_a_byte,
-            buffer_bytes=kernel_work.buffer_bytes(flops_a_byte),
+            buffer_bytes=kernel_cost.buffer_bytes(flops_a_byte),
         )
         if jax_call.gathers_beside():
             kernel = kernel.in_rings(_LONGEST_RING)
@@ -245,7 +205,7 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunc
     """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
     partials = partial_gradients_of(job, model, mesh)
-    prepare = _Prepare(job, mesh, partials)
+    prepare = Prepare(job, mesh, partials)
     inside: frozenset[str] = frozenset()
     for module in model.modules():
         if isinstance(module, DecoderLayers):
@@ -264,77 +224,6 @@ def _objective(job: Job) -> Preference | None:
     args = job.args
     pairs = args.most_pairs(args.sequence_length)
     return Preference(args.objective, args.beta, args.simpo_gamma, pairs) if pairs else None
-
-
-class _Prepare:
-    """Parameters → what the forward uses, by name: each cast and laid out, and the leaf of its partial gradient."""
-
-    def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
-        self.job, self.mesh, self.partials = job, mesh, partials
-        default = "bfloat16" if jax_call.target() == "tpu" else "float32"
-        self.dtype = DTYPES[job.recipe.compute.dtype or default]
-        self.experts_inside = experts_modules(job.assembled)
-        self.biases = selection_biases(job.model, experts_modules(job.model))
-
-    def __call__(self, parameters: Tensors) -> Tensors:
-        prepared: Tensors = {}
-        scales = {name + SCALE for name, parameter in parameters.items() if parameter.dtype == torch.int8}
-        for name, parameter in parameters.items():  # leaves come last: one that is given replaces one that is made here
-            if name.endswith(SUFFIX):
-                spec = self.partials[name.removesuffix(SUFFIX)].spec
-                prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
-            elif parameter.dtype == torch.int8:
-                # multiplied out last, so that what is gathered across devices is the smallest dtype
-                values, scale = (self._whole(n, self._placed(n, parameters[n])) for n in (name, name + SCALE))
-                prepared[name] = from_int8(values, scale, self.dtype)
-            elif name not in scales:
-                prepared |= self._cast(name, parameter)
-        return prepared
-
-    def in_a_loop(self, parameters: Tensors) -> Tensors:
-        """The same for a layer's slices of stacks, which are first kept from choosing the layouts of whole stacks.
-
-        One that is cast first chooses none.
-        """
-        if jax_call.target() != "tpu":
-            return self(parameters)
-        return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
-
-    def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:
-        # cast first, so that what is gathered across devices is the smaller dtype
-        entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
-        # what routers add for selection stays as it is: in bfloat16 a step of 0.001 would be lost
-        cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
-        placed = self._placed(name, cast)
-        prepared = {name: self._whole(name, placed)}
-        if partial is not None and partial.scatters:
-            prepared[name + SUFFIX] = partial.layer.leaf(placed)
-        return prepared
-
-    def _placed(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        return self._constrain(parameter, self.job.plan[first_name(name)].layout)
-
-    def _whole(self, name: str, placed: torch.Tensor) -> torch.Tensor:
-        """``placed`` whole along the axes that split the tokens, and said so: this gathers the weight, and reduces
-        its gradient. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
-        """
-        entry, recipe = self.job.plan[first_name(name)], self.job.recipe
-        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
-            return placed  # the kernel gathers it itself
-        split = (*token_axes(name, entry, recipe, self.experts_inside), SEQUENCE)
-        return self._constrain(placed, {axis: place for axis, place in entry.layout.items() if axis not in split})
-
-    def _as_stored(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        as_used = parameter.dtype in (self.dtype, torch.int8)
-        if parameter.dim() < 2 or not as_used or name.endswith(SUFFIX):
-            return parameter
-        sizes = self.mesh.shape()
-        spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
-        manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
-        return as_stored(parameter, manual, self.job.stored[name].shape[0] if is_stacked(name) else 0)
-
-    def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))
 
 
 def _constrain_output(layout: Layout, mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:

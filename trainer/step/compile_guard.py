@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-
-from trainer.errors import UserError
-from trainer.xla.runtime import program_count
+from shardwright.errors import UserError
+from shardwright.xla.runtime import program_count
 
 
 class CompileGuard:

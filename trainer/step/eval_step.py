@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-
-from models.partial_gradients import Tensors
-from trainer.errors import UserError
-from trainer.step.compile_guard import CompileGuard
-from trainer.step.loss import Loss, scored_tokens
-from trainer.step.measures import CORRECT, IDS, LOG_PROBS, Measures, token_values
-from trainer.step.placed import Placed
-from trainer.step.preference import CHOSEN_LOSS, LOGGED, PAIR_LOSS, Preference
-from trainer.xla import sharding
-from trainer.xla.batch import place_batch
-from trainer.xla.runtime import run_now
+from shardwright.errors import UserError
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.compile_guard import CompileGuard
+from shardwright.step.eval_metrics import CORRECT, IDS, LOG_PROBS, Measures, token_values
+from shardwright.step.loss import Loss, scored_tokens
+from shardwright.step.objectives.preference import CHOSEN_LOSS, LOGGED, PAIR_LOSS, Preference
+from shardwright.weights.placed_parameters import Placed
+from shardwright.xla import sharding
+from shardwright.xla.batch import place_batch
+from shardwright.xla.runtime import run_now
 
 
 @dataclass(frozen=True)
@@ -194,3 +193,8 @@ class PreferenceEvalStep(EvalStep):
             return PreferenceEvaluation(math.nan, dict.fromkeys(LOGGED, math.nan))
         means = {name: value / pairs for name, value in zip(LOGGED, values, strict=True)}
         return PreferenceEvaluation(pair_loss / pairs + chosen_loss / targets, means)
+
+
+def prefix_of(name: str, first: str = "eval") -> str:
+    """What the log entries of the held-out set ``name`` begin with, as transformers has it."""
+    return f"{first}_{name}" if name else first

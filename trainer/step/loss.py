@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from shardwright.errors import UserError
+from shardwright.models.attention.interface import masks_without_reads
+from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses
+from shardwright.models.layers import side_outputs
+from shardwright.models.layers.layer_inputs import LoopChanged
+from shardwright.models.ops import partial_gradients, randomness
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.models.ops.torch_overrides import LocalOps
+from shardwright.step.gradient_reduction import PartialGradient
+from shardwright.step.objectives.preference import REFERENCE
+from shardwright.step.split_rows import RowPieces
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-
-from models import partial_gradients, randomness, side_outputs
-from models.attention.interface import masks_without_reads
-from models.calls import LoopChanged
-from models.experts.routing import DROPPED, LOAD, RouterLosses
-from models.local_ops import LocalOps
-from models.partial_gradients import Tensors
-from trainer.errors import UserError
-from trainer.step.preference import REFERENCE
-from trainer.step.reduction import PartialGradient
-from trainer.step.row_pieces import RowPieces
 
 IGNORE = -100  # the label of what is not scored
 CORRECT = "correct_tokens"
@@ -48,7 +48,8 @@ class Loss:
         inside: names of the parameters that the layer stack prepares.
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
-        router_losses: what is added besides, to the routers that :func:`models.experts.routing.watch` watches.
+        router_losses: what is added besides, to the routers that :func:`shardwright.models.experts.routing.watch`
+            watches.
         compute: a loss of the caller's own, in place of the model's; traced, as all else.
         objective: what stands in the place of the mean cross entropy, where ``compute`` is None; None: nothing.
         pieces: how the tokens of a row lie on the devices that share it; None: each device has whole rows.

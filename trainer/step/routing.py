@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from shardwright.job import Job
+from shardwright.model.facts import experts_modules
+from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses, mark, selection_biases, watch
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.report.expert_load import ExpertLoad
+from shardwright.weights.placed_parameters import Placed
+from shardwright.xla import sharding
+from shardwright.xla.batch import batch_spec
+from shardwright.xla.mesh import DeviceMesh
 from transformers import PreTrainedModel
-
-from models.experts.routing import DROPPED, LOAD, RouterLosses, mark, selection_biases, watch
-from models.partial_gradients import Tensors
-from trainer.job import Job
-from trainer.model import experts_modules
-from trainer.report.expert_load import ExpertLoad
-from trainer.step.placed import Placed
-from trainer.xla import sharding
-from trainer.xla.batch import batch_spec
-from trainer.xla.mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from trainer.arguments import TrainingArguments
+from shardwright.arguments.training import TrainingArguments
 
 MOST_IN_A_ROW = 16  # so many steps above the limit one after another are no spike: that is the level now
 _AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median distance from the median

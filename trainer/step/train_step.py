@@ -13,24 +13,24 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-
-from models import random_bits, scopes
-from models.partial_gradients import SUFFIX, Tensors
-from models.turns import run_turns
-from trainer.arrays import Array
-from trainer.layout.optimizers import StateTensor
-from trainer.layout.partition import PartitionSpec
-from trainer.step.compile_guard import CompileGuard
-from trainer.step.loss import Loss, scored_tokens
-from trainer.step.metrics import METRICS, MetricsLayout, StepMetrics
-from trainer.step.optimizer import Optimizer, clip_factor, global_norm
-from trainer.step.placed import Placed
-from trainer.step.preference import LOGGED, Preference
-from trainer.step.routing import Routing, totals
-from trainer.step.spikes import SpikeWatch
-from trainer.xla import sharding
-from trainer.xla.batch import batch_spec, place_batch
-from trainer.xla.runtime import run_now
+from shardwright.files.arrays import Array
+from shardwright.layout.optimizer_state import StateTensor
+from shardwright.layout.partition import PartitionSpec
+from shardwright.models.ops import random_bits, scopes
+from shardwright.models.ops.loop import run_turns
+from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
+from shardwright.step.compile_guard import CompileGuard
+from shardwright.step.loss import Loss, scored_tokens
+from shardwright.step.objectives.preference import LOGGED, Preference
+from shardwright.step.optimizers.optimizer import Optimizer, clip_factor, global_norm
+from shardwright.step.routing import Routing, totals
+from shardwright.step.spikes import SpikeWatch
+from shardwright.step.step_metrics import METRICS, MetricsLayout, StepMetrics
+from shardwright.weights.placed_parameters import Placed
+from shardwright.xla import sharding
+from shardwright.xla.batch import batch_spec, place_batch
+from shardwright.xla.runtime import run_now
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -358,3 +358,12 @@ def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
     Neighbouring rows go to different micro-batches, so that a process's share of the global batch has rows of each.
     """
     return tensor.reshape(-1, count, *tensor.shape[1:]) if tensor.dim() else tensor
+
+
+def let_go(model: nn.Module, step: TrainStep) -> None:
+    """Free what lies on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, nn.Parameter(torch.empty((), device="meta"), requires_grad=False))
+    step.parameters.clear()
+    step.moments.clear()

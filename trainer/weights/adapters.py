@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array, Slices
+from shardwright.files.folder import Folder
+from shardwright.models.adapters.lora import A, B, Lora, base_of
+from shardwright.models.experts.scaled import ScaledExperts
+from shardwright.weights.peft_files import AdapterFiles, factor_shapes, open_adapter
+from shardwright.weights.sources import Source, part_of
 from torch import nn
 from transformers import PreTrainedModel
 
-from models.adapters.lora import A, B, Lora, base_of
-from models.experts.scaled import ScaledExperts
-from trainer.arrays import Array, Slices
-from trainer.errors import UserError
-from trainer.storage import Folder
-from trainer.weights.peft_files import AdapterFiles, factor_shapes, open_adapter
-from trainer.weights.sources import Source, part_of
-
 if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
-    from trainer.job import Job
+    from shardwright.job import Job
 
 
 def seeded_factors(model: nn.Module, seed: int) -> Source:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi
-
-from trainer.errors import UserError
-from trainer.model import in_short
+from shardwright.errors import UserError
+from shardwright.model.facts import in_short
 
 
 def push_folder(

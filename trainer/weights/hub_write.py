@@ -1,8 +1,8 @@
 """Writes weights in the hub's format, from any source, a parameter at a time: the model is never held whole.
 
-transformers' own conversion, run backwards on tensors that are not read yet (`trainer.weights.lazy`), says the names
-and shapes that the files will hold. So the sizes are known beforehand: a file's header is written first, and its
-tensors follow as they are read.
+transformers' own conversion, run backwards on tensors that are not read yet (`shardwright.weights.lazy_tensors`), says
+the names and shapes that the files will hold. So the sizes are known beforehand: a file's header is written first, and
+its tensors follow as they are read.
 
 safetensors (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N (unsigned, little
 endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what follows, padded with spaces; then the tensors,
@@ -22,19 +22,18 @@ from pathlib import Path
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from rich.console import Console
+from shardwright.errors import UserError
+from shardwright.files.arrays import Slices
+from shardwright.files.folder import Folder
+from shardwright.report.bars import byte_bar
+from shardwright.weights.hub_read import DTYPES, INDEX, WEIGHTS
+from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.sources import Source
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
-
-from trainer.arrays import Slices
-from trainer.errors import UserError
-from trainer.report.bars import byte_bar
-from trainer.storage import Folder
-from trainer.weights.hub_read import DTYPES, INDEX, WEIGHTS
-from trainer.weights.lazy import Lazy
-from trainer.weights.sources import Source
 
 KEY_FORMATS = ("original", "new")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

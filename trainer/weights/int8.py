@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-
-from models.int8 import SCALE, to_int8
-from trainer.arrays import Array, Slices
-from trainer.errors import UserError
-from trainer.layout.plan import ShardingPlan
-from trainer.weights.sources import Source
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array, Slices
+from shardwright.layout.plan import ShardingPlan
+from shardwright.models.adapters.int8 import SCALE, to_int8
+from shardwright.weights.sources import Source
 
 _Rows = tuple[tuple[int, int], ...]
 

@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from shardwright.files.arrays import Array, Stack
+from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.layout.stacking import is_stacked, layer_names
+from shardwright.weights.int8 import with_int8
+from shardwright.weights.sources import Source
+from shardwright.xla import sharding
+from shardwright.xla.mesh import AbstractMesh, DeviceMesh
+from shardwright.xla.runtime import device_kind, run_now, wait_for_devices
 from torch import nn
-
-from trainer.arrays import Array, Stack
-from trainer.layout.plan import ParameterPlan, ShardingPlan
-from trainer.layout.stacking import is_stacked, layer_names
-from trainer.weights.int8 import with_int8
-from trainer.weights.sources import Source
-from trainer.xla import sharding
-from trainer.xla.mesh import AbstractMesh, DeviceMesh
-from trainer.xla.runtime import device_kind, run_now, wait_for_devices
 
 
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array
+from shardwright.model.meta_model import built_with
 from torch import nn
 from transformers import PreTrainedModel
-
-from trainer.arrays import Array
-from trainer.errors import UserError
-from trainer.model import built_with
 
 # the model's own (unstacked) name of a parameter or buffer -> its values
 Source = Callable[[str], Array]

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-
-from trainer.arrays import Slices
-from trainer.errors import UserError
-from trainer.layout.partition import PartitionSpec
-from trainer.xla.mesh import AbstractMesh, DeviceMesh, local_devices
-from trainer.xla.sharding import place, shard_slices
+from shardwright.errors import UserError
+from shardwright.files.arrays import Slices
+from shardwright.layout.partition import PartitionSpec
+from shardwright.xla.mesh import AbstractMesh, DeviceMesh, local_devices
+from shardwright.xla.sharding import place, shard_slices
 
 
 def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
@@ -46,7 +45,7 @@ def own_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Se
 class HostRows:
     """A batch tensor [rows, ...] of which this process holds share ``index`` of ``count`` equal shares.
 
-    It is an :class:`trainer.arrays.Array`.
+    It is an :class:`shardwright.files.arrays.Array`.
 
     Raises:
         UserError: reading rows that another process holds.
@@ -63,7 +62,7 @@ class HostRows:
                 asked=f"rows {first} to {last - 1} of {self.name}",
                 found=f"this process holds rows {self.first} to {self.first + len(self.held) - 1}",
                 why="each process reads its own share of the global batch and no other",
-                instead="the share that trainer.xla.batch.batch_share gives for this mesh",
+                instead="the share that shardwright.xla.batch.batch_share gives for this mesh",
             )
         return self.held[(slice(first - self.first, last - self.first), *where[1:])]
 

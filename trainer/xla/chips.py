@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import UserError, did_you_mean
+from shardwright.errors import UserError, did_you_mean
 
 _GIB, _MIB = 2**30, 2**20
 

@@ -14,14 +14,13 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.partition import PartitionSpec
+from shardwright.xla.chips import Chip
+from shardwright.xla.device_order import as_reported, in_mesh_order
+from shardwright.xla.runtime import chip, device_kind, init_runtime
 from torch_xla.core.xla_builder import create_placeholder_tensor
-
-from trainer.errors import UserError
-from trainer.layout.mesh import Mesh
-from trainer.layout.partition import PartitionSpec
-from trainer.xla.chips import Chip
-from trainer.xla.physical import as_reported, in_mesh_order
-from trainer.xla.runtime import chip, device_kind, init_runtime
 
 # torch_xla's mesh, under a name that other packages use without importing torch_xla
 DeviceMesh: TypeAlias = xs.Mesh
@@ -31,8 +30,8 @@ _SHOWN, _SAID = 8, 200  # devices, and characters of jax's words, in a refusal
 def build_mesh(mesh: Mesh) -> DeviceMesh:
     """The device grid over every device of the runtime, its axes in the recipe's order.
 
-    On a TPU the order of devices follows the links between chips, slices outside (:mod:`trainer.xla.physical`); on
-    virtual CPU devices, which have none, it is that of their ids.
+    On a TPU the order of devices follows the links between chips, slices outside (:mod:`shardwright.xla.device_order`);
+    on virtual CPU devices, which have none, it is that of their ids.
 
     Raises:
         UserError: the mesh does not fit the devices, or its DCN factors the slices.

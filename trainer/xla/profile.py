@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch_xla.debug.profiler as xp
+from shardwright.files.folder import Folder
+from shardwright.xla.runtime import wait_for_devices
 from transformers import TrainerCallback
-
-from trainer.storage import Folder
-from trainer.xla.runtime import wait_for_devices
 
 FOLDER = "profile"  # in the output folder
 

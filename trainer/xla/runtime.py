@@ -12,13 +12,12 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+from shardwright.errors import UserError
+from shardwright.hosts.hosts import connect, hosts
+from shardwright.xla.chips import CHIPS, Chip
+from shardwright.xla.program_cache import KEPT
 from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
 from torch_xla.experimental import plugins
-
-from trainer.errors import UserError
-from trainer.hosts import connect, hosts
-from trainer.xla.chips import CHIPS, Chip
-from trainer.xla.compiled import KEPT
 
 VIRTUAL_DEVICES = 8
 MEETING_PORT = 8546  # torch_xla's own coordinator has 8547 by default, and gets the next one here
@@ -30,7 +29,7 @@ def init_runtime() -> str:
 
     ``PJRT_DEVICE`` decides if it is set, else torch_xla's own search: a TPU where libtpu and chips are found, the CPU
     elsewhere. On the CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the compiler gets the
-    chip's flags (:data:`trainer.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
+    chip's flags (:data:`shardwright.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
 
     Raises:
         UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of the devices if they are open already;
@@ -45,7 +44,7 @@ def init_runtime() -> str:
             asked=f"CPU_NUM_DEVICES={os.environ['CPU_NUM_DEVICES']} virtual devices",
             found=f"{count}, opened before Shardwright was asked for any",
             why="a process opens its devices once, and their number stays",
-            instead="trainer.xla.init_runtime() before anything else opens them (torch_xla.device(), "
+            instead="shardwright.xla.init_runtime() before anything else opens them (torch_xla.device(), "
             "transformers.TrainingArguments(...).device), or CPU_NUM_DEVICES and PJRT_DEVICE=CPU in the environment",
         )
     if tpu.num_available_chips() == 0:

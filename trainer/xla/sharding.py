@@ -1,6 +1,6 @@
 """Tensors on the mesh: placing them, fixing the layout of values and gradients, checking it, and fetching them back.
 
-A layout becomes torch_xla's partition spec in `trainer.layout.partition`; here it meets the device. torch_xla's own
+A layout becomes torch_xla's partition spec in `shardwright.layout.partition`; here it meets the device. torch_xla's own
 `convert_to_xla_partition_spec` is not used, because it forgets the first of two axes on one dimension.
 """
 
@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch_xla
-
-from models.op_arguments import as_text, from_text
-from trainer.arrays import Array, Slices
-from trainer.errors import UserError
-from trainer.hosts import hosts
-from trainer.layout.partition import PartitionSpec, axes_of
-from trainer.xla.mesh import AbstractMesh, DeviceMesh, device_order, local_devices
-from trainer.xla.runtime import device_count, run_now, wait_for_devices
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array, Slices
+from shardwright.hosts.hosts import hosts
+from shardwright.layout.partition import PartitionSpec, axes_of
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.xla.mesh import AbstractMesh, DeviceMesh, device_order, local_devices
+from shardwright.xla.runtime import device_count, run_now, wait_for_devices
 
 REPLICATED = "{replicated}"
 PIECE = 1 << 30  # bytes of a tensor that a device holds whole while the tensor is gathered for its host
@@ -50,7 +49,7 @@ def place(
             asked=f"place {name} as {spec}",
             found=f"it is on device {values.device}",
             why="a tensor goes from the host to its shards in one pass; one on another device has no host data to send",
-            instead="give the tensor on the CPU (a meta model gets its weights from trainer.weights.place)",
+            instead="give the tensor on the CPU (a meta model gets its weights from shardwright.weights.place)",
         )
     if len(shape) != len(spec):
         raise UserError(
@@ -174,7 +173,7 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
                 asked=f"{name} laid out as {specs[name]}",
                 found=f"it is on device {tensor.device}, not on XLA",
                 why="only tensors on XLA devices are laid out over the mesh",
-                instead="move it with trainer.xla.sharding.place, which moves and lays out in one call",
+                instead="move it with shardwright.xla.sharding.place, which moves and lays out in one call",
             )
         # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
         found, planned = torch_xla._XLAC._get_xla_sharding_spec(tensor), planned_sharding(mesh, specs[name])
@@ -183,7 +182,7 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
                 asked=f"{name} laid out as {specs[name]}, that is {planned}",
                 found=f"the device has it as {found or REPLICATED}",
                 why="a tensor whose layout is not the plan's costs memory or communication that nobody asked for",
-                instead="place it with trainer.xla.sharding.place",
+                instead="place it with shardwright.xla.sharding.place",
             )
 
 

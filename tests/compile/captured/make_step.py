@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from trainer.compile.lowered import Argument, Lowered
+from shardwright.compile.lowered import Argument, Lowered
 
 LARGE = "--large" in sys.argv
 # layers, hidden, intermediate, experts, vocabulary, batch, sequence

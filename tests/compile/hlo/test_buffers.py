@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.compile.hlo.buffers import fullest
+from shardwright.compile.hlo.buffers import fullest
 
 # kept.1 waits on the host from 2 to 7, where all memories together are fullest; HBM is so at 9. loop.1 takes the place
 # of made.1, and is the same buffer.

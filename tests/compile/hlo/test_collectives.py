@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from trainer.compile.hlo.collectives import axes_of_group, module_of, replica_groups
+from shardwright.compile.hlo.collectives import axes_of_group, module_of, replica_groups
 
 
 @pytest.mark.parametrize(

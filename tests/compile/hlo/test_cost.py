@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from shardwright.compile.hlo.collectives import Collective, Traffic
+from shardwright.compile.hlo.cost import Cost, count
+from shardwright.compile.hlo.text import parse
 
 from tests.support.captured import MESH, V5P
-from trainer.compile.hlo.collectives import Collective, Traffic
-from trainer.compile.hlo.cost import Cost, count
-from trainer.compile.hlo.text import parse
 
 
 def ideal_flops(tokens: int, hidden: int, intermediate: int, vocabulary: int, head: int) -> float:

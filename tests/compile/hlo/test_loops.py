@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from shardwright.compile.hlo.cost import count
+from shardwright.compile.hlo.loops import trip_count
+from shardwright.compile.hlo.text import Module, parse
+
 from tests.support.captured import V5P, captured
-from trainer.compile.hlo.cost import count
-from trainer.compile.hlo.loops import trip_count
-from trainer.compile.hlo.text import Module, parse
 
 
 def trips(module: Module) -> dict[str, int | None]:

@@ -6,18 +6,18 @@ import itertools
 import math
 
 import pytest
+from shardwright.compile.hlo.cost import Counter
+from shardwright.compile.hlo.kernels import kernel_work
+from shardwright.compile.hlo.links import Links, Ring
+from shardwright.compile.hlo.schedule import seconds_of
+from shardwright.compile.hlo.text import parse
+from shardwright.compile.report.efficiency import EFFICIENCIES, efficiencies
+from shardwright.errors import UserError
+from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
+from shardwright.xla.chips import find_topology
 
-from models.kernel_work import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
 from tests.support.captured import V5P
 from tests.support.paths import ROOT
-from trainer.compile.efficiency import EFFICIENCIES, efficiencies
-from trainer.compile.hlo.cost import Counter
-from trainer.compile.hlo.kernels import kernel_work
-from trainer.compile.hlo.schedule import seconds_of
-from trainer.compile.hlo.text import parse
-from trainer.compile.links import Links, Ring
-from trainer.errors import UserError
-from trainer.xla.chips import find_topology
 
 WHOLE = dict.fromkeys(EFFICIENCIES, 1.0)
 RING = Links(find_topology("v5p:4x4x4"), (4, 4, 4), (1, 1, 1))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from trainer.compile.hlo.text import dtype_bits, leaves, parse
+from shardwright.compile.hlo.text import dtype_bits, leaves, parse
 
 
 def test_shapes_in_vmem_and_on_the_host_are_not_hbm() -> None:

@@ -17,6 +17,17 @@ import torch
 from datasets import Dataset
 from hypothesis import strategies as st
 from rich.console import Console
+from shardwright.checkpoint import dcp_metadata, manifest, tensor_records
+from shardwright.checkpoint.host_state import random_state, set_random_state
+from shardwright.checkpoint.plain_pickle import read_pickle
+from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
+from shardwright.checkpoint.tensors import write_listing, write_part
+from shardwright.checkpoint.write import run_texts
+from shardwright.data.rows.batches import TrainingBatches
+from shardwright.data.rows.rows import StoredRows
+from shardwright.files.folder import Folder, as_json
+from shardwright.model.meta_model import meta_model
+from shardwright.report.curve import loss_curve
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,17 +37,6 @@ from tests.support.fuzz.edits import MILD, as_text, byte_edits, edited, edited_b
 from tests.support.fuzz.kind import Kind
 from tests.support.fuzz.pickles import EVIL, as_pickle, as_tree
 from tests.support.lives import TINY
-from trainer.checkpoint import listing, manifest, records
-from trainer.checkpoint.host_state import random_state, set_random_state
-from trainer.checkpoint.plain_pickle import read_pickle
-from trainer.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from trainer.checkpoint.tensors import write_listing, write_part
-from trainer.checkpoint.write import as_json, run_texts
-from trainer.data.batches import TrainingBatches
-from trainer.data.rows import StoredRows
-from trainer.model import meta_model
-from trainer.report.curve import loss_curve
-from trainer.storage import Folder
 
 TENSORS = "__0_0.distcp"
 SPECIAL = ("fifo", "link", "folder")  # what every folder holds beside the checkpoint's own files
@@ -175,7 +175,7 @@ MANIFESTS = Kind(
 def prepare_metadata(folder: Path) -> Any:
     write_checkpoint(folder)
     data = (folder / ".metadata").read_bytes()
-    return folder, as_tree(read_pickle(data, listing._NAMES)), data
+    return folder, as_tree(read_pickle(data, dcp_metadata._NAMES)), data
 
 
 def run_metadata(made: Any, case: Any, scratch: Path) -> None:
@@ -221,8 +221,10 @@ def run_records(made: Any, case: Any, scratch: Path) -> None:
 def _rewritten(record: bytes, edit: Callable[[Any], Any], compress: bool) -> bytes:
     """The record as another archive: its pickle is what ``edit`` returns, and its entries perhaps compressed."""
     made, out = zipfile.ZipFile(io.BytesIO(record)), io.BytesIO()
-    storages = set(records._STORAGES.values())
-    tree = as_tree(read_pickle(made.read("archive/data.pkl"), {records._REBUILD, records._NO_HOOKS, *storages}))
+    storages = set(tensor_records._STORAGES.values())
+    tree = as_tree(
+        read_pickle(made.read("archive/data.pkl"), {tensor_records._REBUILD, tensor_records._NO_HOOKS, *storages})
+    )
     tree["args"]["()"][0] = {"@": tree["args"]["()"][0]}
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED) as archive:
         for name in made.namelist():

@@ -10,8 +10,9 @@ import pickle
 import struct
 from typing import Any
 
+from shardwright.checkpoint.plain_pickle import Made, Name
+
 from tests.support.fuzz.edits import WICKED
-from trainer.checkpoint.plain_pickle import Made, Name
 
 
 def _bomb(levels: int) -> str:

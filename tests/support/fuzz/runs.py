@@ -10,19 +10,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
+from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.output_folder import find_output
+from shardwright.data.corpus import DataOptions, load_corpus
+from shardwright.data.records.sources import locate
+from shardwright.data.rows.batches import TrainingBatches
+from shardwright.job import Job
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.fuzz.edits import MILD, NUMBERS, WICKED, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.fuzz.models import LLAMA
-from trainer.arguments import TrainingArguments
-from trainer.cli import parse
-from trainer.data.batches import TrainingBatches
-from trainer.data.corpus import DataOptions, load_corpus
-from trainer.data.sources import locate
-from trainer.job import Job
-from trainer.output import find_output
 
 # ---- options ----
 
@@ -156,7 +156,7 @@ RECIPE = {
 # the table as it stands, in a file that makes placements and the rest of it: what Python makes of it is the recipe's
 SOURCE = """
 import json
-from trainer import Compute, Mesh, Recipe, Replicate, Shard
+from shardwright import Compute, Mesh, Recipe, Replicate, Shard
 
 def made(value):
     if isinstance(value, dict) and len(value) == 1 and "Shard" in value:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
+from shardwright.errors import UserError
 
 from tests.support.fuzz.kind import Kind
-from trainer.errors import UserError
 
 SECONDS = 60  # of one case; a machine that does other work too takes a second for one that takes the longest
 KILL_AFTER = 3 * SECONDS  # of one case, if the alarm can't end it

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-
-from trainer.compile.hlo.text import Computation, Instruction, Leaf
-from trainer.compile.links import Links
+from shardwright.compile.hlo.links import Links
+from shardwright.compile.hlo.text import Computation, Instruction, Leaf
 
 KINDS = (
     "all-gather",

@@ -2,8 +2,8 @@
 
 The compiler's own totals count a loop's body once; here it counts as often as it runs.
 
-- *FLOPs* are those of dots and convolutions (trainer.compile.hlo.flops), and what a custom kernel's own cost estimate
-  says, if it has one.
+- *FLOPs* are those of dots and convolutions (shardwright.compile.hlo.flops), and what a custom kernel's own cost
+  estimate says, if it has one.
 - *HBM bytes* are what each scheduled operation reads and writes there, without padding. What lives in VMEM doesn't
   count, nor what happens inside a fusion, which stays on the chip. If an operand is only sliced, its slices count; if
   an output is updated in place, the update does.
@@ -18,13 +18,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainer.compile.hlo.collectives import Collective, Traffic, collective, module_of
-from trainer.compile.hlo.flops import convolution_flops, dot_flops
-from trainer.compile.hlo.kernels import is_kernel
-from trainer.compile.hlo.loops import trip_count
-from trainer.compile.hlo.text import Computation, Instruction, Leaf, Module
-from trainer.compile.links import Links
-from trainer.xla.chips import Chip
+from shardwright.compile.hlo.collectives import Collective, Traffic, collective, module_of
+from shardwright.compile.hlo.flops import convolution_flops, dot_flops
+from shardwright.compile.hlo.kernels import is_kernel
+from shardwright.compile.hlo.links import Links
+from shardwright.compile.hlo.loops import trip_count
+from shardwright.compile.hlo.text import Computation, Instruction, Leaf, Module
+from shardwright.xla.chips import Chip
 
 _FREE = {  # opcodes that move no bytes of their own
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),

@@ -11,8 +11,7 @@ import re
 from functools import lru_cache
 
 import numpy as np
-
-from trainer.compile.hlo.text import Instruction
+from shardwright.compile.hlo.text import Instruction
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from models.kernel_work import Heads, Work, attention_work, gmm_work, tgmm_work, tiles
-from trainer.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits
+from shardwright.compile.hlo.text import Computation, Instruction, Leaf, dtype_bits
+from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, tgmm_work, tiles
 
 _PHASES = {1: "dq", 2: "dkv", 3: "forward"}  # by how many scratch arrays a kernel of splash attention puts out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.compile.hlo.text import Computation, Instruction, Module
+from shardwright.compile.hlo.text import Computation, Instruction, Module
 
 _VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from models.kernel_work import Work
-from trainer.compile.hlo.cost import Cost, Counter
-from trainer.compile.hlo.kernels import is_kernel, kernel_work
-from trainer.compile.hlo.text import Computation, Instruction
-from trainer.xla.chips import Chip
+from shardwright.compile.hlo.cost import Cost, Counter
+from shardwright.compile.hlo.kernels import is_kernel, kernel_work
+from shardwright.compile.hlo.text import Computation, Instruction
+from shardwright.models.ops.kernel_cost import Work
+from shardwright.xla.chips import Chip
 
 # causes of time; a network's name stands for what is sent over it while nothing is computed
 CAUSES = {
@@ -80,7 +80,7 @@ def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) ->
     """Seconds of one execution by cause, a key of :data:`CAUSES`.
 
     Args:
-        efficiency: as :func:`trainer.compile.efficiency.efficiencies` gives it.
+        efficiency: as :func:`shardwright.compile.report.efficiency.efficiencies` gives it.
     """
     return _Schedule(counter, chip, efficiency).computation(counter.module.entry).seconds
 

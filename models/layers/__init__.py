@@ -1,0 +1,1 @@
+"""The decoder layers of a model: stacked, scanned, rematerialised."""

@@ -1,0 +1,193 @@
+"""What a decoder's loop gives its layers and does with what they return, seen by running the decoder once on meta.
+
+Nothing is computed there and no memory is taken, so a model of any size can be tried.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from shardwright.models.attention.interface import masks_without_reads
+from shardwright.models.layers import kv_sharing  # noqa: F401  # its mappings are flattened here
+from shardwright.models.layers.comparing import described
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+# semi-private: torch/utils/_pytree.py, torch 2.9
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+
+ROWS, LENGTH = 3, 16  # of the tokens that the decoder is tried on
+UNUSED, UNLIKE = "", "?"  # no path is such
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer returns, with no values.
+
+    Args:
+        leaves: of its output, flattened: for a tensor the path of an argument of the same shape and dtype; for one that
+            is like no argument :data:`UNLIKE`, and :data:`UNUSED` if nobody uses it; None for what is no tensor.
+        spec: how they are put together.
+    """
+
+    leaves: tuple[str | None, ...]
+    spec: Any
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One layer's call.
+
+    Args:
+        given: what it was given, without the values of tensors.
+        chain: path of an argument → the number of the tensor that it is in the output of the layer before.
+        shape: of what it returned.
+        follows: whether it can be run in one go with the layer before: nothing else uses what that one returned.
+        alone: why it can't be run in one go with any other layer; empty if it can.
+    """
+
+    given: Any
+    chain: tuple[tuple[str, int], ...]
+    shape: Shape
+    follows: bool
+    alone: str
+
+
+def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]) -> list[Seen]:
+    """What each layer of the list ``name`` of ``model`` is given and returns; ``model`` is not changed.
+
+    Args:
+        watched: called with each layer of the copy that is run, and its number, beforehand.
+
+    Raises:
+        ValueError: the decoder does not call its layers once each, in order.
+        Exception: whatever the model raises where it can't be run on meta.
+    """
+    model = copy.deepcopy(model).to("meta").eval()
+    layers = model.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    loop = _Loop(len(layers))
+    for index, layer in enumerate(layers):
+        watched(layer, index)
+        layer.register_forward_pre_hook(lambda _, args, kwargs, i=index: loop.enter(i, args, kwargs), with_kwargs=True)
+        layer.register_forward_hook(
+            lambda _, args, kwargs, output, i=index: loop.leave(i, args, kwargs, output), with_kwargs=True
+        )
+    inputs: dict[str, Any] = {"input_ids": torch.zeros((ROWS, LENGTH), dtype=torch.int64, device="meta")}
+    if hasattr(getattr(model, "config", None), "output_router_logits"):
+        inputs["output_router_logits"] = False
+    with torch.no_grad(), masks_without_reads(), loop:
+        model(**inputs, use_cache=False)
+    return loop.seen()
+
+
+@dataclass
+class _Notes:
+    """Of one layer's call: leaves by path, output leaves, and the spec of both."""
+
+    arguments: dict[str, Any]
+    argument_spec: Any
+    output: list[Any] = field(default_factory=list)
+    output_spec: Any = None
+    changed: bool = False
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Of the output."""
+        return [leaf for leaf in self.output if isinstance(leaf, torch.Tensor)]
+
+
+class _Loop(TorchFunctionMode):
+    """Takes notes of layers' calls, and of operations between them on what layers returned."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.notes: list[_Notes] = []
+        self.inside = False
+        self.used: dict[int, set[int]] = {}  # number of a layer -> tensors of its output that an operation used
+
+    def enter(self, index: int, args: Any, kwargs: Any) -> None:
+        if index != len(self.notes):
+            raise ValueError(f"the decoder calls layer {index} after {len(self.notes)} others")
+        found, spec = tree_flatten_with_path((args, kwargs))
+        self.notes.append(_Notes({keystr(path): leaf for path, leaf in found}, spec))
+        self.inside = True
+
+    def leave(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
+        self.inside = False
+        notes = self.notes[index]
+        notes.output, notes.output_spec = tree_flatten(output)
+        after, spec = tree_flatten((args, kwargs))
+        notes.changed = spec != notes.argument_spec or [*map(id, after)] != [*map(id, notes.arguments.values())]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype is no value
+            for leaf in tree_flatten((args, kwargs or {}))[0]:
+                if isinstance(leaf, torch.Tensor):
+                    for index, number in self._sources(leaf):
+                        self.used.setdefault(index, set()).add(number)
+        return func(*args, **(kwargs or {}))
+
+    def _sources(self, leaf: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """(layer, number of the tensor in its output) where ``leaf`` is what a layer returned."""
+        for index, notes in enumerate(self.notes):
+            for number, tensor in enumerate(notes.tensors):
+                if tensor is leaf:
+                    yield index, number
+
+    def seen(self) -> list[Seen]:
+        if len(self.notes) != self.count:
+            raise ValueError(f"the decoder has {self.count} layers and calls {len(self.notes)} of them")
+        return [self._seen(index) for index in range(self.count)]
+
+    def _seen(self, index: int) -> Seen:
+        notes = self.notes[index]
+        before = {id(t): k for k, t in enumerate(self.notes[index - 1].tensors)} if index else {}
+        chain = {path: before[id(leaf)] for path, leaf in notes.arguments.items() if id(leaf) in before}
+        older = {id(t) for earlier in self.notes[: max(index - 1, 0)] for t in earlier.tensors} - before.keys()
+        skips = any(id(leaf) in older for leaf in notes.arguments.values())
+        follows = bool(chain) and not skips and not self.used.get(index - 1)
+        paths = iter(self._paths(index, notes))
+        return Seen(
+            given=(str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()]),
+            chain=tuple(sorted(chain.items())),
+            shape=Shape(
+                tuple(next(paths) if isinstance(leaf, torch.Tensor) else None for leaf in notes.output),
+                notes.output_spec,
+            ),
+            follows=follows,
+            alone=self._alone(index, notes),
+        )
+
+    def _alone(self, index: int, notes: _Notes) -> str:
+        if notes.changed:
+            return "it changes an argument that it is given"
+        if opaque := [path for path, leaf in notes.arguments.items() if described(leaf) is None]:
+            return f"it is given an object ({type(notes.arguments[opaque[0]]).__name__})"
+        kept = [at for at, leaf in enumerate(notes.output) if leaf is not None and not isinstance(leaf, torch.Tensor)]
+        if kept:
+            return f"it returns an object ({type(notes.output[kept[0]]).__name__})"
+        if UNLIKE in self._paths(index, notes):
+            return "it returns a tensor of a shape that it was not given"
+        return ""
+
+    def _paths(self, index: int, notes: _Notes) -> list[str]:
+        """For each tensor that the layer returns an argument like it: best the one that the next layer gets it as."""
+        after = self.notes[index + 1].arguments if index + 1 < self.count else {}
+        found = []
+        for number, tensor in enumerate(notes.tensors):
+            given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, torch.Tensor)}
+            alike = [path for path, leaf in given.items() if _kind(leaf) == _kind(tensor)]
+            passed = [path for path, leaf in after.items() if leaf is tensor]
+            unlike = UNLIKE if passed or number in self.used.get(index, ()) else UNUSED
+            found.append(next((path for path in passed if path in alike), next(iter(alike), unlike)))
+        return found
+
+
+def _kind(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else described(leaf)

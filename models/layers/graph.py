@@ -1,0 +1,79 @@
+"""A function of tensors, traced once by AOTAutograd into a forward and a backward graph.
+
+Where the joint graph is split into the two, remat is decided: what the backward computes again
+(:mod:`shardwright.models.layers.remat`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import aot_function, make_boxed_func
+from shardwright.models.layers.remat import VALUES, Value
+
+Flat = list[torch.Tensor]
+
+
+class LayerGraph:
+    """The graphs of ``function``, which maps a list of tensors to a list of tensors.
+
+    Args:
+        inputs: tensors like those that the graphs will be given. Whether one requires a gradient decides whether the
+            backward computes one for it.
+        partition: splits the joint graph.
+
+    Attributes:
+        saved: how many tensors the forward keeps for the backward.
+        aliases: position among the saved tensors → position of the input that it is, unchanged.
+        differentiable: for each output whether it has a gradient; integers, and what depends on no input that
+            requires one, have none.
+        values: what the backward could be given, if the remat policy tells
+            (:class:`shardwright.models.layers.remat.Keep`).
+    """
+
+    def __init__(
+        self, function: Callable[[Flat], Flat], inputs: Sequence[torch.Tensor], partition: Callable[..., Any]
+    ) -> None:
+        like = [torch.empty_like(t, requires_grad=t.requires_grad) for t in inputs]
+        found: dict[str, torch.fx.GraphModule] = {}
+
+        def keep(name: str) -> Callable[..., Any]:
+            def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+                found[name] = module
+                return make_boxed_func(module)
+
+            return compiler
+
+        def without_aliases(*given: torch.Tensor) -> Flat:
+            # AOTAutograd leaves an output that is an input out of the graph
+            seen = {id(t) for t in given}
+            return [t.clone() if id(t) in seen else t for t in function(list(given))]
+
+        traced = aot_function(
+            without_aliases, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=partition
+        )
+        with torch.enable_grad():
+            outputs = traced(*like)
+            self.differentiable = [t.requires_grad for t in outputs]
+            ends = [t for t in outputs if t.requires_grad]
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+        self._forward, self._backward, self._outputs = found["forward"], found["backward"], len(outputs)
+        self.values: tuple[Value, ...] = self._forward.meta.get(VALUES, ())
+        with torch.no_grad():
+            saved = self.forward(like)[1]
+        self.saved = len(saved)
+        where = {id(t): index for index, t in enumerate(like)}
+        self.aliases = {index: where[id(t)] for index, t in enumerate(saved) if id(t) in where}
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[Flat, Flat]:
+        """The outputs, and what the backward needs."""
+        results = self._forward(*inputs)
+        return list(results[: self._outputs]), list(results[self._outputs :])
+
+    def backward(
+        self, saved: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradient of each input, from those of the differentiable outputs; None where there is none."""
+        return self._backward(*saved, *gradients)

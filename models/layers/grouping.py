@@ -1,0 +1,234 @@
+"""Which of a decoder's layers repeat, found by comparing them: what they are, and what their decoder gives them.
+
+No family is named. Two layers are alike if they have the same modules, settings and shapes and are called alike. A
+number that differs between them may ride along as data if it is a float; an integer (most often the layer's own
+number) is overlooked if the layer never reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shardwright.models.layers.comparing import attributes, described
+from shardwright.models.layers.decoder_loop import Seen, watch
+from torch import nn
+
+# (dotted name of a module in its layer, attribute)
+Where = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers ``start``, ``start`` + 1, …: ``period`` of them that repeat ``count`` times."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The number of the layer after the last."""
+        return self.start + self.period * self.count
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a decoder's layers are run.
+
+    Args:
+        runs: in order, all layers in one of them.
+        seen: each layer's call.
+        floats: attributes that become data, because they differ between layers that are else alike.
+        apart: number of a layer → why it is not run with any other.
+    """
+
+    runs: tuple[Run, ...]
+    seen: tuple[Seen, ...]
+    floats: frozenset[Where]
+    apart: dict[int, str]
+
+
+def group(model: nn.Module, name: str) -> Grouping:
+    """How the layers of the list ``name`` of ``model``, which is on meta, are run.
+
+    Raises:
+        ValueError: the decoder can't be run on meta, or not as a loop over its layers; says why.
+    """
+    layers = list(model.get_submodule(name).children())
+    shared = _shared(model, name)
+    alike = defaultdict(list)
+    for index, layer in enumerate(layers):
+        alike[tuple(_structure(layer, numbers=False))].append(index)
+    differing = {where for group in alike.values() for where in _differing([layers[i] for i in group])}
+    floats = frozenset(w for w in differing if all(_is(float, layer, w) for layer in layers if _has(layer, w)))
+    integers = differing - floats
+    for stacked in dict.fromkeys((floats, frozenset())):  # some use a float as no tensor can be used
+        try:
+            seen, read = _watch(model, name, stacked, integers)
+            break
+        except Exception as error:  # a family's code raises anything; what it raises is the reason
+            why = error
+    else:
+        raise ValueError(f"its decoder can't be followed ({type(why).__name__}: {str(why).partition(chr(10))[0]})")
+    ignored = {(i, w) for w in stacked for i in range(len(layers))}
+    ignored |= {(i, w) for w in integers for i in range(len(layers)) if (i, w) not in read}
+    signatures: list[Any] = []
+    apart = {}
+    for index, (layer, call) in enumerate(zip(layers, seen, strict=True)):
+        if why_alone := call.alone or shared.get(index, ""):
+            apart[index] = why_alone
+        own = [line for line in _structure(layer, numbers=True) if (index, line[0]) not in ignored]
+        # like which argument an output is, matters not: of the last layer's no next layer tells
+        returned = (str(call.shape.spec), [path and "a tensor" for path in call.shape.leaves])
+        signatures.append((index if why_alone else None, own, call.given, returned))
+    runs = cut(signatures, [call.chain if call.follows else None for call in seen])
+    return Grouping(tuple(runs), tuple(seen), stacked, apart)
+
+
+def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Run]:
+    """The runs of layers: as few layers to trace as can be.
+
+    Args:
+        signatures: of each layer; equal if they are alike.
+        chains: how each layer takes what the one before returns; None: it can't be run in one go with that one.
+    """
+    return list(_cut(signatures, chains, 0, len(signatures)))
+
+
+def _cut(signatures: Sequence[Any], chains: Sequence[Any], low: int, high: int) -> Iterator[Run]:
+    best = max(
+        (run for period in range(1, (high - low) // 2 + 1) for run in _runs(signatures, chains, (low, high), period)),
+        key=lambda run: (run.period * (run.count - 1), -run.period, -run.start),
+        default=None,
+    )
+    if best is None:
+        yield from (Run(index, 1, 1) for index in range(low, high))
+        return
+    yield from _cut(signatures, chains, low, best.start)
+    yield best
+    yield from _cut(signatures, chains, best.stop, high)
+
+
+def _runs(signatures: Sequence[Any], chains: Sequence[Any], bounds: tuple[int, int], period: int) -> Iterator[Run]:
+    """The longest run of that period from each layer on, where there is one."""
+    low, high = bounds
+    matched, open_until = 0, high  # how many layers from here on match the one a period on; where the chain ends
+    for start in reversed(range(low, high)):
+        later = start + period
+        count = 0
+        if later < high and signatures[start] == signatures[later]:
+            # the run's first layer takes its input from elsewhere, so how it does is not compared
+            count = (matched + 1) // period + 1
+            matched = matched + 1 if chains[start] is not None and chains[start] == chains[later] else 0
+        else:
+            matched = 0
+        count = min(count, (open_until - start) // period)
+        if count > 1:
+            yield Run(start, period, count)
+        if chains[start] is None:
+            open_until = start
+
+
+def _watch(
+    model: nn.Module, name: str, floats: frozenset[Where], integers: set[Where]
+) -> tuple[list[Seen], set[tuple[int, Where]]]:
+    """Each layer's call, and which of the ``integers`` which layer reads. ``floats`` are tensors meanwhile."""
+    read: set[tuple[int, Where]] = set()
+
+    def watched(layer: nn.Module, index: int) -> None:
+        for where in floats | integers:
+            if _has(layer, where):
+                module, value = layer.get_submodule(where[0]), _get(layer, where)
+                if where in floats:
+                    setattr(module, where[1], torch.empty((), device="meta"))
+                elif isinstance(value, int) and not isinstance(value, bool):
+                    setattr(module, where[1], _Watched(value, functools.partial(read.add, (index, where))))
+                else:
+                    read.add((index, where))
+
+    return watch(model, name, watched), read
+
+
+class _Watched:
+    """An integer that tells when it is read."""
+
+    def __init__(self, value: int, tell: Callable[[], None]) -> None:
+        self._value, self._tell = value, tell
+
+
+def _reading(operation: str) -> Callable[..., Any]:
+    def method(self: _Watched, *args: Any) -> Any:
+        self._tell()
+        return getattr(self._value, operation)(*args)
+
+    return method
+
+
+for _name in (
+    *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow") for side in ("", "r")),
+    *(f"__{name}__" for name in ("index", "int", "float", "bool", "neg", "eq", "ne", "lt", "le", "gt", "ge", "hash")),
+    *(f"__{name}__" for name in ("str", "repr", "format")),
+):
+    setattr(_Watched, _name, _reading(_name))
+
+
+def _shared(model: nn.Module, name: str) -> dict[int, str]:
+    """Number of a layer that shares a parameter with anything else → how that is said."""
+    names = defaultdict(list)
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(full)
+    depth = name.count(".") + 1
+    return {
+        int(full.split(".")[depth]): f"it shares {full}"
+        for tied in names.values()
+        for full in tied
+        if len(tied) > 1 and full.startswith(f"{name}.")
+    }
+
+
+def _structure(layer: nn.Module, *, numbers: bool) -> Iterator[tuple[Where, Any]]:
+    """What a layer is, a line for each module, attribute, parameter and buffer.
+
+    Args:
+        numbers: with the attributes that are integers or floats.
+    """
+    for path, module in layer.named_modules():
+        yield (path, ""), type(module)
+        for key, value in sorted(attributes(module).items()):
+            if numbers or not (isinstance(value, int | float) and not isinstance(value, bool)):
+                known = described(value)
+                yield (path, key), ("object", id(value)) if known is None else known
+        for key, parameter in module.named_parameters(recurse=False):
+            yield (path, key), (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for key, buffer in module.named_buffers(recurse=False):
+            kept = key in module._non_persistent_buffers_set  # semi-private: torch/nn/modules/module.py, torch 2.9
+            yield (path, key), (tuple(buffer.shape), buffer.dtype, kept)
+
+
+def _differing(layers: Sequence[nn.Module]) -> Iterator[Where]:
+    """The numbers that are not the same in all ``layers``, which have the same modules."""
+    values: dict[Where, Counter[Any]] = defaultdict(Counter)
+    for layer in layers:
+        for path, module in layer.named_modules():
+            for key, value in attributes(module).items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    values[path, key][type(value), value] += 1
+    yield from (where for where, found in values.items() if len(found) > 1)
+
+
+def _has(layer: nn.Module, where: Where) -> bool:
+    return any(path == where[0] and where[1] in vars(module) for path, module in layer.named_modules())
+
+
+def _get(layer: nn.Module, where: Where) -> Any:
+    return operator.attrgetter(where[1])(layer.get_submodule(where[0]))
+
+
+def _is(kind: type, layer: nn.Module, where: Where) -> bool:
+    return type(_get(layer, where)) is kind

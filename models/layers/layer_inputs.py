@@ -1,0 +1,159 @@
+"""What a decoder's loop gives the layers of a run, sorted by how it reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from shardwright.models.layers.kv_sharing import shared_in
+
+# semi-private: torch/utils/_pytree.py, torch 2.9
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+
+class LoopChanged(ValueError):
+    """A decoder's loop does not do what it was seen to do when its layers were grouped."""
+
+
+class Call:
+    """What the decoder's loop gives one layer.
+
+    Args:
+        promised: id of a tensor that the layer before returned → which tensor of its output that is.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
+        found, self.spec = tree_flatten_with_path((args, kwargs))
+        self.paths, self.leaves = [keystr(path) for path, _ in found], [leaf for _, leaf in found]
+        self.chain = {at: promised[id(leaf)] for at, leaf in enumerate(self.leaves) if id(leaf) in promised}
+        self.shared = shared_in(args, kwargs)
+
+    def settings(self) -> list[Any]:
+        """All leaves, with None for each tensor."""
+        return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a layer's graph is given.
+
+    Args:
+        source: where it comes from. ``slot``: the layer before, around the loop. ``chain``: the layer before, inside
+            the period. ``learned``, ``fixed``: the same for all layers of the run, with and without a gradient.
+            ``own``: of this layer.
+        index: which of the source's; of ``chain`` the number of the tensor in the output of the layer before.
+        target: what it is for: an argument (``leaf``), a ``weight``, a ``buffer``, the ``key`` of random numbers, or
+            which ``tokens`` are no padding.
+        name: the position of the leaf, or the name of the weight or buffer.
+        dtype: of the leaf or buffer; what is passed for it may have another (:func:`as_passed`).
+    """
+
+    source: str
+    index: int
+    target: str
+    name: Any = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Sorted:
+    """The tensors of a run's calls.
+
+    Args:
+        inputs: for each layer of the period.
+        slots: what the run's first layer gets where the others get an output of the layer before.
+        loop: for each slot the number of the tensor in the output of the period's last layer.
+        own: for each layer of the period; stacked over the turns if there is more than one.
+    """
+
+    inputs: list[list[Input]]
+    slots: list[torch.Tensor] = field(default_factory=list)
+    loop: list[int] = field(default_factory=list)
+    learned: list[torch.Tensor] = field(default_factory=list)
+    fixed: list[torch.Tensor] = field(default_factory=list)
+    own: list[list[torch.Tensor]] = field(default_factory=list)
+    _known: dict[int, tuple[str, int]] = field(default_factory=dict)
+    _kept: list[torch.Tensor] = field(default_factory=list)  # so that no id in `_known` is given to another tensor
+
+    def share(self, tensor: torch.Tensor, target: str, name: Any) -> Input:
+        """The input of a tensor that is the same for all layers of the run; it is passed once."""
+        if id(tensor) not in self._known:
+            source = "learned" if tensor.requires_grad else "fixed"
+            group = self.learned if tensor.requires_grad else self.fixed
+            self._known[id(tensor)] = (source, len(group))
+            self._kept.append(tensor)
+            group.append(as_passed(tensor))
+        return Input(*self._known[id(tensor)], target, name, tensor.dtype)
+
+    def give(
+        self, j: int, tensor: torch.Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Add an input of layer ``j`` of the period that is its own; ``tensor`` is stacked as ``own`` says."""
+        self.inputs[j].append(Input("own", len(self.own[j]), target, name, dtype))
+        self.own[j].append(tensor)
+
+
+def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
+    """How each tensor of ``calls``, one for each layer of a run, reaches its layer.
+
+    Raises:
+        LoopChanged: calls a period apart differ in more than the values of tensors.
+    """
+    out = Sorted([[] for _ in range(period)], own=[[] for _ in range(period)])
+    for j in range(period):
+        first, *others = same = calls[j::period]
+        for r, other in enumerate(others, start=1):
+            if (first.paths, first.spec) != (other.paths, other.spec) or first.settings() != other.settings():
+                raise LoopChanged(f"layers {j} and {j + r * period} of a run are given other arguments")
+        for at, leaf in enumerate(first.leaves):
+            if isinstance(leaf, torch.Tensor):
+                _sort_leaf(out, j, at, [call.leaves[at] for call in same], [call.chain.get(at) for call in same])
+    return out
+
+
+def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: list[int | None]) -> None:
+    """Add the argument at position ``at`` of layer ``j`` of the period: one tensor a turn.
+
+    Args:
+        chain: for each turn the number of the tensor in the output of the layer before, if it is one.
+    """
+    if not any(known is not None for known in chain):
+        if all(t is column[0] for t in column):
+            out.inputs[j].append(out.share(column[0], "leaf", at))
+        else:
+            passed = [as_passed(t) for t in column]
+            out.give(j, torch.stack(passed), "leaf", at, column[0].dtype)
+        return
+    begins = j == 0 and chain[0] is None  # the run's first layer is given what was computed before the run
+    expected = chain[-1]
+    if expected is None or any(known != expected for known in chain[begins:]):
+        raise LoopChanged(f"argument {at} of layer {j} of a run comes from other layers at other turns")
+    source, index = ("slot", len(out.slots)) if begins else ("chain", expected)
+    if begins:
+        out.slots.append(as_passed(column[0]))
+        out.loop.append(expected)
+    out.inputs[j].append(replace(Input(source, index, "leaf"), name=at, dtype=column[0].dtype))
+
+
+def as_passed(t: torch.Tensor) -> torch.Tensor:
+    """``t`` as a scan can pass it, with the same information.
+
+    torch_xla multiplies what a scan is given by 1, which makes integers of bools. It can put no barrier behind a
+    ``view_as_real``, and complex numbers become pairs.
+    """
+    if t.is_complex():
+        if t.requires_grad:
+            raise LoopChanged("a layer is given complex numbers that require a gradient")
+        return torch.stack((t.real, t.imag), dim=-1)
+    return t.to(torch.uint8) if t.dtype == torch.bool else t
+
+
+def as_given(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """What :func:`as_passed` was given, of ``dtype``; None: it was passed as it is."""
+    if dtype is None:
+        return t
+    if dtype.is_complex:
+        return torch.view_as_complex(t)
+    return t if t.dtype == dtype else t.to(dtype)

@@ -1,0 +1,56 @@
+"""A decoder's layers that run one by one, each with its weights prepared when its input is there, and no earlier.
+
+Weights depend on nothing. Left to itself a TPU's compiler gathers those of many layers at once where a layer computes
+little, as one that decodes a token does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+from shardwright.models.layers.decoder_layers import find_layers
+from shardwright.models.layers.run import Prepare
+from torch import nn
+
+
+def prepare_in_turn(model: nn.Module, prepare: Prepare) -> frozenset[str]:
+    """Make each layer of ``model`` apply ``prepare`` to its own parameters; returns their names. For evaluation alone.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
+    name, inside = find_layers(model), set()
+    for index, layer in enumerate(model.get_submodule(name).children()):
+        inside |= {f"{name}.{index}.{key}" for key, _ in layer.named_parameters()}
+        layer.forward = functools.partial(_run, layer, layer.forward, f"{name}.{index}.", prepare)
+    return frozenset(inside)
+
+
+def _run(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    prefix: str,
+    prepare: Prepare,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    weights = dict(layer.named_parameters())
+    hidden_states, *behind = _barrier([hidden_states, *weights.values()])
+    prepared = prepare({prefix + key: weight for key, weight in zip(weights, behind, strict=True)})
+    # semi-private: torch/nn/utils/stateless.py, torch 2.9: `torch.func.functional_call` without the call
+    with torch.nn.utils.stateless._reparametrize_module(
+        layer, {name.removeprefix(prefix): tensor for name, tensor in prepared.items()}
+    ):
+        return forward(hidden_states, *args, **kwargs)
+
+
+def _barrier(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of ``tensors``, of which none is there before all of them are."""
+    copies = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in tensors]
+    xm.optimization_barrier_(copies)
+    return copies

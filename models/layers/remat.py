@@ -1,0 +1,173 @@
+"""Remat policies: each a partitioner, which splits AOTAutograd's joint graph of a layer into forward and backward.
+
+The partitioner decides what the forward saves and what the backward computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from functorch.compile import default_partition, min_cut_rematerialization_partition
+from shardwright.models.ops import jax_call
+
+# semi-private: torch/_functorch/config.py, torch 2.9
+from torch._functorch import config as functorch_config
+from torch.utils import flop_counter
+from torch.utils.checkpoint import CheckpointPolicy
+from torch_xla.experimental import stablehlo_custom_call
+
+VALUES = "values"  # where the forward of a split layer notes them
+
+
+def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:
+    """A partitioner that saves exactly the nodes that ``policy`` says to save."""
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        for node in joint.graph.nodes:
+            # semi-private: torch/_functorch/partitioners.py, torch 2.9 (the tags of selective checkpointing)
+            if node.op == "call_function" and "tangents" not in node.name:
+                node.meta["recompute"] = policy(node)
+                node.meta["ac_graph_id"] = 0
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+    return partition
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a layer's forward that the backward uses: what a product or a kernel makes.
+
+    Args:
+        module: the module that makes it, as ``model.layers.*.self_attn.q_proj``.
+        kind: the operation, as ``mm`` or ``attention``.
+        shape: of its largest result, on all devices together.
+        bytes: that it takes, on all devices together.
+        flops: that it takes to compute it again.
+        kept: from the forward; else it is computed again.
+    """
+
+    module: str
+    kind: str
+    shape: tuple[int, ...]
+    bytes: int
+    flops: int
+    kept: bool = False
+
+
+def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
+    """The values of a joint graph that can be kept, in its order."""
+    backward: set[torch.fx.Node] = set()  # what comes from the outputs' gradients
+    for node in joint.graph.nodes:
+        if "tangents" in node.name or any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+    used = set(backward)  # and what of the forward that takes
+    for node in reversed(joint.graph.nodes):
+        if any(user in used and user.op != "output" for user in node.users):
+            used.add(node)
+    found = {}
+    for node in joint.graph.nodes:
+        # semi-private: `flop_registry` of torch/utils/flop_counter.py, torch 2.9; our kernels are entered there too
+        count = flop_counter.flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is not None and node in used and node not in backward:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            tensors = node.meta["val"] if _is_many(node) else [node.meta["val"]]
+            found[node] = Value(
+                module=next(reversed(node.meta.get("nn_module_stack") or {}), ""),
+                kind=node.target.overloadpacket.__name__,
+                shape=tuple(max(tensors, key=torch.Tensor.numel).shape),
+                bytes=sum(t.numel() * t.element_size() for t in tensors),
+                flops=count(*args, **kwargs, out_val=node.meta["val"]),
+            )
+    return found
+
+
+class Keep:
+    """A partitioner that keeps ``share`` of the bytes of all values, those first that take most FLOPs a byte.
+
+    Under :data:`VALUES` the forward's ``meta`` has the values, in the layer's order.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        """The forward and the backward."""
+        values = _values(joint)
+        room = self.share * sum(value.bytes for value in values.values())
+        chosen: set[torch.fx.Node] = set()
+        for node, value in sorted(values.items(), key=lambda item: item[1].flops / item[1].bytes, reverse=True):
+            if value.bytes <= room:
+                room -= value.bytes
+                chosen.add(node)
+        forward, backward = self._split(joint, inputs, chosen, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        forward.meta[VALUES] = tuple(replace(value, kept=node in chosen) for node, value in values.items())
+        return forward, backward
+
+    def _split(self, joint: torch.fx.GraphModule, inputs: Any, chosen: set[torch.fx.Node], **kwargs: Any) -> Any:
+        if not chosen:
+            return _recompute_everything(joint, inputs, **kwargs)
+        # of an operation with several results, what can be kept are the results; but the partitioner asks the operation
+        saved = chosen | {user for node in chosen if _is_many(node) for user in node.users}
+
+        def policy(node: torch.fx.Node) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return _partition_with(policy)(joint, inputs, **kwargs)
+
+
+def _is_many(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta["val"], tuple | list)
+
+
+def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+    """A partitioner that saves the layer's inputs alone."""
+    with functorch_config.patch(activation_memory_budget=0.0):
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+
+_MATMULS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+
+
+def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
+    matmul = getattr(node.target, "overloadpacket", None) in _MATMULS
+    return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+    """A partitioner that saves the layer's inputs alone; on a TPU the hidden state waits in the host's memory."""
+    forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+    if jax_call.target() != "tpu":
+        return forward, backward
+    hidden = next(node for node in forward.graph.nodes if node.op == "placeholder")  # the carry's first tensor
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    kept, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
+    # semi-private: `_opoverload` of torch/_library/custom_ops.py, torch 2.9; both operations are torch_xla's
+    with forward.graph.inserting_before(output):
+        parked = forward.graph.call_function(stablehlo_custom_call.place_to_host._opoverload, (hidden,))
+    output.args = ((*kept, *(parked if node is hidden else node for node in saved)),)
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        if node.name == hidden.name:
+            with backward.graph.inserting_after(placeholders[-1]):
+                back = backward.graph.call_function(stablehlo_custom_call.place_to_device._opoverload, (node,))
+            node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+    for graph in (forward, backward):
+        graph.recompile()
+    return forward, backward
+
+
+REMAT: dict[str, Callable[..., Any]] = {
+    "none": default_partition,
+    "full": _recompute_everything,
+    "auto": _recompute_everything,  # until somebody has found a share
+    "offload": _offload,
+    "save_matmuls": _partition_with(_save_matmuls),
+}
+
+
+def partitioner(remat: str | float) -> Callable[..., Any]:
+    """The partitioner of a policy: one of :data:`REMAT`, or the share of all values that is kept (:class:`Keep`)."""
+    return REMAT[remat] if isinstance(remat, str) else Keep(remat)

@@ -1,0 +1,208 @@
+"""The forward and backward of a run of layers: one turn for each period, as a `scan` where there is more than one.
+
+A turn runs the graphs of the period's layers (:mod:`shardwright.models.layers.graph`) in order, and a turn of the
+backward runs their backward graphs in reverse. So remat works a layer at a time, whatever the period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+from shardwright.models.layers.graph import Flat, LayerGraph
+from shardwright.models.layers.layer_inputs import Input, Sorted
+from shardwright.models.ops.loop import Known, run_turns
+
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One layer of a run's period.
+
+    Args:
+        inputs: of the graph, in order.
+        outputs: the numbers of the tensors of the layer's output that the graph returns first, before side outputs.
+    """
+
+    graph: LayerGraph
+    inputs: Sequence[Input]
+    outputs: Sequence[int]
+
+
+def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:
+    """Run the period's ``stages`` on ``tensors``, over and over if ``known``, these stages' loops so far, is there.
+
+    Returns:
+        the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
+    """
+    program = _Program(stages, tensors, known)
+    flat = [*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own)]
+    results = list(_Run.apply(program, *flat))
+    last, sides = results[: program.returned], results[program.returned :]
+    return last, program.by_stage(sides)
+
+
+class _Program:
+    """What is done with the flat tensors of :func:`run_stages`."""
+
+    def __init__(self, stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> None:
+        self.stages, self.known, self.loop = stages, known, tuple(tensors.loop)
+        self.scanned = known is not None
+        self.returned = len(self.loop) if self.scanned else len(stages[-1].outputs)
+        self._lengths = [len(tensors.slots), len(tensors.learned), len(tensors.fixed), *map(len, tensors.own)]
+
+    def split(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
+        """Slots, learned, fixed, and each stage's own."""
+        parts, at = [], 0
+        for length in self._lengths:
+            parts.append(list(flat[at : at + length]))
+            at += length
+        return parts[0], parts[1], parts[2], parts[3:]
+
+    def by_stage(self, sides: Flat) -> list[Flat]:
+        """Side outputs, which stand one after the other, for each stage."""
+        counts = [len(stage.graph.differentiable) - len(stage.outputs) for stage in self.stages]
+        given = iter(sides)
+        return [[next(given) for _ in range(count)] for count in counts]
+
+    def forward(self, slots: Flat, learned: Flat, fixed: Flat, own: list[Flat]) -> tuple[Flat, Flat, list[Flat]]:
+        """One turn: what the last layer returns, side outputs, and what each stage's backward needs of its own."""
+        sides, kept = [], []
+        chain: dict[int, torch.Tensor] = {}
+        for stage, mine in zip(self.stages, own, strict=True):
+            sources = {"slot": slots, "chain": chain, "learned": learned, "fixed": fixed, "own": mine}
+            results, saved = stage.graph.forward([sources[i.source][i.index] for i in stage.inputs])  # type: ignore[index]
+            chain = dict(zip(stage.outputs, results, strict=False))
+            sides += results[len(stage.outputs) :]
+            kept.append([t for at, t in enumerate(saved) if self._given_again(stage, at) is None])
+        last = [chain[k] for k in (self.loop if self.scanned else self.stages[-1].outputs)]
+        return last, sides, kept
+
+    def backward(
+        self,
+        gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
+        given: tuple[Flat, Flat, list[Flat], list[Flat]],
+    ) -> tuple[Gradients, Gradients, list[Gradients]]:
+        """One turn.
+
+        Args:
+            gradients: of what the last layer returns, of ``learned`` so far, and of each stage's side outputs.
+            given: ``learned``, ``fixed``, each stage's own, and what its forward kept.
+
+        Returns:
+            gradients of the slots, of ``learned``, and of each stage's own.
+        """
+        last, of_learned, of_sides = gradients
+        learned, fixed, own, kept = given
+        names = self.loop if self.scanned else self.stages[-1].outputs
+        of_chain: dict[int, torch.Tensor | None] = {}
+        for k, gradient in zip(names, last, strict=True):
+            of_chain[k] = _sum(of_chain.get(k), gradient)
+        of_own: list[Gradients] = [[None] * len(mine) for mine in own]
+        of_slots: Gradients = [None] * self._lengths[0]
+        of_learned = list(of_learned)
+        for j in reversed(range(len(self.stages))):
+            stage = self.stages[j]
+            sources = {"learned": learned, "fixed": fixed, "own": own[j]}
+            mine = iter(kept[j])
+            saved = [
+                next(mine) if (again := self._given_again(stage, at)) is None else sources[again.source][again.index]
+                for at in range(stage.graph.saved)
+            ]
+            ends = [*(of_chain.get(k) for k in stage.outputs), *of_sides[j]]
+            wanted = [g for g, has in zip(ends, stage.graph.differentiable, strict=True) if has and g is not None]
+            if len(self.stages) > 1 or not self.scanned:
+                saved, wanted = _barrier(saved, wanted)
+            found = stage.graph.backward(saved, wanted)
+            of_chain = {}
+            for i, gradient in zip(stage.inputs, found, strict=True):
+                targets: Any = {"slot": of_slots, "chain": of_chain, "learned": of_learned, "own": of_own[j]}
+                if gradient is not None and i.source != "fixed":
+                    target = targets[i.source]
+                    before = target.get(i.index) if i.source == "chain" else target[i.index]
+                    target[i.index] = _sum(before, gradient)
+        return of_slots, of_learned, of_own
+
+    def _given_again(self, stage: Stage, at: int) -> Input | None:
+        """The input that the saved tensor number ``at`` is, if the backward is given it: not what a layer computed."""
+        known = stage.inputs[stage.graph.aliases[at]] if at in stage.graph.aliases else None
+        return None if known is None or known.source in ("slot", "chain") else known
+
+
+class _Run(torch.autograd.Function):
+    """A program's forward and backward. torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are.
+
+    Here `prepare` has done so already.
+    """
+
+    @staticmethod
+    def forward(ctx, program: _Program, *flat: torch.Tensor):  # type: ignore[override]
+        slots, learned, fixed, own = program.split(flat)
+        with torch.no_grad():
+            if program.scanned:
+
+                def turn(carry: Any, x: list[Flat]) -> tuple[Any, Any]:
+                    slots, learned, fixed = carry
+                    last, sides, kept = program.forward(slots, learned, fixed, x)
+                    return (last, learned, fixed), (sides, kept)
+
+                (last, _, _), (sides, kept) = run_turns(turn, (slots, learned, fixed), own, known=program.known)
+            else:
+                last, sides, kept = program.forward(slots, learned, fixed, own)
+        ctx.program, ctx.counts = program, [len(part) for part in kept]
+        ctx.save_for_backward(*flat, *(t for part in kept for t in part))
+        return (*last, *sides)
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[override]
+        program: _Program = ctx.program
+        flat = list(ctx.saved_tensors)
+        kept_flat = iter(flat[sum(program._lengths) :])
+        kept = [[next(kept_flat) for _ in range(count)] for count in ctx.counts]
+        slots, learned, fixed, own = program.split(flat)
+        last, sides = list(gradients[: program.returned]), program.by_stage(list(gradients[program.returned :]))
+        of_learned: Gradients = [torch.zeros_like(t) if t.is_floating_point() else None for t in learned]
+        with torch.no_grad():
+            if not program.scanned:
+                of_slots, of_learned, of_own = program.backward(
+                    (last, [None] * len(learned), sides), (learned, fixed, own, kept)
+                )
+            else:
+                zeros = [torch.zeros_like(t) if t.is_floating_point() else None for t in slots]
+                last = [g if zero is not None else None for g, zero in zip(last, zeros, strict=True)]
+
+                def turn(carry: Any, x: Any) -> tuple[Any, Any]:
+                    of_last, of_learned, learned, fixed = carry
+                    of_sides, own, kept = x
+                    of_slots, of_learned, of_own = program.backward(
+                        (of_last, of_learned, of_sides), (learned, fixed, own, kept)
+                    )
+                    whole = [
+                        torch.zeros_like(g) if new is None and g is not None else new
+                        for g, new in zip(of_last, of_slots, strict=True)
+                    ]
+                    return (whole, of_learned, learned, fixed), of_own
+
+                (of_slots, of_learned, _, _), of_own = run_turns(
+                    turn, (last, of_learned, learned, fixed), (sides, own, kept), reverse=True, known=program.known
+                )
+        return None, *of_slots, *of_learned, *([None] * len(fixed)), *(g for part in of_own for g in part)
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _barrier(saved: Flat, gradients: Flat) -> tuple[Flat, Flat]:
+    """Copies of the tensors behind a barrier.
+
+    Without it the compiler would merge what the backward computes again with the forward, and undo remat; and it might
+    compute it for several layers before the gradients of the first are there, and hold all of it.
+    """
+    copies = [t.clone() for t in (*saved, *gradients)]
+    xm.optimization_barrier_(copies)
+    return copies[: len(saved)], copies[len(saved) :]

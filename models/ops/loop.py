@@ -1,0 +1,184 @@
+"""A loop over the first dimension of tensors, as one operation of the step's graph.
+
+It is the loop of torch_xla's `scan` without its autograd, and keeps what it lowered: a step that runs a loop again
+neither traces its turn nor lowers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# semi-private: torch_xla/core/xla_builder.py and `LoweringContext` of torch_xla/csrc/init_python_bindings.cpp,
+# torch_xla 2.9
+import torch_xla
+import torch_xla.core.xla_builder as xb
+
+# semi-private: torch/utils/_pytree.py, torch 2.9
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+Flat = list[torch.Tensor]
+# a tree of tensors without them: None is a leaf that is no tensor
+Spec = tuple[TreeSpec, tuple[bool, ...]]
+# loops that were lowered, by the shapes of what they are given
+Known = dict[str, "Loop"]
+
+
+def run_turns(
+    turn: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    *,
+    reverse: bool = False,
+    known: Known | None = None,
+) -> tuple[Any, Any]:
+    """``carry`` after ``carry, y = turn(carry, x)`` for each slice x of ``xs``, and the stack of all y.
+
+    All are trees of tensors, in which there may be None. No gradient flows through. What a turn draws from the device's
+    own generator would be the same in each: `shardwright.models.ops.randomness.OtherDraws` refuses a model that does.
+
+    Args:
+        reverse: from the last slice to the first; y keep the order of ``xs``.
+        known: the loops that the caller's turn was lowered to before, by shapes; it gets this one. Such a turn must
+            make the same of the same shapes in every step, and use nothing that it is not given.
+    """
+    (given, carry_spec), (parts, xs_spec) = _flat(carry), _flat(xs)
+    key = str((carry_spec, xs_spec, reverse, [(tuple(t.shape), t.dtype) for t in (*given, *parts)]))
+    loop = None if known is None else known.get(key)
+    if loop is None:
+        loop = _lowered(_traced(turn, (given, carry_spec), (parts, xs_spec)), given, parts, reverse)
+        if known is not None and loop.turn.closed:
+            known[key] = loop
+    return loop(given, parts)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn, lowered.
+
+    Args:
+        computation: of those of its inputs that it uses: the carry, a slice of each of ``xs``, and what is hoisted.
+        order: the places of these among all inputs.
+        hoisted: tensors that the turn uses and is not given; the numbers in its formulas are such.
+        closed: whether these are nothing but numbers, and no seed.
+        results: shape and dtype of what it returns behind the carry.
+        specs: of the carry that it returns, and of these.
+    """
+
+    computation: Any
+    order: list[int]
+    hoisted: Flat
+    closed: bool
+    results: list[tuple[torch.Size, torch.dtype]]
+    specs: tuple[Spec, Spec]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, lowered.
+
+    Args:
+        computation: of the number of the first turn, the carry, ``xs``, the stacks of results, and what is hoisted.
+        count: of turns.
+    """
+
+    computation: Any
+    turn: Turn
+    count: int
+
+    def __call__(self, carry: Flat, parts: Flat) -> tuple[Any, Any]:
+        """The carry after the last turn, and the stacks."""
+        given = _arguments(self.turn, self.count, carry, parts)
+        out = torch_xla._XLAC._xla_user_computation("xla::scan", given, self.computation)
+        _, after, _, stacks, _ = _split(out, self.turn, len(carry), len(parts))
+        of_carry, of_results = self.turn.specs
+        return _tree(after, of_carry), _tree(stacks, of_results)
+
+
+def _arguments(turn: Turn, count: int, carry: Flat, parts: Flat) -> Flat:
+    """What a loop's computation takes."""
+    device = torch_xla.device()
+    stacks = [torch.zeros((count, *shape), dtype=dtype, device=device) for shape, dtype in turn.results]
+    return [torch.tensor(0, device=device), *carry, *parts, *stacks, *turn.hoisted]
+
+
+def _traced(turn: Callable[[Any, Any], tuple[Any, Any]], carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn:
+    given = len(carry[0])
+    inputs = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in carry[0]]
+    inputs += [xb.create_placeholder_tensor(t.shape[1:], t.dtype) for t in xs[0]]
+    # an annotation on a placeholder itself would put another tensor in its place (pytorch/xla#8742)
+    mine = [t * 1 for t in inputs]
+    after, results = turn(_tree(mine[:given], carry[1]), _tree(mine[given:], xs[1]))
+    (next_carry, of_carry), (ys, of_results) = _flat(after), _flat(results)
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (carry[0], next_carry)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"a turn is given a carry of {shapes[0]} and returns one of {shapes[1]}")
+    made = [*next_carry, *ys]
+    draws = torch_xla._XLAC._get_seed_info_id() in torch_xla._XLAC._get_tensors_xla_device_data_node(made)[0]
+    context = torch_xla._XLAC.lowering.LoweringContext("turn")
+    context.build(made)
+    numbers = [context.tensor_parameter_id(t) for t in inputs]  # -1: it is not used
+    hoisted = {k: t for k, t in context.device_parameter_id_tensor_mapping().items() if k not in numbers}
+    order = [place for k, place in sorted((k, place) for place, k in enumerate((*numbers, *hoisted))) if k >= 0]
+    computation = xb.computation_from_module_proto("turn", context.hlo())
+    closed = not draws and all(t.dim() == 0 for t in hoisted.values())
+    return Turn(
+        computation, order, [*hoisted.values()], closed, [(t.shape, t.dtype) for t in ys], (of_carry, of_results)
+    )
+
+
+def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
+    count = len(parts[0])
+
+    def number_of(builder: Any, value: int) -> Any:
+        return xb.Op.scalar(builder, value, dtype=xb.Type.S64)
+
+    def more(number: Any, *_: Any) -> Any:
+        return number < number_of(number.builder(), count)
+
+    def body(*state: Any) -> Any:
+        (number,), mine, slices, stacks, hoisted = _split(state, turn, len(carry), len(parts))
+        at = number_of(number.builder(), count - 1) - number if reverse else number
+        inputs = [*mine, *(_slice(part, at) for part in slices), *hoisted]
+        made = xb.Op.call(turn.computation, [inputs[place] for place in turn.order])
+        after = [made.get_tuple_element(k) for k in range(len(mine))]
+        stacks = [_put(stack, made.get_tuple_element(len(mine) + k), at) for k, stack in enumerate(stacks)]
+        return (number + number_of(number.builder(), 1), *after, *slices, *stacks, *hoisted)
+
+    builder = xb.create_builder("scan")
+    shapes = [xb.tensor_shape(t) for t in _arguments(turn, count, carry, parts)]
+    state = [xb.mkparam(builder, k, shape) for k, shape in enumerate(shapes)]
+    return Loop(xb.Op.mkwhile(state, more, body).build("scan"), turn, count)
+
+
+def _split(state: Sequence[Any], turn: Turn, carry: int, parts: int) -> list[list[Any]]:
+    """What goes around a loop: the turn's number, the carry, ``xs``, the stacks, and what is hoisted."""
+    given = iter(state)
+    sizes = (1, carry, parts, len(turn.results), len(turn.hoisted))
+    return [[next(given) for _ in range(size)] for size in sizes]
+
+
+def _slice(stack: Any, at: Any) -> Any:
+    """Slice number ``at`` of a stack."""
+    _, *shape = stack.shape().sizes
+    start = [at, *(at.zeros_like() for _ in shape)]
+    return stack.dynamic_slice(start, [1, *shape]).reshape(shape)
+
+
+def _put(stack: Any, value: Any, at: Any) -> Any:
+    """``stack`` with ``value`` as its slice number ``at``."""
+    start = [at, *(at.zeros_like() for _ in value.shape().sizes)]
+    return stack.dynamic_update_slice(value.broadcast([1]), start)
+
+
+def _flat(tree: Any) -> tuple[Flat, Spec]:
+    leaves, spec = tree_flatten(tree)
+    return [t for t in leaves if t is not None], (spec, tuple(t is not None for t in leaves))
+
+
+def _tree(flat: Sequence[torch.Tensor], spec: Spec) -> Any:
+    tensors = iter(flat)
+    return tree_unflatten([next(tensors) if there else None for there in spec[1]], spec[0])

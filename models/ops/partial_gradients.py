@@ -1,0 +1,289 @@
+"""Weight gradients that are summed over micro-batches first, and over devices once, at the end.
+
+A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner cannot express a
+tensor that is still to be summed over devices, so it communicates where the gradient is computed: in a loop over
+micro-batches, at every turn. A *partial gradient* is the unfinished sum as a tensor of its own, [D, *parameter shape],
+with one entry for each of D batch shards, laid out over the batch axes. Adding two partial gradients needs no
+communication; the one reduction is the sum over D after the loop.
+
+The price is memory. Each device holds two gradients that the batch axes do not split: the running sum and that of one
+micro-batch. Each takes 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
+
+The model's code is not changed. :func:`functional_call` watches the model run. Where a parameter enters an operation
+whose gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_bias`), its gradient goes to its
+partial gradient. From any other operation it goes to the parameter itself, and is summed over devices at once. The
+parameter's gradient is the sum of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from shardwright.models.ops import scopes
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.collectives import exchange_sum
+from shardwright.models.ops.fusion_barrier import apart
+from shardwright.models.ops.jax_call import Manual, jax, jax_call, target
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+# name -> tensor
+Tensors = dict[str, torch.Tensor]
+
+# what follows a parameter's name in the name of its partial gradient's leaf
+SUFFIX = " by batch shard"
+
+# id of a parameter that is in use -> its partial gradient's leaf
+_active: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("partial_gradients", default=MappingProxyType({}))
+
+
+def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """``torch.func.functional_call``, which sends weight gradients to partial gradients where it can.
+
+    Args:
+        tensors: parameters by name. For each parameter that shall have a partial gradient also a leaf
+            [D, *parameter shape], under the parameter's name with :data:`SUFFIX`: its gradient will be the partial
+            gradient, and its values are never read. An operation on a number of rows that D does not divide sends its
+            gradient to the parameter.
+    """
+    parameters = {name: t for name, t in tensors.items() if not name.endswith(SUFFIX)}
+    partials = {id(p): tensors[name + SUFFIX] for name, p in parameters.items() if name + SUFFIX in tensors}
+    if not partials:
+        return torch.func.functional_call(module, parameters, args, kwargs)
+    token = _active.set(partials)
+    try:
+        with _Watch():
+            return torch.func.functional_call(module, parameters, args, kwargs)
+    finally:
+        _active.reset(token)
+
+
+def of(parameters: Tensors) -> dict[str, torch.Tensor]:
+    """The leaves that the running :func:`functional_call` was given for ``parameters``, by name with :data:`SUFFIX`."""
+    return {name + SUFFIX: _active.get()[id(p)] for name, p in parameters.items() if id(p) in _active.get()}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How a partial gradient is summed over its batch shards.
+
+    Args:
+        name: the parameter's. Each parameter has collectives of its own.
+        dim: the dimension of the batch shards.
+        scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
+        add: mesh axes to sum over by all-reduce: all their devices get the sum.
+        manual: the layouts of the partial gradient and of the sum.
+        exchanged: whether devices exchange parts and add them up, in place of a reduce-scatter. The bytes are the same;
+            a TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone.
+    """
+
+    name: str
+    dim: int
+    scatter: tuple[tuple[str, int], ...]
+    add: tuple[str, ...]
+    manual: Manual
+    exchanged: bool = False
+
+
+def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
+    """The sum of ``partial``, on XLA devices, over its batch shards, by the collectives that ``how`` names."""
+    return _total(partial, as_text(how))
+
+
+def expert_linear(x_ENH: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Each expert's projection of its N rows, [E, N, F]. ``weight`` is [E, F, H], or [E, H, F] if ``transposed``."""
+    return _apply(_EXPERT_TRANSPOSED if transposed else _EXPERT, x_ENH, weight)
+
+
+def expert_bias(y_ENF: torch.Tensor, bias_EF: torch.Tensor) -> torch.Tensor:
+    """Each expert's N rows with its bias added, [E, N, F]."""
+    return _apply(_EXPERT_BIAS, y_ENF, bias_EF)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """An operation y = f(x, w) that treats each row of x by itself, and its gradients.
+
+    Args:
+        grad_x: (gradient of y, x, w) -> gradient of x.
+        grad_w: (gradient of y, x, w), with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
+        rows: the dimension of x and y that holds the rows.
+        rank: the least rank of x that the rule is for.
+    """
+
+    forward: Callable[..., torch.Tensor]
+    grad_x: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    grad_w: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    rows: int = 0
+    rank: int = 2
+
+
+def _sum_rows(t: torch.Tensor) -> torch.Tensor:
+    """[D, ..., H] -> [D, H]."""
+    return t.sum(dim=tuple(range(1, t.dim() - 1)))
+
+
+def _embedding_grad(g_DtH: torch.Tensor, ids_Dt: torch.Tensor, w_VH: torch.Tensor) -> torch.Tensor:
+    return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
+
+
+@torch.library.custom_op("shardwright::total", mutates_args=())
+def _total(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+    how: Sum = from_text(sum_text)
+    static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name, "exchanged": how.exchanged}
+    with scopes.scope(how.name.rpartition(".")[0]):
+        return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
+
+
+@_total.register_fake
+def _(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+    dim = from_text(sum_text).dim
+    return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
+
+
+def _sum_shards(
+    x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
+) -> jax.Array:
+    """The sum on one device. ``name`` only keeps the computations of two parameters apart."""
+    x = x.squeeze(dim)  # this device has one entry
+    if exchanged:
+        for axis, scattered in scatter:
+            x = exchange_sum(x, (axis,), scattered)
+        return jax.lax.psum(x, add) if add else x
+    last = x.ndim - 1
+    # libtpu turns a reduce-scatter along the minor dimension into an all-reduce, so another dimension is made minor
+    turned = last > 0 and any(scattered == last for _, scattered in scatter)
+    x = x.swapaxes(last - 1, last) if turned else x
+    for axis, scattered in scatter:
+        where = {last - 1: last, last: last - 1}.get(scattered, scattered) if turned else scattered
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=where, tiled=True)
+    x = jax.lax.psum(x, add) if add else x
+    return x.swapaxes(last - 1, last) if turned else x
+
+
+@torch.library.custom_op("shardwright::add_rows", mutates_args=())
+def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+    """Each shard's rows added up by id, in float32: [D, V, H]."""
+    if rows_DtH.device.type == "xla":
+        # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers all of it
+        return jax_call(_scatter_add, rows_DtH, ids_Dt, V=V)[0]
+    D, _, H = rows_DtH.shape
+    index = ids_Dt.unsqueeze(-1).expand(-1, -1, H)
+    return torch.zeros((D, V, H), device=rows_DtH.device).scatter_add(1, index, rows_DtH.to(torch.float32))
+
+
+@_add_rows.register_fake
+def _(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+    return rows_DtH.new_empty((len(rows_DtH), V, rows_DtH.shape[-1]), dtype=torch.float32)
+
+
+def _scatter_add(rows_DtH: jax.Array, ids_Dt: jax.Array, V: int) -> jax.Array:
+    """:func:`_add_rows` in JAX."""
+    empty = jax.numpy.zeros((V, rows_DtH.shape[-1]), jax.numpy.float32)
+    return jax.vmap(lambda rows_tH, ids_t: empty.at[ids_t].add(rows_tH.astype(empty.dtype)))(rows_DtH, ids_Dt)
+
+
+def _expert_rule(weight: str) -> _Rule:
+    """The rule of each expert's projection, with ``weight`` the letters of the weight's dimensions."""
+    return _Rule(
+        lambda x, w: torch.einsum(f"erh,{weight}->erf", x, w),
+        lambda g, x, w: torch.einsum(f"erf,{weight}->erh", g, w),
+        lambda g, x, w: torch.einsum(f"edrf,edrh->d{weight}", g, x),
+        rows=1,
+        rank=3,
+    )
+
+
+def _linear_grad(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if target() != "cpu":
+        return torch.einsum("d...o,d...i->doi", g, x)
+    # One dimension of rows: XLA's CPU backend turns an operand in memory where it sums over two. And x comes first, for
+    # that backend turns the first operand: g, which the gradient of x takes as it is, would be computed twice.
+    return apart(torch.einsum("dri,dro->dio", x.flatten(1, -2), g.flatten(1, -2))).transpose(1, 2)
+
+
+# Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.
+_LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, _linear_grad)
+_SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
+_SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
+_EMBEDDING = _Rule(F.embedding, lambda g, x, w: g, _embedding_grad, rank=1)
+_EXPERT, _EXPERT_TRANSPOSED = _expert_rule("efh"), _expert_rule("ehf")
+_EXPERT_BIAS = _Rule(
+    lambda x, w: x + w.unsqueeze(1), lambda g, x, w: g, lambda g, x, w: g.sum(2).transpose(0, 1), rows=1, rank=3
+)
+
+
+def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``rule.forward(x, weight)``; the weight's gradient goes to its partial gradient if it has one that fits."""
+    partial = _active.get().get(id(weight))
+    if partial is None or x.dim() < rule.rank or x.shape[rule.rows] % len(partial):
+        return rule.forward(x, weight)
+    return _Apply.apply(rule, x, weight.detach(), partial)
+
+
+class _Apply(torch.autograd.Function):
+    """``rule.forward``, whose backward gives the weight's gradient to ``partial``, by batch shard."""
+
+    @staticmethod
+    def forward(ctx, rule: _Rule, x: torch.Tensor, w: torch.Tensor, partial: torch.Tensor):  # type: ignore[override]
+        ctx.save_for_backward(x, w)
+        ctx.rule, ctx.shards, ctx.dtype = rule, len(partial), partial.dtype
+        return rule.forward(x, w)
+
+    @staticmethod
+    def backward(ctx, g: torch.Tensor):  # type: ignore[override]
+        (x, w), rule = ctx.saved_tensors, ctx.rule
+        grad_x = rule.grad_x(g, x, w).to(x.dtype) if ctx.needs_input_grad[1] else None
+        split_g, split_x = (t.unflatten(rule.rows, (ctx.shards, -1)) for t in (g, x))
+        return None, grad_x, None, rule.grad_w(split_g, split_x, w).to(ctx.dtype)
+
+
+class _Watch(TorchFunctionMode):
+    """Replaces an operation that an active parameter enters by its handler, if :data:`_HANDLERS` has one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = func in _HANDLERS and any(id(arg) in _active.get() for arg in args)
+        return (_HANDLERS[func] if known else func)(*args, **(kwargs or {}))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = _apply(_LINEAR, x, weight)
+    return y if bias is None else _apply(_SHIFT, y, bias)
+
+
+def _embedding(
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    y = _apply(_EMBEDDING, ids, weight)
+    return y if padding_idx is None else torch.where((ids == padding_idx).unsqueeze(-1), y.detach(), y)
+
+
+def _elementwise(rule: _Rule) -> Callable[..., torch.Tensor]:
+    def handler(a: Any, b: Any, **options: Any) -> torch.Tensor:
+        x, weight = (b, a) if id(a) in _active.get() else (a, b)
+        vector = isinstance(x, torch.Tensor) and weight.dim() == 1 and x.shape[-1:] == weight.shape and not options
+        return _apply(rule, x, weight) if vector else rule.forward(a, b, **options)
+
+    return handler
+
+
+_HANDLERS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _elementwise(_SCALE)),
+    **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _elementwise(_SHIFT)),
+}

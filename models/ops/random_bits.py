@@ -1,0 +1,144 @@
+"""Random numbers as a pure function of a key and of where they stand: Threefry-2x32 on counters.
+
+A generator with a state gives other numbers wherever a graph computes something again, as remat does in the backward.
+This one has none: an element's number depends on the key, on the number of the *site* (the place in the model that
+draws) and on the element's position alone. So a draw is the same wherever and however often it is computed, and each
+device computes its own shard of it without communication (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", 2011; with 13 rounds).
+
+A key is a tensor of two 32-bit words, int32 [2]. It is data, so that it may change from step to step without a compile.
+
+Dropout and the uniform draw are custom ops, because AOTAutograd keeps these whole: what it saves is the key, and never
+a mask. On XLA they are JAX functions; on the CPU numpy computes the same numbers by the same code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from shardwright.models.ops.jax_call import jax, jax_call
+
+# an array of jax or of numpy, as the module that is passed along says
+Array = Any
+
+_WORD = 2**32
+_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+# the least number that passes BigCrush; on a TPU the masks take two thirds of the cycles that 20 rounds would
+_ROUNDS = 13
+# the second word of the counter that a key is derived with: what for
+_FOR_SITE, _FOR_LAYER = 0, 1
+
+
+def key_of(text: str) -> list[int]:
+    """The two words of a key, as int32 values; equal for equal texts, in every process."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4)]
+
+
+def layer_keys(key: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The keys of layers ``first``, ``first + 1``, …, int32 [count, 2], derived from the model's ``key``."""
+    return _call(_layer_keys, key, first=first, count=count)
+
+
+@torch.library.custom_op("shardwright::dropout", mutates_args=())
+def dropout(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
+    """``x``, each element with probability ``rate`` replaced by 0 and else divided by ``1 - rate``."""
+    return (x * keep_factors(key, x.shape, site, rate)).to(x.dtype)
+
+
+@dropout.register_fake
+def _(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, key, ctx.site, ctx.rate = inputs
+    ctx.save_for_backward(key)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return dropout(grad, *ctx.saved_tensors, ctx.site, ctx.rate), None, None, None
+
+
+dropout.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("shardwright::uniform", mutates_args=())
+def uniform(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
+    """Float32 numbers, uniform over the multiples of 2**-24 in [0, 1)."""
+    return _call(_uniform, key, shape=tuple(shape), site=site)
+
+
+@uniform.register_fake
+def _(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
+    return key.new_empty(shape, dtype=torch.float32)
+
+
+def keep_factors(
+    key: torch.Tensor, shape: Sequence[int], site: int, rate: float, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What :func:`dropout` multiplies a tensor of ``shape`` by, in float32: 0 or ``1 / (1 - rate)``.
+
+    Args:
+        rows: which rows of square matrices [..., S, S] are wanted, [C] integers; ``shape`` is then [..., C, S].
+    """
+    given = [key] if rows is None else [key, rows]
+    return _call(_factors, *given, shape=tuple(shape), site=site, rate=rate)
+
+
+def _call(function: Callable[..., Any], *tensors: torch.Tensor, **static: Any) -> torch.Tensor:
+    if tensors[0].device.type == "xla":
+        return jax_call(function, *tensors, **static)[0]
+    return torch.from_numpy(np.asarray(function(*(t.numpy() for t in tensors), xp=np, **static)))
+
+
+def _layer_keys(key: Array, *, first: int, count: int, xp: Any = jax.numpy) -> Array:
+    layers = first + xp.arange(count, dtype=xp.uint32)
+    return xp.stack(_threefry(key, layers, xp.full_like(layers, _FOR_LAYER), xp), axis=1).astype(xp.int32)
+
+
+def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jax.numpy) -> Array:
+    return (_bits(key, None, shape, site, xp) >> 8).astype(xp.float32) * np.float32(2**-24)
+
+
+def _factors(
+    key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jax.numpy
+) -> Array:
+    least = min(round(rate * _WORD), _WORD - 1)  # of the numbers that keep their element
+    scale = 1 / (1 - rate) if rate < 1 else 0.0
+    return xp.where(_bits(key, rows, shape, site, xp) >= xp.uint32(least), xp.float32(scale), xp.float32(0))
+
+
+def _bits(key: Array, rows: Array | None, shape: tuple[int, ...], site: int, xp: Any) -> Array:
+    """32 bits for each element. Its counter is its row's number among all rows of the tensor, and its column."""
+    *leading, width = shape or (1,)
+    number, stride = xp.zeros((), xp.uint32), 1
+    for dim, size in reversed(list(enumerate(leading))):
+        own = xp.arange(size, dtype=xp.uint32)
+        if rows is not None and dim == len(leading) - 1:
+            own, size = rows.astype(xp.uint32), width
+        number = number + (own * xp.uint32(stride % _WORD)).reshape(-1, *[1] * (len(leading) - 1 - dim))
+        stride *= size
+    of_site = _threefry(key, xp.full(1, site, xp.uint32), xp.full(1, _FOR_SITE, xp.uint32), xp)
+    columns = xp.arange(width, dtype=xp.uint32)
+    return _threefry(xp.concatenate(of_site), number[..., None], columns, xp)[0].reshape(shape)
+
+
+def _threefry(key: Array, x: Array, y: Array, xp: Any) -> tuple[Array, Array]:
+    """The two random words of the counter (x, y), which are uint32 and broadcast."""
+    key = key.astype(xp.uint32)
+    # slices: numpy warns where a scalar overflows
+    keys = (key[0:1], key[1:2], key[0:1] ^ key[1:2] ^ xp.uint32(0x1BD11BDA))
+    x, y = x + keys[0], y + keys[1]
+    for number in range(_ROUNDS):
+        rotation = _ROTATIONS[number % 8]
+        x = x + y
+        y = (y << rotation | y >> (32 - rotation)) ^ x
+        if number % 4 == 3:
+            group = number // 4 + 1
+            x, y = x + keys[group % 3], y + (keys[(group + 1) % 3] + xp.uint32(group))
+    return x, y

@@ -1,0 +1,209 @@
+"""What a model draws at random while it trains: dropout, router jitter, routers that sample.
+
+Each draw is a function of a key and of its site (:mod:`shardwright.models.ops.random_bits`). The key is data: the
+caller makes one for each step and micro-batch. From it a key is derived for each decoder layer, and sites are numbered
+in the order in which a layer, or the rest of the model, runs. So a mask depends on nothing else: not on the mesh, on
+scan or remat, nor on which attention draws it.
+
+Models draw as they always do, with `F.dropout` or `Tensor.uniform_`; inside :func:`drawing` these are replaced. Torch's
+own generators would draw anew in what the backward computes again. What has no replacement is refused, by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_xla.debug.metrics as met
+from shardwright.models.ops import random_bits
+from torch.overrides import TorchFunctionMode
+
+_active: ContextVar[Draws | None] = ContextVar("draws", default=None)
+
+
+class UnknownDraw(ValueError):
+    """A model drew random numbers where or in a way that cannot be replaced.
+
+    Args:
+        what: the operation.
+        why: the reason.
+    """
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}{_place()}: {why}")
+
+
+class Draws(TorchFunctionMode):
+    """Replaces, while it is active, the operations by which models draw.
+
+    Args:
+        key: int32 [2], on the device that computes; None: a draw is an error.
+
+    Attributes:
+        drawn: whether anything has been drawn.
+        layer: the decoder layer that runs, where it has no :class:`Draws` of its own; None outside of layers.
+    """
+
+    def __init__(self, key: torch.Tensor | None) -> None:
+        super().__init__()
+        self.key, self.drawn = key, False
+        self.layer: int | None = None
+        self._sites: Counter[int | None] = Counter()
+
+    def site(self, what: str, device: torch.device | str) -> tuple[torch.Tensor, int]:
+        """The key and the number of a new site, where ``what`` draws on ``device``."""
+        key, number = self._given(what), self._sites[self.layer]
+        if torch.device(device).type != key.device.type:
+            raise UnknownDraw(what, f"it draws on {torch.device(device).type}, and the step runs on {key.device.type}")
+        self._sites[self.layer] += 1
+        return key if self.layer is None else random_bits.layer_keys(key, self.layer, 1)[0], number
+
+    def layer_keys(self, first: int, count: int) -> torch.Tensor:
+        """The keys, int32 [count, 2], of the layers from ``first`` on, for draws of their own."""
+        return random_bits.layer_keys(self._given("a layer that draws"), first, count)
+
+    def _given(self, what: str) -> torch.Tensor:
+        self.drawn = True
+        if self.key is None:
+            raise UnknownDraw(what, "nothing is random in evaluation, nor where no key is given")
+        return self.key
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replaced = _REPLACED.get(func)
+        return (func if replaced is None else replaced)(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def drawing(key: torch.Tensor | None = None) -> Iterator[Draws]:
+    """Inside, what a model draws comes from ``key``, int32 [2]; None: to draw is an error (:class:`UnknownDraw`)."""
+    token = _active.set(draws := Draws(key))
+    try:
+        with draws:
+            yield draws
+    finally:
+        _active.reset(token)
+
+
+def active() -> Draws:
+    """The innermost :func:`drawing`."""
+    return _active.get() or Draws(None)
+
+
+def enter_layer(index: int) -> None:
+    """From here on draws are those of decoder layer ``index``."""
+    active().layer = index
+
+
+def leave_layer() -> None:
+    """From here on draws are those of no layer."""
+    active().layer = None
+
+
+class OtherDraws:
+    """Tells which of torch's own generators have been drawn from since it was made, on the host or for the device."""
+
+    def __init__(self) -> None:
+        self._host, self._device = torch.get_rng_state(), _calls()
+
+    def check(self) -> None:
+        """Raise :class:`UnknownDraw` if there has been a draw."""
+        if not torch.equal(self._host, torch.get_rng_state()):
+            raise UnknownDraw("torch's generator on the host", "its state has changed")
+        for counter, count in _calls().items():
+            name = counter.rpartition("::")[2]
+            if count > self._device.get(counter, 0) and _is_random(name):
+                raise UnknownDraw(name, "it has no replacement that draws the same in forward and backward")
+
+
+def _is_random(name: str) -> bool:
+    """Whether torch's operation ``name`` draws from a generator."""
+    operation = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(operation, overload) for overload in operation.overloads()] if operation else []
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _calls() -> dict[str, int]:
+    """How often torch_xla has traced each operation, by a name such as ``xla::bernoulli``."""
+    return {name: met.counter_value(name) for name in met.counter_names() if "::" in name}
+
+
+def _place() -> str:
+    """Where in the model's own code this is called from, such as `` at modeling_opt.py:377``; may be empty."""
+    frames = [frame for frame in traceback.extract_stack() if "modeling_" in frame.filename]
+    return f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0:
+        return x
+    out = random_bits.dropout(x, *active().site("dropout", x.device), float(p))
+    return x.copy_(out) if inplace else out
+
+
+def _uniform_(x: torch.Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> torch.Tensor:
+    return x.copy_(low + (high - low) * _numbers("uniform_", x.shape, x.device, generator))
+
+
+def _exponential_(x: torch.Tensor, lambd: float = 1.0, *, generator: None = None) -> torch.Tensor:
+    numbers = _numbers("exponential_", x.shape, x.device, generator)
+    return x.copy_(torch.log1p(-numbers.clamp(min=2**-25)) / -lambd)  # above 0: models take its logarithm
+
+
+def _rand_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    return _numbers("rand_like", x.shape, options.get("device") or x.device).to(dtype or x.dtype)
+
+
+def _rand(*size: Any, dtype: torch.dtype | None = None, generator: None = None, **options: Any) -> torch.Tensor:
+    shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size)
+    numbers = _numbers("rand", shape, options.get("device") or torch.get_default_device(), generator)
+    return numbers.to(dtype or torch.get_default_dtype())
+
+
+def _numbers(what: str, shape: torch.Size, device: torch.device | str, generator: None = None) -> torch.Tensor:
+    """Uniform float32 numbers of [0, 1)."""
+    if generator is not None:
+        raise UnknownDraw(what, "it is given a generator of its own")
+    key, site = active().site(what, device)
+    return random_bits.uniform(key, shape, site)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention`, which draws inside torch's own code: with dropout it is spelt out."""
+    if dropout_p == 0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], dim=-3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        least = torch.finfo(scores.dtype).min
+        scores = torch.where(attn_mask, scores, least) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return _dropout(torch.softmax(scores, dim=-1), dropout_p) @ value
+
+
+_REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    torch.Tensor.uniform_: _uniform_,
+    torch.Tensor.exponential_: _exponential_,
+    torch.rand_like: _rand_like,
+    torch.rand: _rand,
+}

@@ -1,0 +1,79 @@
+"""A weight in the layout that it is stored in, so that a loop over stacked layers does not copy the whole stack.
+
+The TPU compiler chooses the layout of what goes into a loop, and takes the one that the loop's products like best.
+Where that is not the stored one, all layers are copied before the loop, and both copies live as long as it runs. Behind
+this operation each layer is laid out by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from jax.experimental.layout import Layout, with_layout_constraint
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.jax_call import Manual, jax, jax_call
+
+_ROWS, _COLUMNS = 8, 128  # of a tile
+_WORD = 4  # bytes: narrower values are packed, row on row
+
+
+def as_stored(weight: torch.Tensor, manual: Manual, layers: int = 0) -> torch.Tensor:
+    """``weight`` in the order in which each device stores its share; its gradient is not touched.
+
+    Args:
+        manual: how it lies on the mesh, as its one input and its one output.
+        layers: how many are stacked in the tensor that it is a slice of; 0: it is a tensor of its own.
+    """
+    return _as_stored(weight, as_text(manual), layers)
+
+
+def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The dimensions of an array of two or more as a TPU stores it, the outermost first.
+
+    The last two are padded to tiles. Those are last that pad least; of equals the ones that are last in ``shape``.
+
+    Args:
+        shape: of one device's share.
+        itemsize: bytes of a value.
+    """
+
+    def padded(pair: tuple[int, int]) -> tuple[int, int, int]:
+        rows, columns = pair
+        height = _ROWS
+        while height > max(1, _WORD // itemsize) and height // 2 >= shape[rows]:
+            height //= 2
+        tiles = math.ceil(shape[rows] / height) * math.ceil(shape[columns] / _COLUMNS)
+        others = math.prod(size for dim, size in enumerate(shape) if dim not in pair)
+        return tiles * height * others, -columns, -rows
+
+    last = min(itertools.permutations(range(len(shape)), 2), key=padded)
+    return (*(dim for dim in range(len(shape)) if dim not in last), *last)
+
+
+@torch.library.custom_op("shardwright::as_stored", mutates_args=())
+def _as_stored(weight: torch.Tensor, manual: str, layers: int) -> torch.Tensor:
+    return jax_call(_ordered, weight, manual=from_text(manual), layers=layers)[0]
+
+
+@_as_stored.register_fake
+def _(weight: torch.Tensor, manual: str, layers: int) -> torch.Tensor:
+    return torch.empty_like(weight)
+
+
+def _pass(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return gradient, None, None
+
+
+_as_stored.register_autograd(_pass)
+
+
+def _ordered(x: jax.Array, layers: int) -> jax.Array:
+    if not layers:
+        return with_layout_constraint(x, Layout(stored_order(x.shape, x.dtype.itemsize)))
+    stack, *order = stored_order((layers, *x.shape), x.dtype.itemsize)
+    if stack != 0:  # values of several layers lie in one tile
+        return x
+    return with_layout_constraint(x, Layout(tuple(dim - 1 for dim in order)))

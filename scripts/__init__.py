@@ -1,0 +1,1 @@
+"""The commands: a command line and one call each."""

@@ -1,0 +1,100 @@
+"""The learning rate of each step, by transformers' schedulers, on the host."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from shardwright.errors import UserError, did_you_mean
+from torch import nn
+from transformers import get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import SchedulerType
+
+# these two ask for a loss at every step, which the host does not read
+_ADAPTIVE = {SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY}
+KINDS = [kind.value for kind in SchedulerType if kind not in _ADAPTIVE]
+_GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # what `Schedule` says itself
+
+
+class Schedule:
+    """A learning rate for each step, by one of transformers' schedulers; the rate goes to the device as data.
+
+    Args:
+        kind: one of :data:`KINDS`, names of transformers' ``SchedulerType`` (``linear``, ``cosine``, ``constant``, …).
+        options: further arguments of that scheduler, by transformers' names (``num_cycles``, ``min_lr_rate``, …).
+
+    Raises:
+        UserError: the scheduler has no such argument, lacks one that it needs, or gives no rate with these.
+    """
+
+    def __init__(
+        self, kind: str, learning_rate: float, warmup_steps: int, total_steps: int, options: Mapping[str, Any]
+    ) -> None:
+        self._asked = f"--lr_scheduler_type {kind}" + (f" --lr_scheduler_kwargs {dict(options)}" if options else "")
+        self._known = _options_of(kind)
+        self._check_names(options)
+        # transformers' schedulers want an optimizer to write the rate into; this one optimises nothing
+        carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                scheduler = get_scheduler(kind, carrier, warmup_steps, total_steps, dict(options))
+        except Exception as error:  # of many types: whatever a value that it can't use breaks in it
+            raise self._refusal(f"{type(error).__name__}: {error}") from error
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+        # all that are offered are a function of the step alone, so that any step can be gone to
+        self._factor, self._peak, self._step = scheduler.lr_lambdas[0], learning_rate, 0
+        self._check_rates(warmup_steps, total_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the step that comes next."""
+        return self._peak * self._factor(self._step)
+
+    def advance(self) -> None:
+        self.skip(1)
+
+    def skip(self, steps: int) -> None:
+        """Go where ``steps`` calls of :meth:`advance` would lead, as a resumed run must."""
+        self._step += steps
+
+    def _check_names(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in self._known:
+                raise self._refusal(f"no argument {name!r}; {did_you_mean(str(name), self._known)}".rstrip("; "))
+        missing = [name for name, needed in self._known.items() if needed and name not in options]
+        if missing:
+            raise self._refusal(f"no {' and no '.join(missing)}, which it needs")
+
+    def _check_rates(self, warmup_steps: int, total_steps: int) -> None:
+        """Refuse rates that are none, at the steps where a schedule can turn: about its phases' ends."""
+        turns = (0, warmup_steps, total_steps // 2, total_steps - 1)
+        for step in sorted({near for turn in turns for near in (turn - 1, turn, turn + 1) if 0 <= near < total_steps}):
+            try:
+                rate = self._peak * self._factor(step)
+                good = 0 <= rate < math.inf
+            except (ArithmeticError, TypeError, ValueError) as error:
+                raise self._refusal(f"{type(error).__name__} at step {step + 1}: {error}") from error
+            if not good:
+                raise self._refusal(f"the rate {rate} at step {step + 1}")
+
+    def _refusal(self, found: str) -> UserError:
+        names = ", ".join(f"{name} (needed)" if needed else name for name, needed in self._known.items())
+        return UserError(
+            asked=self._asked,
+            found=found,
+            why="this scheduler of transformers gives no learning rates with that",
+            instead=f"--lr_scheduler_kwargs '{{\"name\": value}}' with what it takes: {names or 'nothing'}",
+        )
+
+
+def _options_of(kind: str) -> dict[str, bool]:
+    """Name → whether it is needed, of each further argument of a scheduler."""
+    # semi-private: transformers/optimization.py, transformers 5.23
+    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]
+    parameters = inspect.signature(function).parameters
+    return {name: p.default is p.empty for name, p in parameters.items() if name not in _GIVEN}

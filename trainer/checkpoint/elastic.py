@@ -1,0 +1,106 @@
+"""The same command on another number of devices: the global batch stays, and with it the data's order and the loss.
+
+All of it is arithmetic on the arguments and on what the checkpoint says, so every host comes to the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.errors import UserError
+from shardwright.job import Job
+
+OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A run's global batch, on its devices.
+
+    Args:
+        devices: of the run.
+        rows: of an optimizer step, on all of them together.
+        asked: the values of :data:`OPTIONS` in its command.
+    """
+
+    devices: int
+    rows: int
+    asked: tuple[int, ...]
+
+
+def saved_batch(resume: RunCheckpoint) -> Batch | None:
+    """The batch of the run that ``resume`` is of; None: an older version, which did not note it all."""
+    mesh, axes = resume.host.get("mesh"), resume.recipe.get("batch")
+    sizes: list[Any] = [resume.arguments.get(name) for name in OPTIONS]
+    asked = resume.host.get("asked_batch", sizes)
+    if not isinstance(mesh, dict) or not isinstance(axes, list) or not isinstance(asked, list):
+        return None
+    factors = [*mesh.values(), *(mesh.get(axis) for axis in axes), *sizes, *asked]
+    if not all(type(factor) is int and 0 < factor < 1 << 32 for factor in factors):
+        return None
+    rows = math.prod(mesh[axis] for axis in axes) * math.prod(sizes)
+    return Batch(math.prod(mesh.values()), rows, tuple(asked))
+
+
+def share_of(rows: int, shards: int, most: int) -> tuple[int, int] | None:
+    """The two :data:`OPTIONS` with which ``shards`` ways to split a batch make one of ``rows``; None: nothing does.
+
+    Args:
+        most: rows of a micro-batch for each of them, of which there is memory for no more.
+    """
+    share, left = divmod(rows, shards)
+    if left:
+        return None
+    micro_batch = max(rows for rows in range(1, most + 1) if share % rows == 0)
+    return micro_batch, share // micro_batch
+
+
+def kept_batch(job: Job, resume: RunCheckpoint) -> tuple[int, int] | None:
+    """The two :data:`OPTIONS` that keep the global batch of ``resume``; None: those of ``job`` are to stay.
+
+    They stay on as many devices as before, and where the command asks for another batch than the saved run's did.
+
+    Raises:
+        UserError: the batch can't be kept on the job's devices.
+    """
+    args, saved = job.args, saved_batch(resume)
+    asked, shards = args.asked_batch, job.plan.batch_shards
+    if saved is None or saved.devices == job.devices or saved.asked != asked or saved.rows == job.rows:
+        return None
+    kept = share_of(saved.rows, shards, args.per_device_train_batch_size)
+    if kept is None:
+        raise UserError(
+            asked=f"to go on from {resume.folder} on {job.devices} devices",
+            found=f"its steps take {saved.rows} rows, and these devices split a batch {shards} ways",
+            why="each way takes as many rows as the next, and with another batch the data's order and the loss curve "
+            "would be another run's",
+            instead=f"a number of devices whose ways divide {saved.rows}, or a --mesh of these that splits it less; or "
+            "the batch that you want instead, in --per_device_train_batch_size and --gradient_accumulation_steps",
+        )
+    return kept
+
+
+def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
+    """``job`` with the global batch of ``resume``, whose arguments say so from here on.
+
+    Raises:
+        UserError: as :func:`kept_batch`, or the job can't be with micro-batches of that size.
+    """
+    kept = kept_batch(job, resume)
+    if kept is None:
+        return job
+    job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps = kept
+    return replace(job, args=job.args)
+
+
+def said(job: Job, resume: RunCheckpoint) -> str | None:
+    """What is said of ``job`` if it keeps the batch of ``resume`` on other devices; None: it is as the command says."""
+    args, saved = job.args, saved_batch(resume)
+    now: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS}
+    if saved is None or tuple(now.values()) == args.asked_batch:
+        return None
+    options = " ".join(f"--{name} {value}" for name, value in now.items())
+    return f"{saved.rows} rows a step, as on the {saved.devices} devices before; on these {job.devices}: {options}"

@@ -1,0 +1,124 @@
+"""The folder that a run fills: found first, refused if it is taken, and claimed once nothing else can be refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError, UnwrittenFolder
+from shardwright.files.lock import LOCK, FolderLock
+from shardwright.hosts.hosts import hosts
+
+_LOOKS = 30  # at the first host's lock, a second apart
+COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand: the run's page links it
+
+
+def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
+    """The run's output folder; ``args.output_dir`` then names it. Nothing is written.
+
+    A run that is resumed goes on in the folder that it has.
+
+    Args:
+        writes: the folder must be free, for the run fills it.
+
+    Raises:
+        UserError: it is a file, or holds something that nothing tells the run to write over.
+    """
+    folder = Folder(args.output_dir or _default(args, recipe_name))
+    args.output_dir = str(folder)
+    if not folder.remote and os.path.isfile(str(folder)):
+        raise _taken(folder, "a file", "")
+    entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]
+    if writes and entries and not args.overwrite_output_dir and not resumes_in(args.resume_from_checkpoint, folder):
+        raise _taken(
+            folder,
+            f"a folder that holds {len(entries)} entries",
+            ", --overwrite_output_dir to write into it, or --resume_from_checkpoint latest to go on with its run",
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def claim(lock: FolderLock) -> Iterator[None]:
+    """Holds ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
+
+    Raises:
+        UserError: it can't be, or a living run holds it: refused before hours of work.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock)
+        except StorageError as error:
+            raise StorageError(  # which it still is: to a run that had the folder before, it may come back
+                asked=f"--output_dir {lock.folder}",
+                found=error.found,
+                why="the run writes its model and its log there",
+                instead="a folder that this user may write to",
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def claimed_by_all(lock: FolderLock) -> Iterator[None]:
+    """Holds ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
+
+    Raises:
+        UserError: as :func:`claim`; or another host sees another folder.
+    """
+    with contextlib.ExitStack() as held:
+        hosts().once(lambda: held.enter_context(claim(lock)))
+        hosts().together(lambda: check_shared(lock.folder))
+        yield
+
+
+def output_folder(args: TrainingArguments) -> Folder:
+    """The run's folder, which of several hosts the first fills."""
+    return (Folder if hosts().first else UnwrittenFolder)(str(args.output_dir))
+
+
+def check_shared(folder: Folder) -> None:
+    """Raise UserError unless this host sees the folder that the first host has just claimed."""
+    for _ in range(_LOOKS if hosts().several else 0):
+        if folder.exists(LOCK):
+            return
+        time.sleep(1)  # a network mount may show a file a little later
+    if hosts().several:
+        raise UserError(
+            asked=f"--output_dir {folder}",
+            found="the first host's folder of that name is not the one that this host sees",
+            why="every host writes its part of a checkpoint there, and reads its part of it",
+            instead="a folder in a store (gs://…), or on a disk that all hosts mount",
+        )
+
+
+def _default(args: TrainingArguments, recipe_name: str) -> str:
+    base = Path("output") / recipe_name
+    if args.resume_from_checkpoint == "latest":
+        return str(base)
+    if args.resume_from_checkpoint is not None:
+        return str(Folder(args.resume_from_checkpoint).parent)
+    names = [base, *(base.with_name(f"{base.name}-{i}") for i in range(2, 10_000))]
+    return str(next(p for p in names if args.overwrite_output_dir or not _holds_something(p)))
+
+
+def resumes_in(asked: str | None, folder: Folder) -> bool:
+    """Whether ``--resume_from_checkpoint`` ``asked`` goes on with the run in ``folder``."""
+    return asked == "latest" or (asked is not None and Folder(asked).parent == folder)
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(entry.name != COMPILE_PAGE for entry in path.iterdir()))
+
+
+def _taken(folder: Folder, found: str, more: str) -> UserError:
+    return UserError(
+        asked=f"--output_dir {folder}",
+        found=found,
+        why="a run never writes over what another left, unless told to",
+        instead="another --output_dir" + more,
+    )

@@ -1,0 +1,66 @@
+"""Going back after a spike: to the newest checkpoint before it, and on from there without the batches in between.
+
+It is a resume in the same process: devices stay open, and the step is not compiled again. What went wrong may lie in
+the batches or in what they met; without them, the same weights go another way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.errors import Spiked
+
+MOST_TIMES = 3  # to one checkpoint
+
+
+@dataclass(frozen=True)
+class Back:
+    """A way back.
+
+    Args:
+        step: of the checkpoint.
+        batches: how many of those that follow it are left out.
+        times: how often the run went back to it, this time included.
+    """
+
+    step: int
+    batches: int
+    times: int
+
+
+def way_back(before: Back | None, step: int, spike: int) -> Back | None:
+    """How a run goes back from step ``spike`` to the checkpoint of ``step``; None: it did so too often.
+
+    Args:
+        before: the last time that it went back.
+    """
+    if before is None or before.step != step:
+        return Back(step, spike - step, 1)
+    # the batches that were left out then are still not behind the checkpoint's cursor
+    return Back(step, before.batches + spike - step, before.times + 1) if before.times < MOST_TIMES else None
+
+
+class Rollbacks:
+    """The ways that a run went back.
+
+    Attributes:
+        resume: the checkpoint that it is to go on from; None: that of its command.
+        back: how it came there.
+        why: what is said of it.
+    """
+
+    def __init__(self) -> None:
+        self.resume: RunCheckpoint | None = None
+        self.back: Back | None = None
+        self.why = ""
+
+    def prepare(self, error: Spiked, newest: RunCheckpoint | None) -> bool:
+        """Choose the way back from ``error`` to ``newest``; returns whether there is one."""
+        back = None if newest is None else way_back(self.back, newest.step, error.step)
+        if newest is None or back is None:
+            return False
+        self.resume, self.back = newest, back
+        left_out = f"the {back.batches} batches after it are left out"
+        self.why = f"a spike at step {error.step}: {error.found}; back to {newest.folder.name}, and {left_out}"
+        return True

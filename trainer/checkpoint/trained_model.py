@@ -1,0 +1,73 @@
+"""TrainedModel: the model on the devices, as a run saves it, writes it out and gives it other weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from shardwright.checkpoint.read import open_checked, saved_buffers
+from shardwright.files.folder import Folder, UnwrittenFolder
+from shardwright.hosts.hosts import hosts
+from shardwright.job import Job
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.weights.adapters import weights_of
+from shardwright.weights.on_devices import LiveWeights
+from shardwright.weights.place import place_parameters
+from shardwright.weights.placed_parameters import Placed
+from shardwright.weights.sources import Source
+from shardwright.weights.write_model import write_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model whose parameters are trained on the devices.
+
+    Args:
+        model: holds the buffers; ``placed`` has the parameters.
+        base: where the weights came from, under the names of ``job.whole``.
+    """
+
+    job: Job
+    model: PreTrainedModel
+    placed: Placed
+    base: Source
+    tokenizer: PreTrainedTokenizerBase
+    console: Console
+
+    def saved(self, state: Tensors) -> Tensors:
+        """What of a run a checkpoint holds: ``state``, of the train step, and buffers; no weights that are frozen
+        under an adapter, which are where the run took them from.
+        """
+        left_out = self.job.untrained if self.job.lora is not None else frozenset()
+        everything = {**state, **saved_buffers(self.model)}
+        return {name: tensor for name, tensor in everything.items() if name not in left_out}
+
+    def write(self, folder: Folder, source: Source | None = None) -> None:
+        """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
+        adapter in PEFT's, which `PeftModel.from_pretrained` loads onto the model.
+
+        Args:
+            source: of the weights; default: those that are being trained.
+        """
+        folder = folder if hosts().first else UnwrittenFolder(str(folder))
+        live = LiveWeights(self.model, self.job.stored, self.placed.mesh, self.placed.parameters)
+        write_model(self.job, folder, source or live, self.base, self.tokenizer, self.console)
+
+    def in_checkpoint(self, folder: Folder) -> Source:
+        """The weights that a checkpoint of this run holds.
+
+        Raises:
+            UserError: they can't be read, or are another model's.
+        """
+        source = open_checked(folder, self.console)
+        source.check_model(self.job.adapted, self.job.config)
+        return source
+
+    def place(self, source: Source) -> None:
+        """Train, evaluate and export these weights from now on."""
+        # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
+        parameters = self.placed.parameters
+        parameters.clear()
+        weights = weights_of(self.job, self.base, source)
+        parameters.update(place_parameters(self.model, self.job.stored, self.placed.mesh, weights))

@@ -1,0 +1,91 @@
+"""How long a collective takes on a slice's links, by the ring model.
+
+An axis of a mesh lies along one or more dimensions of the torus. A gather along a dimension whose ring is closed sends
+both ways, two links a chip; along an open line the chip at its end receives all over one. Where a group takes every
+s-th chip of a dimension, s groups share its links. Source: https://jax-ml.github.io/scaling-book/sharding. The links
+of an all-to-all are counted by the bytes that cross the busiest of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.xla.chips import Topology
+from shardwright.xla.device_order import Device, in_mesh_order
+
+_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}  # as jax reads them
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a group of chips has of one dimension of the torus.
+
+    Args:
+        chips: of the group, along it.
+        links: in use for a gather, of a chip; shared ones in part.
+    """
+
+    chips: int
+    links: float
+
+
+@dataclass
+class Links:
+    """The links of a mesh on a slice.
+
+    Args:
+        ici, dcn: each axis's factor within a slice and over slices, in mesh order.
+        efficiency: the part of the bandwidth of ICI and of DCN that is reached.
+    """
+
+    topology: Topology
+    ici: Sequence[int]
+    dcn: Sequence[int]
+    efficiency: tuple[float, float] = (1.0, 1.0)
+
+    @cached_property
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Where the chip at each position of the mesh stands in its slice."""
+        where = self.topology
+        shape = (*where.shape, 1) if len(where.shape) == 2 else where.shape
+        places = itertools.product(range(where.slices), *map(range, reversed(shape)))
+        devices = [
+            Device(number, tuple(reversed(place[1:])), 0, place[0], _KINDS[where.chip.name])
+            for number, place in enumerate(places)
+        ]
+        return [device.coords for device in in_mesh_order(devices, self.ici, self.dcn)]
+
+    def rings(self, group: Sequence[int]) -> list[Ring]:
+        """The dimensions of the torus that a group of positions spans."""
+        found = []
+        for dimension, values in enumerate(zip(*(self.coordinates[chip] for chip in group), strict=True)):
+            places = sorted(set(values))
+            if len(places) == 1:
+                continue
+            stride = min(b - a for a, b in itertools.pairwise(places))
+            size, wrapped = self.topology.shape[dimension], self.topology.wrap[dimension]
+            closed = wrapped and len(places) * stride == size and size > 2
+            found.append(Ring(len(places), (2 if closed else 1) / stride))
+        return found
+
+    def seconds(self, kind: str, network: str, group: Sequence[int], wire_bytes: float) -> float:
+        """How long a collective takes that has the links to itself.
+
+        Args:
+            wire_bytes: what a chip sends if its group forms a ring (shardwright.compile.hlo.collectives).
+        """
+        chip = self.topology.chip
+        if network == "dcn":
+            return wire_bytes / (chip.dcn_bandwidth * self.efficiency[1])
+        bandwidth = chip.link_bandwidth * self.efficiency[0]
+        rings = self.rings(group)
+        if kind == "collective-permute" or not rings:
+            return wire_bytes / bandwidth
+        if kind.endswith("all-to-all"):
+            whole = wire_bytes * len(group) / (len(group) - 1)
+            return max(whole * ring.chips / 4 / ring.links for ring in rings) / bandwidth
+        return wire_bytes / (bandwidth * math.fsum(ring.links for ring in rings))

@@ -1,0 +1,221 @@
+"""What a collective is for: which parameter it moves, and whether the recipe meant it to be there.
+
+The compiler's metadata often doesn't tell. Then sizes do: a parameter's shape and sharding say how many elements its
+gather, or its gradient's reduction, must have.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from shardwright.compile.hlo.collectives import Collective, Traffic
+from shardwright.compile.lowered import Argument, Lowered
+from shardwright.layout.stacking import is_stacked
+
+_NOTABLE_BYTES = 64 * 2**20  # a step; a collective that moves less is not flagged
+_DIMS = re.compile(r"\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class CollectiveLine:
+    """All collectives of one kind, over one axis, on behalf of one module.
+
+    Args:
+        axis: mesh axes, ``fsdp×expert``; ``slices`` for what goes over DCN between slices.
+        count: how many run in a step.
+        bytes: as shardwright.compile.hlo.collectives counts them.
+        wire_bytes: what a chip sends when its group forms a ring.
+        exposed_bytes: of those, what all links at once have still to send when the work beside it is done.
+        module: the module that the compiler's metadata names; without one, the parameter that fits, or the operation.
+        purpose: ``weights`` (one layer's are gathered), ``stack`` (all layers' are), ``gradients``, or empty:
+            activations and the rest.
+        network: ``ici`` or ``dcn``.
+        shape: of the largest.
+        unplanned: why it should not be there, empty if nothing is known against it.
+    """
+
+    kind: str
+    axis: str
+    count: float
+    bytes: float
+    wire_bytes: float
+    exposed_bytes: float
+    module: str
+    purpose: str
+    network: str
+    shape: str
+    unplanned: str
+
+
+def collective_lines(
+    collectives: Mapping[Collective, Traffic], lowered: Lowered, exchange: str | None
+) -> list[CollectiveLine]:
+    """One line for each kind, axis, module and purpose; those that send most come first.
+
+    Args:
+        exchange: the axis over which tokens are meant to be exchanged, None if they are not.
+    """
+    parameters = Parameters(lowered)
+    grouped: dict[tuple[str, ...], list[tuple[Collective, Traffic]]] = {}
+    for key, traffic in collectives.items():
+        purpose, names = parameters.behind(key)
+        module = key.module if "." in key.module or not names else " or ".join(names[:2])
+        why = _unplanned(key, traffic, purpose, names, parameters, exchange)
+        group = (key.kind, key.axis, module, purpose, key.network, why)
+        grouped.setdefault(group, []).append((key, traffic))
+    lines = []
+    for (kind, axis, module, purpose, network, why), members in grouped.items():
+        total = Traffic()
+        for _, traffic in members:
+            total = total.plus(traffic, 1)
+        largest, _ = max(members, key=lambda member: member[1].bytes / member[1].count)
+        line = CollectiveLine(
+            kind=kind,
+            axis=axis,
+            count=total.count,
+            bytes=total.bytes,
+            wire_bytes=total.wire_bytes,
+            exposed_bytes=total.exposed_bytes,
+            module=module,
+            purpose=purpose,
+            network=network,
+            shape=largest.shape,
+            unplanned=why,
+        )
+        lines.append(line)
+    return sorted(lines, key=lambda line: -line.wire_bytes)
+
+
+def _unplanned(
+    key: Collective,
+    traffic: Traffic,
+    purpose: str,
+    names: list[str],
+    parameters: Parameters,
+    exchange: str | None,
+) -> str:
+    """Why a collective should not be there, empty if nothing is known against it."""
+    if traffic.bytes < _NOTABLE_BYTES or key.network == "dcn":
+        return ""
+    if purpose == "stack":
+        return f"{names[0]} is gathered whole, all layers at once"
+    if purpose == "gradients" and key.kind == "all-reduce":
+        return f"the gradient of {names[0]} is all-reduced over an axis that shards it: a reduce-scatter moves half"
+    if purpose:
+        return ""
+    if key.kind == "all-to-all" and exchange is not None and key.axis != exchange and not parameters.sums(key):
+        return f"an all-to-all over {key.axis}; tokens are exchanged over {exchange}"
+    gathers = key.kind in ("all-gather", "all-reduce") and _axes(key) & parameters.batch_axes
+    if gathers and key.axis != exchange and parameters.holds_batch(key):
+        return f"activations of the whole batch over {key.axis}, which splits it: the layout was lost there"
+    return ""
+
+
+class Parameters:
+    """The step's weights, found by the shapes and sizes of what the compiler made of them."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.mesh = lowered.mesh
+        self.weights = [a for a in lowered.arguments if a.kind == "weights" and len(a.shape) > 1]
+        batches = [a for a in lowered.arguments if a.kind == "batch"]
+        self.batch_axes = {axis for a in batches for axes in self._axes_of(a) for axis in axes}
+        self.batch_elements = max((math.prod(a.shape) for a in batches), default=0)
+
+    def behind(self, key: Collective) -> tuple[str, list[str]]:
+        """(purpose, names of the parameters) of a collective; ("", []) if its size is no parameter's.
+
+        The purpose is ``weights`` if it gathers them, or hands a shard of them round; ``stack`` if it gathers all
+        layers at once; ``gradients`` if it reduces. Sizes can agree by chance: then several parameters are named.
+        """
+        axes, sizes = _axes(key), _elements(key.shape)
+        found: dict[str, list[str]] = {}
+        for weight in self.weights:
+            if purpose := self._purpose(weight, key.kind, axes, sizes):
+                found.setdefault(purpose, []).append(weight.name)
+        # one layer's rather than all layers', of which the recipe plans none
+        return min(found.items(), key=lambda item: item[0] == "stack", default=("", []))
+
+    def _purpose(self, weight: Argument, kind: str, axes: set[str], sizes: set[int]) -> str:
+        """What a collective over ``axes``, of arrays of ``sizes`` elements, does with ``weight``; empty: nothing."""
+        sharded = {axis for names in self._axes_of(weight) for axis in names}
+        if not axes <= sharded:
+            return ""
+        layers = weight.shape[0] if is_stacked(weight.name) else 1
+        local = math.prod(weight.shape) // math.prod(self.mesh[axis] for axis in sharded)
+        whole = local * math.prod(self.mesh[axis] for axis in axes)
+        if kind in ("all-gather", "all-reduce", "reduce-scatter"):
+            if whole // layers in sizes:
+                return "weights" if kind == "all-gather" else "gradients"
+            return "stack" if layers > 1 and whole in sizes and kind == "all-gather" else ""
+        handed_round = kind == "collective-permute" and local // layers in sizes
+        return "weights" if handed_round else ""
+
+    def sums(self, key: Collective) -> bool:
+        """Can an exchange be of the parts of a matrix's gradient, or of what is left of it after the first rings?"""
+        sizes, axes = _elements(key.shape), _axes(key)
+        for weight in self.weights:
+            layers = weight.shape[0] if is_stacked(weight.name) else 1
+            sharded = {axis for names in self._axes_of(weight) for axis in names}
+            parts = {math.prod(weight.shape) // layers // part for part in range(1, math.prod(self.mesh.values()) + 1)}
+            if layers > 1 and len(weight.shape) == 3 and axes <= sharded and sizes & parts:
+                return True
+        return False
+
+    def shaped_like(self, shape: str) -> str:
+        """The weight of which a chip holds a tensor of this shape (HLO's text), all layers or one; empty if none."""
+        match = _DIMS.search(shape)
+        dims = _integers(match[1]) if match else ()
+        for weight in self.weights:
+            splits = (math.prod(self.mesh[axis] for axis in axes) for axes in self._axes_of(weight))
+            local = tuple(size // split for size, split in zip(weight.shape, splits, strict=True))
+            if dims == local or (is_stacked(weight.name) and dims == local[1:]):
+                return weight.name
+        return ""
+
+    def holds_batch(self, key: Collective) -> bool:
+        """Does it move an array with at least as many elements as the global batch has tokens?"""
+        return any(size >= max(self.batch_elements, 2) for size in _elements(key.shape))
+
+    def _axes_of(self, argument: Argument) -> tuple[tuple[str, ...], ...]:
+        return axes_of_dimensions(argument.sharding, len(argument.shape), tuple(self.mesh.items()))
+
+
+@lru_cache(maxsize=4096)
+def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], ...]:
+    """For each dimension of a tensor, the mesh axes along which its shards differ.
+
+    Args:
+        sharding: HLO's text: ``{replicated}``, ``{devices=[8,1]<=[8]}``, ``{devices=[4,1,2]0,1,…}``.
+        mesh: (axis, size) in mesh order; device ids are positions in it.
+    """
+    match = re.match(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", sharding)
+    if match is None:
+        return ((),) * rank
+    tiles, dims, order, listed = (_integers(group or "") for group in match.groups())
+    ids = np.array(listed) if listed else np.arange(math.prod(dims)).reshape(dims).transpose(order or None).ravel()
+    place = np.empty((len(ids), len(tiles)), int)  # device → its tile's index in each dimension
+    place[ids] = np.stack(np.unravel_index(np.arange(len(ids)), tiles), axis=1)
+    grid = place.reshape(*(size for _, size in mesh), len(tiles))
+    axes: list[tuple[str, ...]] = []
+    for dimension in range(rank):
+        index = grid[..., dimension]
+        axes.append(tuple(name for n, (name, _) in enumerate(mesh) if (index != index.take([0], axis=n)).any()))
+    return tuple(axes)
+
+
+def _axes(key: Collective) -> set[str]:
+    return set(key.axis.removeprefix("within ").split("×"))
+
+
+def _elements(shapes: str) -> set[int]:
+    """How many elements each array of a text such as ``bf16[8,128], f32[]`` has."""
+    return {math.prod(_integers(dims)) for dims in _DIMS.findall(shapes)}
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)

@@ -1,0 +1,310 @@
+"""What the TPU compiler made of a step, in numbers: whether it fits, what fills the HBM and the links, what bounds it.
+
+Everything is per chip and step. Sizes are the compiler's. FLOPs, bytes and cycles are counted from its optimised HLO
+(shardwright.compile.hlo.cost). Times are these divided by the chip's peaks (shardwright.xla.chips): estimates, for
+nothing ran.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.compile.hlo.cost import Cost, Counter
+from shardwright.compile.hlo.links import Links
+from shardwright.compile.hlo.schedule import seconds_of
+from shardwright.compile.hlo.text import Module, parse
+from shardwright.compile.lowered import Lowered
+from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
+from shardwright.compile.report.efficiency import efficiencies
+from shardwright.compile.report.estimate import Estimate, estimate
+from shardwright.compile.report.memory import Buffer, Memory, Sizes, largest_buffers, memory_of
+from shardwright.step.auto_remat import LayerValue
+from shardwright.xla.chips import Chip, Topology
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of a step beforehand, to set the compiler's numbers beside.
+
+    Args:
+        model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
+        exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
+        tokens: of one step on all chips; None: their rate is not estimated.
+        efficiency: what is to replace stated efficiencies (:func:`shardwright.compile.report.efficiency.efficiencies`).
+    """
+
+    model_flops: float | None = None
+    exchange: str | None = None
+    tokens: int | None = None
+    efficiency: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleLine:
+    """What one module's operations take of a step; kernels have no cycles."""
+
+    module: str
+    flops: float
+    hbm_bytes: float
+    cycles: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds a step would take at least, by each of the chip's peaks; estimates.
+
+    Args:
+        compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes, each divided by the chip's peak.
+        cycles: the compiler's estimated cycles of matrix products, divided by the clock. They hold neither custom
+            kernels nor collectives, so two times are added: the FLOPs that kernels tell over the chip's peak, and the
+            collectives that run with nothing beside them over the bandwidth of all links. Of other operations the
+            bytes count: the cycles say several times as much (docs/tpu.md).
+        bound: the name of the longest.
+        mfu_bound: model FLOPs divided by what the chip could do in that time; None without model FLOPs.
+    """
+
+    compute: float
+    hbm: float
+    ici: float
+    dcn: float
+    cycles: float
+    bound: str
+    mfu_bound: float | None
+
+    @property
+    def seconds(self) -> float:
+        """The longest of :attr:`times`."""
+        return max(self.times.values())
+
+    @property
+    def times(self) -> dict[str, float]:
+        return {"compute": self.compute, "hbm": self.hbm, "ici": self.ici, "dcn": self.dcn, "cycles": self.cycles}
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """What one of a run's graphs takes of a chip's HBM.
+
+    Args:
+        graph: ``train step``, ``evaluation``, …
+        fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
+        required_bytes: as in :class:`shardwright.compile.report.memory.Sizes`.
+        held_bytes: the part of the run's state that lies there meanwhile and is no argument of this graph: optimizer
+            state beside an evaluation.
+        error: why the compiler refused it; empty if it did not.
+    """
+
+    graph: str
+    fits: bool
+    required_bytes: int
+    held_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+    wall_seconds: float
+    largest_buffers: tuple[Buffer, ...]
+    error: str
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free of the run for it: what it requires, beside what is held."""
+        return self.required_bytes + self.held_bytes
+
+
+@dataclass(frozen=True)
+class CompileReport(Sizes):
+    """All numbers of a compiled train step, per chip and step, and the memory of the run's other graphs.
+
+    Args:
+        fits: every graph that was asked does.
+        topology: the slice's name, ``v5p:4x4x4``.
+        devices: chips of all slices.
+        mesh: axis → size.
+        chip_hbm_bytes: what a program can use of the chip's HBM.
+        model_flops: a chip's part of :attr:`Expected.model_flops`.
+        hbm_bytes: read from and written to HBM.
+        host_traffic_bytes: read from and written to the host's memory.
+        estimated_cycles: the compiler's own, loops multiplied out; those of custom kernels are not in them.
+        compile_seconds: CPU seconds of the compiling process; wall_seconds: how long it took.
+        kernel_flops: the part of ``flops`` that custom kernels tell of themselves.
+        modules: those that take most cycles first.
+        kernels: custom kernels that tell no FLOPs, and so are not in ``flops``: whose → how often they run in a step.
+        loops: loops whose length depends on data: whose → how often they were taken to run.
+        error: why the compiler refused a step that does not fit; empty if it fits.
+        graphs: the train step first, then those that were asked beside it (:meth:`beside`).
+        estimate: the train step's time; without a compiled step it is 0.
+        uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
+        values: as in :class:`shardwright.compile.lowered.Lowered`.
+    """
+
+    fits: bool
+    topology: str
+    slices: int
+    devices: int
+    mesh: dict[str, int]
+    chip_hbm_bytes: int
+    flops: float
+    model_flops: float | None
+    hbm_bytes: float
+    host_traffic_bytes: float
+    estimated_cycles: float
+    compile_seconds: float
+    wall_seconds: float
+    kernel_flops: float
+    modules: tuple[ModuleLine, ...]
+    kernels: dict[str, float]
+    loops: dict[str, int]
+    collectives: tuple[CollectiveLine, ...]
+    largest_buffers: tuple[Buffer, ...]
+    roofline: Roofline
+    error: str
+    graphs: tuple[GraphMemory, ...]
+    estimate: Estimate
+    uncompiled: tuple[str, ...] = ()
+    values: tuple[LayerValue, ...] = ()
+
+    def beside(self, graph: str, other: CompileReport) -> CompileReport:
+        """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
+        # weights that are frozen are part of the state too, though no output takes their place
+        state = max(self.alias_bytes, self.weights_bytes + self.optimizer_bytes)
+        held = max(state - other.weights_bytes, 0)
+        (memory,) = other.graphs
+        fits = other.fits and other.required_bytes + held <= self.chip_hbm_bytes
+        memory = dataclasses.replace(memory, graph=graph, held_bytes=held, fits=fits)
+        return dataclasses.replace(self, graphs=(*self.graphs, memory), fits=self.fits and fits)
+
+    @property
+    def largest_graph(self) -> GraphMemory:
+        """The graph that decides whether the run fits."""
+        return max(self.graphs, key=lambda graph: (not graph.fits, graph.needed_bytes))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``, under the names above."""
+        return dataclasses.asdict(self)
+
+    @property
+    def unplanned(self) -> list[CollectiveLine]:
+        """The collectives that should not be there."""
+        return [line for line in self.collectives if line.unplanned]
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a chip sends over ICI."""
+        return sum(line.wire_bytes for line in self.collectives if line.network == "ici")
+
+    @property
+    def exposed_bytes(self) -> float:
+        """The part of :attr:`wire_bytes` that is sent while nothing is computed."""
+        return sum(line.exposed_bytes for line in self.collectives if line.network == "ici")
+
+
+def make_report(
+    lowered: Lowered,
+    where: Topology,
+    result: dict[str, Any],
+    hlo: str,
+    buffers: str,
+    expected: Expected,
+    dcn: Mapping[str, int] | None = None,
+) -> CompileReport:
+    """Puts the report together from what the compiling process left (shardwright.compile.libtpu_process).
+
+    Args:
+        result: its ``result.json``.
+        hlo: the optimised module's text; empty if the compiler ran out of memory before it had one.
+        buffers: its allocations, and the buffers alive at the peak.
+        dcn: how many slices each axis of the mesh spans; None: one each.
+    """
+    module = parse(hlo) if hlo else None
+    efficiency = efficiencies(expected.efficiency)
+    cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
+    memory = memory_of(result, buffers, lowered)
+    collectives = collective_lines(cost.collectives, lowered, expected.exchange)
+    model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
+    tokens = None if expected.tokens is None else expected.tokens / where.devices
+    largest = _largest(lowered, memory, module, buffers)
+    fits, seconds = "error" not in result, (result["cpu_seconds"], result["wall_seconds"])
+    required, temp, error = memory.sizes.required_bytes, memory.sizes.temp_bytes, result.get("error", "")
+    return CompileReport(
+        **vars(memory.sizes),
+        fits=fits,
+        topology=where.name,
+        slices=where.slices,
+        devices=where.devices,
+        mesh=dict(lowered.mesh),
+        chip_hbm_bytes=_usable_hbm(memory.limit, where.chip),
+        flops=cost.flops,
+        model_flops=model_flops,
+        hbm_bytes=cost.hbm_bytes,
+        host_traffic_bytes=cost.host_bytes,
+        estimated_cycles=cost.cycles,
+        compile_seconds=seconds[0],
+        wall_seconds=seconds[1],
+        kernel_flops=cost.kernel_flops,
+        modules=_modules(cost),
+        kernels=cost.kernels,
+        loops=cost.loops,
+        collectives=tuple(collectives),
+        largest_buffers=largest,
+        roofline=_roofline(cost, collectives, where.chip, model_flops),
+        error=error,
+        graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
+        estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
+        values=lowered.values,
+    )
+
+
+def _measure(
+    module: Module, lowered: Lowered, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
+) -> tuple[Cost, dict[str, float]]:
+    """What one execution costs a chip, and its seconds by cause."""
+    over = [dcn.get(axis, 1) for axis in lowered.mesh]
+    inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
+    links = Links(where, inside, over, (efficiency["ici"], efficiency["dcn"]))
+    counter = Counter(module, lowered.mesh, lowered.layers, where.chip, links)
+    return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
+
+
+def _usable_hbm(said: int, chip: Chip) -> int:
+    """What the compiler says that a program can use; the table's number where both agree, for its messages round."""
+    return chip.hbm_bytes if abs(said - chip.hbm_bytes) < 2**24 or not said else said
+
+
+def _largest(lowered: Lowered, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
+    parameters = Parameters(lowered)
+
+    def named(buffer: Buffer) -> Buffer:
+        """``buffer``; if no module made it (a sum of gradients, a cast), named after the weight of its shape."""
+        like = "" if "." in re.sub(r"\.\d+$", "", buffer.module) else parameters.shaped_like(buffer.shape)
+        return dataclasses.replace(buffer, module=f"{like} (by its shape)") if like else buffer
+
+    return tuple(map(named, memory.refused or largest_buffers(lowered, module, buffers)))
+
+
+def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
+    lines = [ModuleLine(name, share.flops, share.hbm_bytes, share.cycles) for name, share in cost.modules.items()]
+    return tuple(sorted(lines, key=lambda line: (-line.cycles, -line.hbm_bytes)))
+
+
+def _roofline(cost: Cost, lines: Sequence[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
+    wire = {network: sum(x.wire_bytes for x in lines if x.network == network) for network in ("ici", "dcn")}
+    exposed = {network: sum(x.exposed_bytes for x in lines if x.network == network) for network in wire}
+    times = {
+        # some kernels don't tell their FLOPs, but the model's have to be done
+        "compute": max(cost.flops, model_flops or 0) / chip.flops,
+        "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
+        "ici": wire["ici"] / chip.ici_bandwidth,
+        "dcn": wire["dcn"] / chip.dcn_bandwidth,
+        "cycles": cost.product_cycles / chip.clock
+        + cost.kernel_flops / chip.flops
+        + exposed["ici"] / chip.ici_bandwidth
+        + exposed["dcn"] / chip.dcn_bandwidth,
+    }
+    bound = max(times, key=lambda name: times[name])
+    mfu = None
+    if model_flops is not None and times[bound] > 0:
+        mfu = model_flops / chip.flops / times[bound]
+    return Roofline(**times, bound=bound, mfu_bound=mfu)

@@ -1,0 +1,158 @@
+"""A compile report in words and rows of text: what the terminal and the page both show."""
+
+from __future__ import annotations
+
+from shardwright.compile.hlo.schedule import CAUSES
+from shardwright.compile.report.attribution import CollectiveLine
+from shardwright.compile.report.efficiency import EFFICIENCIES
+from shardwright.compile.report.report import CompileReport
+from shardwright.report.units import size
+
+ESTIMATE = "An estimate from the compiled program and the chip's peaks: nothing ran."
+ROOFS = {  # what each of `Roofline.times` divides by what
+    "compute": "FLOPs ÷ peak bf16 FLOP/s",
+    "hbm": "HBM bytes ÷ HBM bandwidth",
+    "ici": "bytes sent ÷ bandwidth of all ICI links",
+    "dcn": "bytes sent between slices ÷ DCN bandwidth",
+    "cycles": "compiler's cycles of matrix products ÷ clock, kernels' FLOPs ÷ peak, and what is sent alone",
+}
+SHARES_HEADER = ("estimated step", "seconds", "share", "")
+EFFICIENCY_HEADER = ("kind", "reached", "of", "source")
+HOW_ESTIMATED = (
+    "Operations one after another, as scheduled: each takes the compiler's cycles, or its bytes over the HBM's "
+    "bandwidth if that is longer; a kernel its FLOPs over the peak. Collectives go by the ring model beside them. "
+    "--efficiency changes the parts of a peak that are taken to be reached:"
+)
+MODULE_HEADER = ("FLOPs", "HBM bytes", "cycles", "time goes to (estimate)")
+GRAPH_HEADER = ("graph of the run", "fits", "HBM a chip", "of it state beside", "compile, CPU")
+TRIED_HEADER = ("tried", "fits", "HBM a chip", "tokens/s a chip", "MFU", "compile")
+ROWS = 40  # collectives shown, and half as many modules; the JSON has all
+
+
+def verdict(report: CompileReport) -> str:
+    """Whether the run fits, and how much of a chip's HBM its largest graph takes."""
+    word, largest = "Fits" if report.fits else "Does not fit", report.largest_graph
+    share = largest.needed_bytes / report.chip_hbm_bytes
+    used = f"{size(largest.needed_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
+    return f"{word}: {used}" + ("" if largest is report.graphs[0] else f", for the {largest.graph}")
+
+
+def estimate_line(report: CompileReport) -> str:
+    """The one number: what a step is estimated to take; empty if it was not compiled."""
+    found = report.estimate
+    if not found.seconds:
+        return ""
+    parts = [f"Estimated: {found.seconds:,.3f} s a step"]
+    if found.tokens_per_second is not None:
+        parts.append(f"{found.tokens_per_second:,.0f} tokens/s a chip")
+    if found.mfu is not None:
+        parts.append(f"{found.mfu:.1%} MFU")
+    changed = ", ".join(f"{kind}={value:g}" for kind, value in found.efficiency.items())
+    return ", ".join(parts) + (f" (with --efficiency {changed})" if changed else "")
+
+
+def efficiency_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Cells under :data:`EFFICIENCY_HEADER`, a row for each kind."""
+    changed = report.estimate.efficiency
+    return [
+        (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
+        for kind, each in EFFICIENCIES.items()
+    ]
+
+
+def share_rows(report: CompileReport) -> list[tuple[str, float]]:
+    """(cause, seconds) of the estimated step."""
+    return [(CAUSES[cause], seconds) for cause, seconds in report.estimate.shares.items() if seconds]
+
+
+def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Cells under :data:`GRAPH_HEADER`, a row for each graph of the run."""
+    rows: list[tuple[str, ...]] = [
+        (
+            graph.graph,
+            "yes" if graph.fits else "no",
+            size(graph.needed_bytes),
+            size(graph.held_bytes) if graph.held_bytes else "",
+            f"{graph.compile_seconds:,.0f} s",
+        )
+        for graph in report.graphs
+    ]
+    if not report.graphs[0].fits:
+        return [*rows, ("the others", "not asked", "", "", "")]
+    return rows + [(name, "as the train step", "", "", "") for name in report.uncompiled]
+
+
+def where_it_runs(report: CompileReport) -> str:
+    """The slices, how many chips they have, and the mesh."""
+    slices = f"{report.slices} slices of " if report.slices > 1 else ""
+    mesh = " × ".join(f"{axis}={n}" for axis, n in report.mesh.items())
+    return f"{slices}{report.topology}, {report.devices} chips, mesh {mesh}"
+
+
+def memory_parts(report: CompileReport) -> list[tuple[str, int]]:
+    """(name, bytes) of what fills the HBM; together they are what the step requires."""
+    parts = [
+        ("weights", report.weights_bytes),
+        ("optimizer state", report.optimizer_bytes),
+        ("batch", report.batch_bytes),
+        ("other arguments", report.other_bytes),
+        ("temporaries", report.temp_bytes),
+        ("outputs of their own", max(report.output_bytes - report.alias_bytes, 0)),
+    ]
+    rest = report.required_bytes - sum(part for _, part in parts)
+    return [*parts, ("code and constants", max(rest, 0))]
+
+
+def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
+    """(what, how much) for everything that is neither a part of the HBM nor a table of its own."""
+    roof = report.roofline
+    exposed = f"{size(report.exposed_bytes)} of it with nothing computed beside"
+    facts = [
+        ("peak alive at once", size(report.peak_bytes)),
+        ("arguments", f"{size(report.argument_bytes)}, of which {size(report.alias_bytes)} are replaced in place"),
+        ("on the host", size(report.host_temp_bytes + report.host_argument_bytes)),
+        ("compiled in", f"{report.compile_seconds:,.0f} s of CPU, {report.wall_seconds:,.0f} s on the clock"),
+        ("FLOPs", f"{report.flops:.3e}"),
+        ("sent by a chip", f"{size(report.wire_bytes)}, {exposed}"),
+        ("step takes at least", f"{roof.seconds:,.3f} s, bound by {roof.bound} (estimate)"),
+    ]
+    if roof.mfu_bound is not None:
+        facts.append(("MFU at most", f"{roof.mfu_bound:.1%} (estimate)"))
+    if report.kernels:
+        names = ", ".join(f"{name} × {runs:,.0f}" for name, runs in report.kernels.items())
+        facts.append(("not in FLOPs and cycles", f"kernels that tell no FLOPs: {names}"))
+    if report.values:
+        kept, known = sum(v.bytes for v in report.values if v.kept), sum(v.bytes for v in report.values)
+        facts.append(("kept for the backward", f"{size(kept)} of {size(known)} that it would compute again"))
+    for name, trips in report.loops.items():
+        times = "once" if trips == 1 else f"{trips} times"
+        facts.append(("depends on data", f"a loop taken to run {times}: {name}"))
+    return facts
+
+
+def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
+    """Cells under :data:`MODULE_HEADER`."""
+    return [
+        (f"{x.flops:.2e}", size(x.hbm_bytes), f"{x.cycles / max(report.estimated_cycles, 1):.1%}", x.module)
+        for x in report.modules[: ROWS // 2]
+    ]
+
+
+def what_for(line: CollectiveLine) -> str:
+    """The module that a collective serves, and what it moves: ``model.layers.*.mlp.experts (gradients)``."""
+    purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
+    return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose or "(not told)"
+
+
+def flag(line: CollectiveLine) -> str:
+    """A collective that should not be there, and why."""
+    shape = line.shape if len(line.shape) < 60 else f"{line.shape[:60]} …"
+    return f"{line.kind} of {shape} over {line.axis}, {size(line.bytes)} a step: {line.unplanned}"
+
+
+def by_axis(report: CompileReport) -> list[tuple[str, float]]:
+    """(mesh axis, bytes that a chip sends along it), the largest first."""
+    total: dict[str, float] = {}
+    for line in report.collectives:
+        total[line.axis] = total.get(line.axis, 0.0) + line.wire_bytes
+    return sorted(total.items(), key=lambda item: -item[1])

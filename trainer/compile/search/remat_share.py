@@ -1,0 +1,58 @@
+"""`remat="auto"`: which share of the layers' values to keep; compiled, never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+from shardwright.compile.job import CompileJob
+from shardwright.compile.report.report import CompileReport
+from shardwright.compile.search.largest_that_fits import largest_batch
+from shardwright.report.lines import say, waiting
+from shardwright.report.units import size
+from shardwright.step.auto_remat import keep_answer, with_remat
+from shardwright.xla.chips import find_topology
+
+PARTS = 16  # a share is so many parts
+MARGIN = 0.95  # of the HBM that is taken at most: a pod's programs are not compiled by this machine's libtpu
+
+
+def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, CompileReport]:
+    """The job with the best share, compiled, which is printed and kept for runs on that chip.
+
+    Compiled are shares up to the largest that fits. The best of them is the fastest by the estimate: what is kept has
+    to be written and read, which can take longer than to compute it again. Where not even ``full`` fits, it is that.
+
+    Raises:
+        UserError: as :meth:`CompileJob.compile`.
+    """
+    reports: dict[int, CompileReport] = {}
+    speed: dict[int, float] = {}  # of those that fit
+
+    def attempt(parts: int) -> float:
+        with waiting(console, f"compiling with {parts}/{PARTS} of the values kept …"):
+            report = reports[parts] = _with_parts(job, parts).compile()
+        needed = report.largest_graph.needed_bytes
+        rate = report.estimate.tokens_per_second or 0.0
+        fits = f"{rate:,.0f} tokens/s a chip (estimate)" if report.fits else "does not fit"
+        say(console, f"remat:   {parts}/{PARTS} of the values kept: {size(needed)}, {fits}")
+        limit = MARGIN * report.chip_hbm_bytes
+        if report.fits and needed <= limit:
+            speed[parts] = rate
+        return needed if report.fits else max(needed, limit + 1)
+
+    least = attempt(0)
+    limit = MARGIN * reports[0].chip_hbm_bytes
+    if least <= limit and (most := attempt(PARTS)) > limit:
+        largest_batch(least, {PARTS: most}, limit, attempt)
+    best = max(speed, key=lambda parts: (speed[parts], parts), default=0)
+    share = best / PARTS
+    where = find_topology(str(job.options.topology), job.options.slices)
+    if reports[best].fits:
+        keep_answer(job.job, where.chip.name, share, reports[best].values)
+    say(console, f"remat:   auto is {share:g} here: --compute remat={share:g}")
+    return _with_parts(job, best), reports[best]
+
+
+def _with_parts(job: CompileJob, parts: int) -> CompileJob:
+    return replace(job, job=with_remat(job.job, parts / PARTS))

@@ -1,0 +1,180 @@
+"""The search for a job that fits, or fits more: neighbours of a job are compiled, and none is guessed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from shardwright.compile.job import CompileJob
+from shardwright.compile.report.report import CompileReport
+from shardwright.compile.search.largest_that_fits import largest_batch
+from shardwright.compile.search.remat_share import compile_auto
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
+from shardwright.report.lines import say, waiting
+from shardwright.report.units import size
+from shardwright.step.auto_remat import AUTO, is_auto, with_remat
+
+# makes a neighbour, or raises the UserError that says why there is none
+Neighbour = Callable[[], CompileJob]
+
+_REMAT = ("none", "save_matmuls", AUTO, "full", "offload")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A neighbour of a job, and what its compile found; ``refused`` says why it could not be compiled.
+
+    Args:
+        required_bytes: what its largest graph needs.
+        tokens_per_second, mfu: of one chip, estimated; None if it does not fit.
+        wall_seconds: of all its graphs.
+    """
+
+    what: str
+    fits: bool = False
+    required_bytes: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    wall_seconds: float | None = None
+    refused: str = ""
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"can't be: {self.refused}"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s a chip" if self.tokens_per_second is not None else ""
+        mfu = f"{self.mfu:.1%} MFU (estimate)" if self.mfu is not None else ""
+        words = ["fits" if self.fits else "does not fit", size(self.required_bytes or 0), speed, mfu]
+        return ", ".join(filter(None, words))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row under :data:`shardwright.compile.report.summary.TRIED_HEADER`."""
+        return (
+            self.what,
+            "can't be" if self.refused else "yes" if self.fits else "no",
+            size(self.required_bytes) if self.required_bytes is not None else "",
+            f"{self.tokens_per_second:,.0f}" if self.tokens_per_second is not None else "",
+            f"{self.mfu:.1%}" if self.mfu is not None else "",
+            f"{self.wall_seconds:,.0f} s" if self.wall_seconds is not None else self.refused,
+        )
+
+
+def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Tried], auto: bool = False) -> int:
+    """Compile neighbours of ``job`` and print each result as it comes, and at last the fastest.
+
+    If the job does not fit, other remat policies and meshes are tried at the same batch, and then smaller batches. If
+    it fits, remat ``auto`` and larger batches are tried. What Ctrl-C or SIGTERM ends tells the fastest so far; all that
+    was compiled is cached.
+
+    Args:
+        report: of the job.
+        tried: where the job and what else was tried are put, the fastest first.
+        auto: what the job keeps was found for its batch. A larger one needs the room: it is tried without.
+
+    Returns:
+        the largest batch that was seen to fit.
+    """
+    tried.append(_found("as asked", report))
+    try:
+        return _search(job, report, console, tried, auto)
+    except KeyboardInterrupt:
+        say(console, f"search:  stopped after {len(tried)} settings; the same command goes on")
+        raise
+    finally:
+        tried.sort(key=lambda result: result.tokens_per_second or 0.0, reverse=True)
+        if tried[0].fits:
+            say(console, f"the fastest found: {tried[0].what}: {tried[0]}")
+
+
+def _search(job: CompileJob, report: CompileReport, console: Console, tried: list[Tried], auto: bool) -> int:
+    say(console, "\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
+
+    def attempt(what: str, neighbour: Neighbour) -> Tried:
+        with waiting(console, f"compiling {what} …"):
+            result = _try(what, neighbour, console)
+        tried.append(result)
+        say(console, f"{result.what}: {result}")
+        return result
+
+    known: CompileReport | Tried = report
+    if not report.fits:
+        remats = () if report.graphs[0].fits else _other_remats(job)  # which change the train step alone
+        for what, neighbour in (*remats, *_other_meshes(job)):
+            attempt(what, neighbour)
+    elif auto:
+        job = _with_remat(job, "full")
+        known = attempt("remat full", lambda: job)
+    elif job.job.recipe.compute.remat in ("full", "offload"):
+        attempt("remat auto", lambda: _with_remat(job, AUTO))
+    limit = report.chip_hbm_bytes
+
+    def needed(result: CompileReport | Tried) -> float | None:
+        """Bytes that it requires. The compiler rounds them in its messages, so its verdict decides near the limit."""
+        found = result.required_bytes if isinstance(result, Tried) else result.largest_graph.needed_bytes
+        if found is None:
+            return None
+        return min(found, limit) if result.fits else max(found, limit + 1)
+
+    most = largest_batch(
+        report.argument_bytes,
+        {job.job.args.per_device_train_batch_size: needed(known) or 0},
+        limit,
+        lambda rows: needed(attempt(f"{rows} rows a device", lambda: _with_batch(job, rows))),
+    )
+    say(
+        console,
+        f"the largest batch found to fit: {most} rows a device" if most else "no batch fits: one row is too much",
+    )
+    return most
+
+
+def _try(what: str, neighbour: Neighbour, console: Console) -> Tried:
+    try:
+        other = neighbour()
+        if is_auto(other.job):
+            other, report = compile_auto(other, console)
+            return _found(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
+        return _found(what, other.compile())
+    except UserError as error:
+        return Tried(what, refused=str(error.found))
+
+
+def _found(what: str, report: CompileReport) -> Tried:
+    seconds, estimate = sum(graph.wall_seconds for graph in report.graphs), report.estimate
+    speed = (estimate.tokens_per_second, estimate.mfu) if report.fits else (None, None)
+    return Tried(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
+
+
+def _with_batch(job: CompileJob, batch: int) -> CompileJob:
+    args = replace(job.job.args, per_device_train_batch_size=batch)
+    return replace(job, job=replace(job.job, args=args))
+
+
+def _with_remat(job: CompileJob, remat: str) -> CompileJob:
+    return replace(job, job=with_remat(job.job, remat))
+
+
+def _with_recipe(job: CompileJob, **changes: Any) -> CompileJob:
+    return replace(job, job=replace(job.job, recipe=replace(job.job.recipe, **changes)))
+
+
+def _other_remats(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
+    for remat in _REMAT:
+        if remat != job.job.recipe.compute.remat:
+            yield f"remat {remat}", functools.partial(_with_remat, job, remat)
+
+
+def _other_meshes(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
+    """Meshes with a factor of two moved from one axis to another, within a slice."""
+    mesh = job.job.recipe.mesh
+    sizes = mesh.ici_sizes(job.job.devices)
+    for giver, taker in itertools.permutations(sizes, 2):
+        if sizes[giver] % 2 == 0:
+            moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
+            what = "mesh " + " × ".join(f"{axis}={n}" for axis, n in moved.items())
+            yield what, functools.partial(_with_recipe, job, mesh=Mesh(dcn=mesh.dcn, **moved))

@@ -1,0 +1,279 @@
+"""The search for the fastest way to run a job on a slice: recipe, mesh, batch and remat, by the estimate of each step.
+
+From each recipe that takes the model it climbs, from the fastest first: of all settings that are near to the recipe's
+best, the first that is faster becomes its best. Each setting is compiled, which takes minutes, so what was found is
+kept in the cache, and the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Container, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.arguments import CompileArguments
+from shardwright.compile.job import CompileJob
+from shardwright.compile.search.remat_share import MARGIN
+from shardwright.compile.search.search import Tried
+from shardwright.errors import UserError
+from shardwright.files.cache import cache_root, digest
+from shardwright.hosts.versions import code_digest
+from shardwright.layout.load_recipe import shipped_recipes
+from shardwright.report.lines import say, waiting
+from shardwright.report.units import size
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of remat
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the job.
+
+    Args:
+        mesh: axis and size of all axes within a slice, in mesh order.
+        batch: rows a device.
+        remat: the share of the layers' values that is kept.
+    """
+
+    recipe: str
+    mesh: tuple[tuple[str, int], ...]
+    batch: int
+    remat: float
+
+    def __str__(self) -> str:
+        mesh = " × ".join(f"{axis}={n}" for axis, n in self.mesh)
+        rows = "1 row" if self.batch == 1 else f"{self.batch} rows"
+        return f"{self.recipe}, {mesh}, {rows} a device, remat {self.remat:g}"
+
+    def of(self, args: TrainingArguments) -> TrainingArguments:
+        """``args`` with this setting."""
+        mesh = ",".join(f"{axis}={n}" for axis, n in self.mesh)
+        compute = ",".join(filter(None, [args.compute, f"remat={self.remat:g}"]))  # what comes later wins
+        return replace(args, recipe=self.recipe, mesh=mesh, compute=compute, per_device_train_batch_size=self.batch)
+
+    def neighbours(self) -> Iterator[Setting]:
+        """The settings that differ in one thing, or trade rows for what is kept; the likeliest to be faster first."""
+        yield replace(self, batch=2 * self.batch)
+        at = SHARES.index(self.remat)
+        if at + 1 < len(SHARES):
+            yield replace(self, remat=SHARES[at + 1])
+        sizes = dict(self.mesh)
+        for giver, taker in itertools.permutations(sizes, 2):
+            if sizes[giver] % 2 == 0:
+                moved = {**sizes, giver: sizes[giver] // 2, taker: sizes[taker] * 2}
+                yield replace(self, mesh=tuple(moved.items()))
+        if self.batch > 1:
+            yield replace(self, batch=self.batch // 2, remat=SHARES[-1])
+            yield replace(self, batch=self.batch // 2)
+        if at:
+            yield replace(self, batch=2 * self.batch, remat=SHARES[0])
+            yield replace(self, remat=SHARES[at - 1])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a setting's compile found of the train step.
+
+    Args:
+        fits: with room to spare (:data:`shardwright.compile.search.remat_share.MARGIN`).
+        needed: bytes of HBM.
+        tokens_per_second, mfu: of one chip, estimated.
+        refused: why it can't be; empty if it can.
+    """
+
+    fits: bool = False
+    needed: int = 0
+    tokens_per_second: float = 0.0
+    mfu: float = 0.0
+    refused: str = ""
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """The greater, the better: what fits by its speed, what does not by how little it needs."""
+        return not self.refused, self.fits, self.tokens_per_second if self.fits else -self.needed
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"can't be: {self.refused}"
+        if not self.fits:
+            return f"{size(self.needed)}, does not fit with room to spare"
+        return f"{size(self.needed)}, {self.tokens_per_second:,.0f} tokens/s a chip, {self.mfu:.1%} MFU (estimate)"
+
+
+@dataclass
+class Tuning:
+    """The settings that were tried, in a file of the cache.
+
+    Args:
+        minutes: after which no other is tried, of this process's own time.
+        cut_short: whether a setting was not tried for want of time.
+    """
+
+    args: TrainingArguments
+    options: CompileArguments
+    console: Console
+    minutes: float
+    tried: dict[Setting, Found] = field(default_factory=dict)
+    cut_short: bool = False
+
+    def __post_init__(self) -> None:
+        self._until = time.monotonic() + 60 * self.minutes
+        self.options = replace(self.options, only_train_step=True)
+        asked = {**self.args.as_dict(), **asdict(self.options), "output_dir": None, "json": None, "report": None}
+        asked |= {"tune": None, "compile_timeout": None}
+        self.path = cache_root() / "tuned" / f"{digest([json.dumps(asked, default=str), code_digest()])}.json"
+        self.path.parent.mkdir(exist_ok=True)
+        self.tried |= _read(self.path)
+        if self.tried:
+            say(self.console, f"tune:    {len(self.tried)} settings were tried before")
+
+    def best(self) -> Setting | None:
+        """The fastest setting that was found to fit, in the time that there is; None: none fits."""
+        for setting in self._starts():
+            self.attempt(setting)
+        while (best := self._climb()) is not None:
+            if not self.tried[best].fits:
+                return None
+            whole = self._compiled(best, replace(self.options, only_train_step=False))
+            if whole.fits:
+                return best
+            self.tried[best] = replace(whole, refused="another graph of the run does not fit")
+            self._write()
+        return None
+
+    def _climb(self) -> Setting | None:
+        """The fastest of all recipes' settings, once no recipe's best has a faster neighbour."""
+        done: set[str] = set()
+        while (best := self.first(done)) is not None:
+            rank = self.tried[best].rank
+            if not any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
+                done.add(best.recipe)
+        return self.first()
+
+    def first(self, without: Container[str] = ()) -> Setting | None:
+        """The fastest of what was tried; where none fits, the one that is nearest to it.
+
+        Args:
+            without: recipes that don't count.
+        """
+        settings = (setting for setting in self.tried if setting.recipe not in without)
+        return max(settings, key=lambda setting: self.tried[setting].rank, default=None)
+
+    @property
+    def results(self) -> list[Tried]:
+        """What was tried, the fastest first."""
+        return [
+            Tried(str(setting), found.fits, found.needed, found.tokens_per_second, found.mfu)
+            if not found.refused
+            else Tried(str(setting), refused=found.refused)
+            for setting, found in sorted(self.tried.items(), key=lambda item: item[1].rank, reverse=True)
+        ]
+
+    def _starts(self) -> Iterator[Setting]:
+        """The job's own recipe and all others that take its model, each with its own mesh."""
+        others = shipped_recipes() if self.args.model else ()  # without one the model is the recipe's own
+        for name in dict.fromkeys([str(self.args.recipe), *others]):
+            mesh = self.args.mesh if name == self.args.recipe else None
+            try:
+                job = CompileJob.of(replace(self.args, recipe=name, mesh=mesh), self.options).job
+            except UserError as error:
+                if name == self.args.recipe:
+                    raise
+                say(self.console, f"tune:    {name} does not take this model: {str(error.found).splitlines()[0]:.120}")
+                continue
+            sizes = job.recipe.mesh.ici_sizes(job.devices)
+            yield Setting(name, tuple(sizes.items()), self.args.per_device_train_batch_size, 0.0)
+
+    def _worth(self, setting: Setting) -> bool:
+        """Whether ``setting`` needs to be tried: not, if with less of the same it already did not fit."""
+        for other, found in self.tried.items():
+            same = (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
+            less = other.batch <= setting.batch and other.remat <= setting.remat
+            if same and less and not found.fits and other != setting:
+                return False
+        return True
+
+    def attempt(self, setting: Setting) -> Found:
+        """What is found of ``setting``; without time for it, as if it could not be."""
+        if setting not in self.tried:
+            if time.monotonic() > self._until:
+                self.cut_short = True
+                return Found(refused="no time")
+            with waiting(self.console, f"compiling {setting} …"):
+                self.tried[setting] = self._compiled(setting, self.options)
+            say(self.console, f"tune:    {setting}: {self.tried[setting]}")
+            self._write()
+        return self.tried[setting]
+
+    def _compiled(self, setting: Setting, options: CompileArguments) -> Found:
+        try:
+            report = CompileJob.of(setting.of(self.args), options).compile()
+        except UserError as error:
+            return Found(refused=str(error.found).splitlines()[0])
+        needed, speed = report.largest_graph.needed_bytes, report.estimate
+        fits = report.fits and needed <= MARGIN * report.chip_hbm_bytes
+        return Found(fits, needed, speed.tokens_per_second or 0.0, speed.mfu or 0.0)
+
+    def _write(self) -> None:
+        content = [[asdict(setting), asdict(found)] for setting, found in self.tried.items()]
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as made:
+            json.dump(content, made)
+        os.replace(made.name, self.path)
+
+
+def _read(path: Path) -> dict[Setting, Found]:
+    """What an earlier process has tried; what can't be read is tried again."""
+    try:
+        return {
+            Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Found(**found)
+            for setting, found in json.loads(path.read_text())
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Tried]]:
+    """The job of ``args`` in the fastest setting that is found, and all that was tried; says how to run it.
+
+    Raises:
+        UserError: as :meth:`CompileJob.of`; nothing that was tried fits.
+    """
+    tuning = Tuning(args, options, console, options.tune)
+    try:
+        best = tuning.best()
+    except KeyboardInterrupt:
+        say(console, f"tune:    stopped after {len(tuning.tried)} settings; the same command goes on")
+        if (so_far := tuning.first()) is not None and tuning.tried[so_far].fits:
+            say(console, f"tune:    the fastest so far: {so_far}: {tuning.tried[so_far]}")
+        raise
+    if best is None:
+        least = tuning.first()
+        raise UserError(
+            asked=f"--tune {options.tune}",
+            found="no setting that fits" + (f"; nearest is {least}: {tuning.tried[least]}" if least else ""),
+            why=f"{len(tuning.tried)} were tried on {options.topology}",
+            instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
+        )
+    if tuning.cut_short:
+        say(console, f"tune:    the time of --tune {options.tune} is over; the same command tries more")
+    found = best.of(args)
+    say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
+    say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
+    return CompileJob.of(found, options), tuning.results
+
+
+def options_of(args: TrainingArguments) -> list[str]:
+    """The words of a command line that says ``args``: their recipe, and all that is not as it is by default."""
+    plain, words = TrainingArguments(recipe=args.recipe).as_dict(), ["--recipe", str(args.recipe)]
+    for name, value in args.as_dict().items():
+        if value != plain[name]:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words

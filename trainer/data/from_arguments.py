@@ -1,0 +1,83 @@
+"""What a run's options ask of its data: the tokenizer, the tokens that end a generation, and how rows are made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.corpus import DataOptions
+from shardwright.data.samples.fitting import SampleOptions
+from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def asked_tokenizer(
+    args: TrainingArguments, config: PretrainedConfig, given: PreTrainedTokenizerBase | None = None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer given or asked for, else the one that lies with the weights; None: one is trained on the data.
+
+    Raises:
+        UserError: there is none of that name, or a model of ``config`` can't be trained with it.
+    """
+    name = args.tokenizer
+    if name is None and args.model is not None:
+        local = Path(args.model)
+        if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
+            name = args.model
+    tokenizer = open_tokenizer(name) if given is None and name is not None else given
+    check_tokenizer(tokenizer, config.get_text_config().vocab_size)
+    return tokenizer
+
+
+def stop_tokens(
+    args: TrainingArguments, config: PretrainedConfig, model: PreTrainedModel | None = None
+) -> frozenset[int]:
+    """The tokens that end a generation, as the model's config and its generation config name them."""
+    named: list[Any] = [config, config.get_text_config()]
+    if model is not None:
+        named.append(model.generation_config)
+    if args.model is not None:
+        with contextlib.suppress(OSError):  # it need not have one
+            named.append(GenerationConfig.from_pretrained(args.model))
+    ids = (getattr(each, "eos_token_id", None) for each in named)
+    return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
+
+
+def data_options(
+    args: TrainingArguments,
+    config: PretrainedConfig,
+    train: Dataset | IterableDataset | None = None,
+    evaluated: Mapping[str, str | Dataset | IterableDataset] | None = None,
+    model: PreTrainedModel | None = None,
+) -> DataOptions:
+    """Which text a run of ``args`` trains on, and how it becomes rows.
+
+    Args:
+        train: instead of ``args.dataset``.
+        evaluated: instead of ``args.eval_dataset``.
+        model: whose generation config may name stop tokens too.
+    """
+    stops = stop_tokens(args, config, model)
+    return DataOptions(
+        dataset=args.dataset if train is None else train,
+        text_column=args.text_column,
+        sequence_length=args.sequence_length,
+        isolate_documents=args.isolate_documents,
+        streaming=args.streaming,
+        shuffle_rows=args.shuffle_rows,
+        eval_dataset=evaluated or args.eval_sets,
+        max_samples=args.max_samples,
+        samples=SampleOptions(
+            args.train_on_prompt,
+            args.overflow,
+            args.packing,
+            on_bad_row=args.on_bad_row,
+            stops=stops,
+            pairs=args.most_pairs(args.sequence_length),
+        ),
+    )

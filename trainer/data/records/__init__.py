@@ -1,0 +1,1 @@
+"""Records: read from files, the hub or a stream, and what shape they have."""

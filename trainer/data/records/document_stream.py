@@ -1,0 +1,144 @@
+"""A stream of documents, from files or the hub: read part by part (file by file), beginning at any document."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from shardwright.data.records.documents import text_documents
+from shardwright.data.records.records import columns_of, identity_of, open_records, shape_of_files, texts_of_file
+from shardwright.data.records.shapes import Shape, no_pairs, recognise, text_shape
+from shardwright.data.records.sources import Files, Given, HubDataset, cause, locate, not_utf8, pick_splits
+from shardwright.data.records.unreadable import Unread
+from shardwright.errors import UserError
+
+
+@dataclass(frozen=True)
+class DocumentStream:
+    """Documents that are read when they are asked for, and never kept.
+
+    Args:
+        asked: what the user asked for, as errors say it.
+        identity: a name for the documents that a person can read, the same on every machine.
+        parts: how many files there are; in a folder of text files each is one document.
+        read: (part, document) -> (what a document is known by, its text), from that document to the part's end. A text
+            file is known by its name, a record by its text.
+        shape: of its records.
+        sizes: name → bytes of its parts, where they are files.
+        heldout: the documents that the dataset itself holds out.
+        unread: what was left out where it was read.
+    """
+
+    asked: str
+    identity: str
+    parts: int
+    read: Callable[[int, int], Iterator[tuple[str, str | None]]]
+    shape: Shape = text_shape()  # noqa: RUF009  (it is frozen)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    heldout: DocumentStream | None = None
+    unread: Unread = Unread("a stream", "error")  # noqa: RUF009  (it counts nothing)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self.sizes)
+
+    def documents(self) -> Iterator[tuple[str, str | None]]:
+        """All documents, part after part."""
+        return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
+
+    def place_of(self, document: str) -> str | None:
+        """The file and the row, from 1, where a document first stands; None: nowhere. All is read again for it."""
+        for part in range(self.parts):
+            for row, (_, text) in enumerate(self.read(part, 0), start=1):
+                if text == document:
+                    return f"{self.name_of(part)}, row {row}"
+        return self.heldout.place_of(document) if self.heldout else None
+
+    def name_of(self, part: int) -> str:
+        """A part as a person knows it."""
+        return self._names[part] if self.sizes else f"part {part + 1} of {self.parts}"
+
+
+def find_stream(
+    dataset: str | Dataset | IterableDataset | None,
+    text_column: str | None,
+    on_bad_row: str = "error",
+    pairs: bool = False,
+) -> DocumentStream:
+    """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
+
+    Raises:
+        UserError: nothing is there, or nothing to read, or no column of text. ``read`` raises it where a stream breaks.
+    """
+    where = locate(dataset)
+    unread = Unread(where.asked, on_bad_row)
+    if isinstance(where, HubDataset | Given):
+        return _of_records(where, text_column, pairs)
+    identity, names = identity_of(where), list(where.files)
+    if where.kind == "text":
+        if pairs:
+            raise no_pairs(where.asked, "plain text")
+
+        def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
+            return itertools.islice(text_documents(where, names[part], unread), document, None)
+
+        return DocumentStream(where.asked, identity, len(names), read, sizes=_sizes(where, names), unread=unread)
+    shape, splits = shape_of_files(where, text_column, pairs), where.by_split()
+    train, heldout = pick_splits(splits, where.asked)
+    identity = f"{identity}, {', '.join(shape.required)}"
+    streams = [_of_files(where, splits[name], (shape, identity), unread) for name in [train, *heldout]]
+    return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
+
+
+def _of_files(where: Files, names: list[str], known: tuple[Shape, str], unread: Unread) -> DocumentStream:
+    """The stream of the rows of files of one split; a row that has no text, or can't be read, is None."""
+    shape, identity = known
+
+    def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
+        for text in texts_of_file(where, names[part], shape, unread, document):
+            yield text or "", text
+
+    return DocumentStream(where.asked, identity, len(names), read, shape, _sizes(where, names), unread=unread)
+
+
+def _sizes(where: Files, names: list[str]) -> dict[str, int]:
+    return {name: where.files[name].stat().st_size for name in names}
+
+
+def _of_records(where: HubDataset | Given, text_column: str | None, pairs: bool) -> DocumentStream:
+    splits, identity = open_records(where)
+    train, heldout = pick_splits(splits, where.asked)
+    shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
+    streams = [_records(where, splits[name], (shape, identity)) for name in [train, *heldout]]
+    return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
+
+
+def _records(where: HubDataset | Given, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
+    """The stream of one split of records, of ``known`` shape and identity."""
+    shape, identity = known
+    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked, shape.is_pair)
+    chosen = split.select_columns(shape.required[0]) if shape.is_text else split
+
+    def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
+        # `skip` is exact in every kind of file, and drops whole Arrow tables without converting them
+        records: Any = chosen.shard(split.num_shards, part).skip(document)
+        try:
+            for record in records:
+                text = shape.document(record)
+                yield text or "", text
+        except UnicodeDecodeError as error:
+            raise not_utf8(where, error) from error
+        except Exception as error:  # of many types: whatever a network or a file can do
+            raise UserError(
+                asked=f"{where.asked}: documents of its part {part + 1} of {split.num_shards}",
+                found=cause(error),
+                why="the stream broke off; what was trained on is in the last checkpoint",
+                instead="the same command with --resume_from_checkpoint latest, when the data can be read again",
+            ) from error
+
+    columns = ", ".join(shape.required)
+    return DocumentStream(where.asked, f"{identity}, {columns}", split.num_shards, read, shape)

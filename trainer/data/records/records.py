@@ -1,0 +1,142 @@
+"""Records: opened, their columns seen, their shape recognised. Of files no more is read than the first rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+from datasets import Dataset, Features, IterableDataset, List, Value
+from shardwright.data.records.files import Unreadable, rows_of
+from shardwright.data.records.shapes import Shape, no_pairs, recognise, text_shape
+from shardwright.data.records.sources import Files, Given, HubDataset, locate, pick_splits, unreadable
+from shardwright.data.records.unreadable import Unread
+from shardwright.files.cache import digest
+
+LOOKED_AT = 100  # first rows of a split's files, which show its columns
+_TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
+
+
+def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False) -> Shape:
+    """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text, ``pairs`` that it is
+    pairs of answers.
+
+    Raises:
+        UserError: nothing is there, it can't be opened, or its records are of no known shape.
+    """
+    where = locate(dataset)
+    if pairs and isinstance(where, Files) and where.kind == "text":
+        raise no_pairs(where.asked, "plain text")
+    if text_column is not None or (isinstance(where, Files) and where.kind == "text"):
+        return text_shape(text_column or "text")
+    if isinstance(where, Files):
+        return shape_of_files(where, None, pairs)
+    splits, _ = open_records(where)
+    train, _ = pick_splits(splits, where.asked)
+    return recognise(columns_of(where, splits[train]), None, where.asked, pairs)
+
+
+def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -> Shape:
+    """The shape of the records of files, by the split to train on.
+
+    Raises:
+        UserError: no record can be read, or they are of no known shape; the split that is held out has another.
+    """
+    splits = where.by_split()
+    train, heldout = pick_splits(splits, where.asked)
+    shape = recognise(_columns_of_files(where, splits[train]), text_column, where.asked, pairs)
+    for name in heldout:
+        columns = _columns_of_files(where, splits[name])
+        recognise(columns, shape.required[0] if shape.is_text else None, where.asked, pairs)
+    return shape
+
+
+def texts_of_file(where: Files, name: str, shape: Shape, unread: Unread, start: int = 0) -> Iterator[str | None]:
+    """Each row of a file of records as its one string, from number ``start`` (from 0) on.
+
+    None for rows without text, and those that can't be read, where they are skipped.
+    """
+    for number, row in enumerate(rows_of(where.files[name], where.kind, start), start=start + 1):
+        try:
+            if isinstance(row, Unreadable):
+                raise row
+            yield None if row is None else _text_of(row, shape)
+        except Unreadable as why:
+            unread(name, number, why)
+            yield None
+
+
+def _text_of(row: Any, shape: Shape) -> str | None:
+    """Raises Unreadable: a text that is no text, or holds what UTF-8 can't."""
+    if shape.is_text and shape.required[0] not in row:
+        raise Unreadable(f"no column {shape.required[0]}")
+    text = shape.document(row)
+    if not isinstance(text, str | None):
+        raise Unreadable(f"column {shape.required[0]}: a {type(text).__name__}, not text")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise Unreadable(f"UnicodeEncodeError: {error}") from error
+    return text
+
+
+def open_records(where: HubDataset | Given) -> tuple[dict[str, IterableDataset], str]:
+    """The splits by name, and a name for them that is the same on every machine.
+
+    Raises:
+        UserError: they can't be opened.
+    """
+    if isinstance(where, Given):
+        return {"train": where.stream()}, where.identity
+    try:
+        builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
+        # semi-private: datasets/builder.py, datasets 5.2; `hash` is the commit of a dataset on the hub
+        identity = f"{where.name}@{builder.hash}" + (f":{where.configuration}" if where.configuration else "")
+        return builder.as_streaming_dataset(), identity
+    except Exception as error:  # of many types: offline, not found, malformed, …
+        raise unreadable(where, error) from error
+
+
+def identity_of(where: Files) -> str:
+    """A name made of the files' names and sizes alone, so that a copy on another machine is the same data."""
+    sizes = {name: path.stat().st_size for name, path in where.files.items()}
+    return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
+
+
+def columns_of(where: HubDataset | Given, split: IterableDataset) -> dict[str, Any]:
+    """Column name -> feature. Where they are not known before the files are read, they are those of the first record.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    try:
+        return split.features or _columns_of_first(split)
+    except Exception as error:  # as above
+        raise unreadable(where, error) from error
+
+
+def _columns_of_first(split: IterableDataset) -> Features:
+    first = next(iter(split), None)
+    if first is None:
+        raise ValueError("no records")
+    return datasets.Dataset.from_list([first]).features
+
+
+def _columns_of_files(where: Files, names: list[str]) -> dict[str, Any]:
+    """Column name -> feature, of the first rows that can be read and hold something there."""
+    numbered = ((name, row) for name in names for row in enumerate(rows_of(where.files[name], where.kind), start=1))
+    columns: dict[str, Any] = {}
+    bad: list[tuple[str, int, Unreadable]] = []
+    for name, (number, row) in itertools.islice(numbered, LOOKED_AT):
+        if isinstance(row, Unreadable):
+            bad.append((name, number, row))
+            continue
+        for column, value in (row or {}).items():
+            if columns.get(column, Value("null")) == Value("null"):
+                columns[column] = Value(_TYPES[type(value)]) if type(value) in _TYPES else List(Value("null"))
+    if not columns and bad:
+        Unread(where.asked, "error")(*bad[0])
+    if not columns:
+        raise unreadable(where, ValueError("no records"))
+    return columns

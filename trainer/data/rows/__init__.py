@@ -1,0 +1,1 @@
+"""Rows of tokens: packed, stored or streamed, mixed, selected, and batched."""

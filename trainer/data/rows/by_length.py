@@ -1,0 +1,148 @@
+"""Rows of one sample each, in batches as short as their samples allow: of a few lengths, each a shape of its own.
+
+Rows come in runs, all of about one length, as long as a batch, and the runs in an order drawn anew: so that a batch is
+cut to a short length, and yet short and long samples are trained on in turn (transformers' ``group_by_length``).
+
+Shape legend: S tokens in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.rows.rows import Order, Rows, count_in
+
+RUNS_AT_ONCE = 32  # batches whose rows are put in order together
+
+
+def used(columns: Columns) -> np.ndarray:
+    """Tokens of each row, int [rows]: up to the padding, else up to the last that is scored. After it nothing counts.
+
+    Args:
+        columns: with ``labels`` [rows, S], and perhaps ``segment_ids`` [rows, S].
+    """
+    counts = columns["segment_ids"] > 0 if "segment_ids" in columns else columns["labels"] != IGNORE
+    reversed_ = counts[:, ::-1]
+    return np.where(counts.any(axis=1), counts.shape[1] - reversed_.argmax(axis=1), 1)
+
+
+@dataclass(frozen=True)
+class RowsByLength:
+    """The rows of ``rows``, put in order by length.
+
+    Args:
+        lengths: that batches are cut to, shortest first; the last is S.
+    """
+
+    rows: Rows
+    lengths: Sequence[int]
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the rows, and the lengths, which say their order too."""
+        return f"{self.rows.fingerprint}, by length ({', '.join(map(str, self.lengths))})"
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens an epoch has, padding included; None where it is not known."""
+        return self.rows.tokens
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> OrderByLength:
+        """The rows as training takes them, from ``cursor`` on."""
+        return OrderByLength(self, seed, batch_size, cursor)
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """Those of the rows. [rows, S]"""
+        return self.rows.rows_to_count()
+
+
+class OrderByLength:
+    """An order of rows, window by window, each arranged in runs; marks are (mark of the inner order, length).
+
+    A cursor is that of the inner order where the window begins, and ``runs``: how long a run is (it stays, whatever the
+    batch size of those who go on), rows taken of the window, and of the run that the window begins in.
+    """
+
+    def __init__(self, rows: RowsByLength, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+        place = {name: value for name, value in cursor.items() if name != "runs"}
+        runs = cursor.get("runs", {"size": batch_size, "taken": 0, "begun": 0})
+        self._run, taken, self._begun = (count_in(runs, name) for name in ("size", "taken", "begun"))
+        if not 0 <= self._begun < self._run:
+            raise ValueError(f"{self._begun} of a run of {self._run}")
+        self._inner: Order = rows.rows.order(seed, batch_size, place)
+        self._rows, self._seed, self._known = rows, seed, rows.tokens is not None
+        self._marks: list[tuple[Any, int]] = []
+        self._taken, self._start, self._first = 0, self._inner.cursor(), self._inner.epoch
+        if taken:
+            self._next_window()
+            if taken >= len(self._marks):
+                raise ValueError(f"row {taken} of a window of {len(self._marks)}")
+            self._taken = taken
+
+    @property
+    def epoch(self) -> float:
+        last = self._inner.epoch
+        if not self._known or self._taken == len(self._marks):
+            return last
+        return self._first + (last - self._first) * self._taken / len(self._marks)
+
+    def take(self, count: int) -> list[tuple[Any, int]]:
+        if self._taken == len(self._marks):
+            self._next_window()
+        taken = self._marks[self._taken : self._taken + count]
+        self._taken += len(taken)
+        return taken
+
+    def read(self, taken: Sequence[tuple[Any, int]]) -> Columns:
+        return self._inner.read([mark for mark, _ in taken])
+
+    def cut(self, columns: Columns, taken: Sequence[tuple[Any, int]]) -> Columns:
+        """``columns`` of the rows' S tokens, cut to the shortest of the lengths that holds all of ``taken``."""
+        longest, full = max(length for _, length in taken), self._rows.lengths[-1]
+        size = next(length for length in self._rows.lengths if length >= longest)
+        return {name: values[:, :size] if values.shape[1] == full else values for name, values in columns.items()}
+
+    def cursor(self) -> dict[str, Any]:
+        taken, place, begun = self._taken, self._start, self._begun
+        if taken == len(self._marks):
+            taken, place, begun = 0, self._inner.cursor(), (begun + taken) % self._run
+        return {**place, "runs": {"size": self._run, "taken": taken, "begun": begun}}
+
+    def _next_window(self) -> None:
+        self._begun = (self._begun + len(self._marks)) % self._run
+        self._start, self._first = self._inner.cursor(), self._inner.epoch
+        marks = self._inner.take(RUNS_AT_ONCE * self._run)
+        pieces = [marks[n : n + self._run] for n in range(0, len(marks), self._run)]
+        lengths = np.concatenate([used(self._inner.read(piece)) for piece in pieces])  # not all values held at once
+        kinds = np.searchsorted(self._rows.lengths, lengths)
+        draw = np.random.default_rng([self._seed, zlib.crc32(json.dumps(self._start, sort_keys=True).encode())])
+        order = in_runs(kinds, self._run, -self._begun % self._run, draw)
+        self._marks, self._taken = [(marks[i], int(lengths[i])) for i in order.tolist()], 0
+
+
+def in_runs(kinds: np.ndarray, size: int, head: int, draw: np.random.Generator) -> np.ndarray:
+    """Numbers of rows in runs of ``size``, each of one kind but for what is left over; the runs in an order drawn.
+
+    Args:
+        kinds: of each row, int [rows].
+        head: rows that the run before still wants; they come first.
+    """
+    full, rest = list[np.ndarray](), list[np.ndarray]()
+    for kind in np.unique(kinds):
+        rows = np.flatnonzero(kinds == kind)
+        whole = len(rows) // size * size
+        full += list(rows[:whole].reshape(-1, size))
+        rest.append(rows[whole:])
+    left = np.concatenate(rest)
+    if len(left) < head and full:
+        left = np.concatenate([left, full.pop()])
+    first, left = left[:head], left[head:]
+    full += [left[n : n + size] for n in range(0, len(left) // size * size, size)]
+    draw.shuffle(full)  # type: ignore[arg-type]  # a list of arrays is a sequence
+    return np.concatenate([first, *full, left[len(left) // size * size :]])

@@ -1,0 +1,207 @@
+"""Mixtures: rows of several sources, each with a weight: ``a.jsonl:0.7,b.jsonl:0.3``.
+
+Of each thousand rows every source gives its share, in an order drawn by the seed. A source goes through its own rows in
+its own order; when all of them were taken it begins anew, in another order. An epoch of the mixture is over when the
+last of the sources has been gone through.
+
+Shape legend: S tokens in a row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from shardwright.data.records.records import find_shape
+from shardwright.data.records.shapes import Shape
+from shardwright.data.rows.packing import Columns
+from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
+from shardwright.errors import UserError
+
+BLOCK = 1000  # rows of which each source gives its share exactly
+_WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the datasets that ``--dataset`` names, and its weight."""
+
+    dataset: str | Dataset | IterableDataset | None
+    weight: float = 1.0
+
+
+def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
+    """The datasets that ``--dataset`` names: one, or those of a mixture. A path that exists is itself one.
+
+    Raises:
+        UserError: some have weights and others none, or a weight is not above 0.
+    """
+    if not isinstance(dataset, str):
+        return [Source(dataset)]
+    parts = dataset.split(",")
+    if os.path.exists(os.path.expanduser(dataset)) or len(parts) == 1:
+        return [Source(dataset)]
+    found = [_WEIGHTED.fullmatch(part.strip()) for part in parts]
+    if not all(found):
+        raise UserError(
+            asked=f"--dataset {dataset}",
+            found="without a weight: " + ", ".join(p for p, match in zip(parts, found, strict=True) if not match),
+            why="no file or folder is called that, and of a mixture each dataset says how much of it is drawn",
+            instead="--dataset a.jsonl:0.7,b.jsonl:0.3",
+        )
+    sources = [Source(match[1], float(match[2])) for match in found if match]
+    shares([source.weight for source in sources], dataset)
+    return sources
+
+
+def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
+    """How many of a thousand rows each source gives: the nearest whole numbers (largest remainder, as of votes).
+
+    Raises:
+        UserError: that is none of some source.
+    """
+    total = sum(weights)
+    exact = [BLOCK * weight / total if total else 0.0 for weight in weights]
+    counts = [math.floor(each) for each in exact]
+    for i in sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))[: BLOCK - sum(counts)]:
+        counts[i] += 1
+    if not all(counts):
+        raise UserError(
+            asked=f"--dataset {dataset}",
+            found=f"the weights {', '.join(map(str, weights))}",
+            why=f"of {BLOCK:,} rows a dataset would give none",
+            instead="weights that are at least a thousandth of their sum, or a mixture without that dataset",
+        )
+    return counts
+
+
+def shapes_of(
+    dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False
+) -> list[Shape]:
+    """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
+    return [find_shape(source.dataset, text_column, pairs) for source in sources_of(dataset)]
+
+
+def no_tokenizer(dataset: object) -> UserError:
+    """The error of a mixture without a tokenizer."""
+    return UserError(
+        asked=f"--dataset {dataset}, without a tokenizer",
+        found="one would have to be trained on the mixture",
+        why="one is trained on a single dataset of text",
+        instead="--tokenizer with a hub id or a folder, or a --model that brings its own",
+    )
+
+
+@dataclass(frozen=True)
+class MixedRows:
+    """Rows of several sources, all with the same columns.
+
+    Args:
+        sources: stored rows or streamed ones.
+        shares: how many of a thousand rows each gives.
+    """
+
+    sources: Sequence[Rows]
+    shares: Sequence[int]
+
+    @property
+    def fingerprint(self) -> str:
+        """Those of the sources, with their shares."""
+        parts = (f"{share}‰ {rows.fingerprint}" for share, rows in zip(self.shares, self.sources, strict=True))
+        return f"a mixture of {'; '.join(parts)}"
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens an epoch has, to a thousand rows; None of streams."""
+        known = [rows.tokens for rows in self.sources]
+        if any(tokens is None for tokens in known):
+            return None
+        return max(-(-BLOCK * (tokens or 0) // share) for tokens, share in zip(known, self.shares, strict=True))
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows an epoch has, to a thousand; None of streams."""
+        stored = [len(rows) for rows in self.sources if isinstance(rows, StoredRows)]
+        if len(stored) < len(self.sources):
+            return None
+        return max(-(-BLOCK * count // share) for count, share in zip(stored, self.shares, strict=True))
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> MixedOrder:
+        """The rows as training takes them, from ``cursor`` on."""
+        return MixedOrder(self, seed, batch_size, cursor)
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """The rows of each source, as often as its share says beside the others, to the nearest whole number."""
+        sizes = [rows.tokens or BLOCK for rows in self.sources]
+        per_row = [share / size for share, size in zip(self.shares, sizes, strict=True)]
+        for rows, weight in zip(self.sources, per_row, strict=True):
+            for columns in rows.rows_to_count():
+                for _ in range(max(1, round(weight / min(per_row)))):
+                    yield columns
+
+
+class MixedOrder:
+    """The orders of the sources, and which of them gives the next row; marks are (source, its own mark)."""
+
+    def __init__(self, rows: MixedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+        self._shares, self._seed = rows.shares, seed
+        self._row = count_in(cursor, "row")
+        given = cursor.get("sources")
+        if given is None:  # the beginning of an epoch, for each of them
+            self._row, given = 0, [{"epoch": count_in(cursor, "epoch"), "row": 0}] * len(rows.sources)
+        self._orders: list[Order] = [
+            source.order(seed, max(1, batch_size * share // BLOCK), each)
+            for source, share, each in zip(rows.sources, rows.shares, given, strict=True)
+        ]
+        self._drawn = self._draw()
+
+    @property
+    def epoch(self) -> float:
+        return min(order.epoch for order in self._orders)
+
+    def take(self, count: int) -> list[tuple[int, Any]]:
+        taken: list[tuple[int, Any]] = []
+        epoch = int(self.epoch)
+        while len(taken) < count and int(self.epoch) == epoch:
+            source = int(self._drawn[self._row % BLOCK])
+            taken += [(source, mark) for mark in self._orders[source].take(1)]
+            self._row += 1
+            if self._row % BLOCK == 0:
+                self._drawn = self._draw()
+        return taken
+
+    def read(self, taken: Sequence[tuple[int, Any]]) -> Columns:
+        numbers = np.array([source for source, _ in taken])
+        values: Columns = {}
+        for source in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == source).tolist()
+            for name, found in self._orders[source].read([taken[i][1] for i in places]).items():
+                rows = values.setdefault(name, np.empty((len(taken), found.shape[1]), dtype=found.dtype))
+                rows[places] = found
+        return values
+
+    def cursor(self) -> dict[str, Any]:
+        return {"epoch": int(self.epoch), "row": self._row, "sources": [order.cursor() for order in self._orders]}
+
+    def _draw(self) -> np.ndarray:
+        """The sources of this thousand rows."""
+        sources = np.repeat(np.arange(len(self._shares)), self._shares)
+        return np.random.default_rng([self._seed, self._row // BLOCK]).permutation(sources)
+
+
+def mixture_notes(sources: Sequence[Source], train: MixedRows, notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Lines for a person: what each source gives."""
+    lines = []
+    for source, rows, share, own in zip(sources, train.sources, train.shares, notes, strict=True):
+        line = f"{source.dataset}: {share / BLOCK:.1%} of the rows"
+        if rows.tokens is not None and train.tokens is not None:
+            times = train.tokens * share / BLOCK / rows.tokens
+            line += f"; {rows.tokens:,} tokens, taken {times:.2f} times in an epoch"
+        lines += [line, *(f"  {note}" for note in own)]
+    return tuple(lines)

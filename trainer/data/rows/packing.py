@@ -1,0 +1,102 @@
+"""Documents → tokens → rows of S tokens. Pure: the rows do not depend on how the documents are grouped into calls.
+
+Shape legend: B rows, S tokens in a row (``sequence_length``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from shardwright.data.records.documents import has_text
+from shardwright.data.tokenizer import plain_tokens
+from transformers import PreTrainedTokenizerBase
+
+Columns = dict[str, np.ndarray]
+
+# the most documents, and characters of a stream's documents, that are tokenised in one call
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
+
+
+class AnyPacker(Protocol):
+    """Documents → rows of S tokens.
+
+    Attributes:
+        length: S.
+        rest: tokens that wait for the next call.
+        groups: how many groups of documents are packed in one call.
+        tally: what was counted so far.
+    """
+
+    length: int
+    rest: np.ndarray
+    groups: int
+    tally: Counter[str]
+
+    @property
+    def columns(self) -> list[str]: ...
+
+    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table: ...
+
+    def rows(self, documents: Sequence[str], /) -> Columns: ...
+
+
+class Packer:
+    """Documents of text → rows of S tokens: joined, and cut every S tokens.
+
+    Tokens that do not fill a row wait in ``rest`` for the next call. ``labels``: rows have them, as rows of samples do.
+    """
+
+    groups = 1
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, sequence_length: int, isolate_documents: bool, labels: bool = False
+    ) -> None:
+        self.tokenizer, self.length, self.isolate, self.labels = tokenizer, sequence_length, isolate_documents, labels
+        self.rest = np.empty(0, dtype=np.int32)
+        self.tally: Counter[str] = Counter()  # nothing is left out or cut
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of a row's columns, each int32 [S]."""
+        labels = ["labels"] if self.labels else []
+        return ["input_ids", *labels, *(["segment_ids", "position_ids"] if self.isolate else [])]
+
+    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
+        """The rows that the documents in ``batch["text"]`` complete; documents without text are left out."""
+        return as_table(self.rows([text for text in batch["text"] if text and has_text(text)]))
+
+    def rows(self, texts: Sequence[str]) -> Columns:
+        """The rows that ``texts`` complete, each column [B, S]."""
+        tokens = plain_tokens(self.tokenizer, texts)
+        end = [self.tokenizer.eos_token_id]
+        flat = np.concatenate([self.rest, *(np.array(document + end, dtype=np.int32) for document in tokens)])
+        count = len(flat) // self.length
+        self.rest = flat[count * self.length :].copy()  # not a view, which would keep all of `flat`
+        rows_BS = flat[: count * self.length].reshape(count, self.length)
+        made = {"input_ids": rows_BS} | ({"labels": rows_BS} if self.labels else {})
+        return made | (self._documents_of(rows_BS) if self.isolate else {})
+
+    def _documents_of(self, rows_BS: np.ndarray) -> Columns:
+        """The columns that tell a row's documents apart.
+
+        A document ends with its end-of-text token. If a row's end cuts it, it goes on as the next row's first document.
+        """
+        starts_BS = np.ones_like(rows_BS, dtype=bool)
+        starts_BS[:, 1:] = rows_BS[:, :-1] == self.tokenizer.eos_token_id
+        place_S = np.arange(self.length, dtype=np.int32)
+        begun_BS = np.maximum.accumulate(np.where(starts_BS, place_S, 0), axis=1)
+        return {"segment_ids": starts_BS.cumsum(axis=1, dtype=np.int32), "position_ids": place_S - begun_BS}
+
+
+def as_table(columns: Columns) -> pa.Table:
+    """Rows as an Arrow table: in each column a list of S integers a row."""
+    return pa.table(
+        {name: pa.FixedSizeListArray.from_arrays(x_BS.ravel(), x_BS.shape[1]) for name, x_BS in columns.items()}
+    )
+
+
+IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label

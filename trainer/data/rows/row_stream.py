@@ -1,0 +1,235 @@
+"""Streamed rows: documents read, tokenised and packed as training asks for them, and shuffled in windows.
+
+An epoch reads the stream's parts (files) in an order drawn by seed and epoch, and packs their documents one after
+another. The rows are cut into windows of ``shuffle_rows``, and each window is permuted by seed, epoch and its number.
+Rows that lie further apart than a window are not mixed with one another.
+
+Shape legend: S tokens in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from shardwright.data.records.document_stream import DocumentStream
+from shardwright.data.records.documents import has_text, key_hash
+from shardwright.data.records.prefetch import Ahead, stop_if_the_program_ends
+from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Columns
+from shardwright.data.rows.rows import ROWS_AT_ONCE, count_in, too_few_rows
+from shardwright.errors import UserError
+from shardwright.hosts.hosts import hosts
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row begins in an epoch. To start there, nothing before it has to be read again.
+
+    Args:
+        part: position in the epoch's order of the stream's parts.
+        document: number of the document in that part.
+        skip: how many rows the documents from here on give before this one.
+        rest: tokens of earlier documents that no row holds yet.
+    """
+
+    part: int = 0
+    document: int = 0
+    skip: int = 0
+    rest: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows in the order of training. ``start``: where the first of them began before they were permuted."""
+
+    epoch: int
+    number: int
+    start: Place
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"])
+
+
+@dataclass(frozen=True)
+class StreamedRows:
+    """Rows of S tokens, made from a stream of documents and never stored.
+
+    Args:
+        documents: the stream.
+        new_packer: makes the packer that turns documents into rows.
+        left_out: hashes of the documents that are held out.
+        shuffle_rows: rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while one is permuted.
+        fingerprint: a name for the rows and their order, all but the seed; the same on every machine.
+    """
+
+    documents: DocumentStream
+    new_packer: Callable[[], AnyPacker]
+    left_out: frozenset[int]
+    shuffle_rows: int
+    fingerprint: str
+
+    @property
+    def tokens(self) -> None:
+        """Not known: a stream's length shows where it ends."""
+        return None
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
+        """The rows as training takes them, from ``cursor`` on."""
+        return StreamedOrder(self, seed, batch_size, cursor)
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """The first 1024 rows, in one group. [rows, S]"""
+        yield self.first(ROWS_AT_ONCE)
+
+    def first(self, count: int) -> Columns:
+        """The first ``count`` rows, or all if there are fewer, not shuffled. [rows, S]"""
+        return _EpochReader(self, range(self.documents.parts), Place()).take(count)
+
+    def windows(self, seed: int, epoch: int, number: int, start: Place, at_least: int) -> Iterator[Window]:
+        """Windows without end, from window ``number`` of ``epoch`` on, which began at ``start``.
+
+        Tokens that fill no row at an epoch's end begin the next epoch.
+
+        Raises:
+            UserError: an epoch has fewer rows than ``at_least``, or the stream broke off.
+        """
+        while True:
+            parts = np.random.default_rng([seed, epoch]).permutation(self.documents.parts).tolist()
+            reader = _EpochReader(self, parts, start)
+            rows = number * self.shuffle_rows
+            while len((columns := reader.take(self.shuffle_rows))["input_ids"]):
+                order = np.random.default_rng([seed, epoch, number]).permutation(len(columns["input_ids"]))
+                yield Window(epoch, number, start, {name: values[order] for name, values in columns.items()})
+                rows, number, start = rows + len(order), number + 1, reader.place
+            if rows < at_least:
+                raise too_few_rows(at_least, f"{self.documents.asked} ended after {rows} rows")
+            epoch, number, start = epoch + 1, 0, Place(rest=reader.place.rest)
+
+
+class _EpochReader:
+    """The rows of one epoch, in the order of its documents, from ``start`` on."""
+
+    def __init__(self, rows: StreamedRows, parts: Sequence[int], start: Place) -> None:
+        self._rows, self._packer = rows, rows.new_packer()
+        self._packer.rest = np.array(start.rest, dtype=np.int32)
+        self._documents = _documents(rows.documents, parts, start.part, start.document)
+        self._group, self._read = start, (start.part, start.document)
+        self._columns, self._skip = self._packer.rows([]), 0
+        if start.skip:
+            self._next_group()
+            self._skip = start.skip
+
+    @property
+    def place(self) -> Place:
+        """Where the next row begins."""
+        return replace(self._group, skip=self._skip)
+
+    def take(self, count: int) -> Columns:
+        """The next ``count`` rows; fewer where the epoch ends. [rows, S]"""
+        pieces = [{name: values[:0] for name, values in self._columns.items()}]
+        missing = count
+        while missing:
+            piece = {name: values[self._skip : self._skip + missing] for name, values in self._columns.items()}
+            taken = len(piece["input_ids"])
+            if taken:
+                pieces.append(piece)
+                self._skip, missing = self._skip + taken, missing - taken
+            elif not self._next_group():
+                break
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def _next_group(self) -> bool:
+        """Pack the next group of documents; False: there are none."""
+        self._group, self._skip = Place(*self._read, rest=self._packer.rest.tolist()), 0
+        texts: list[str] = []
+        characters = 0
+        for read, key, text in self._documents:
+            self._read = read
+            if text and has_text(text) and not (self._rows.left_out and key_hash(key) in self._rows.left_out):
+                texts.append(text)
+                characters += len(text)
+            if len(texts) == DOCUMENTS_AT_ONCE * self._packer.groups or characters >= CHARACTERS_AT_ONCE:
+                break
+        stop_if_the_program_ends()
+        self._columns = self._packer.rows(texts)
+        return bool(texts)
+
+
+def _documents(
+    stream: DocumentStream, parts: Sequence[int], part: int, document: int
+) -> Iterator[tuple[tuple[int, int], str, str | None]]:
+    """The documents of ``parts`` in this order, from one on.
+
+    Each is ((part and document where the next one begins), what it is known by, its text).
+    """
+    for position in range(part, len(parts)):
+        for number, (key, text) in enumerate(stream.read(parts[position], document), start=document):
+            yield (position, number + 1), key, text
+        document = 0
+
+
+def _place(values: Mapping[str, Any]) -> Place:
+    """The place that a cursor holds.
+
+    Raises:
+        ValueError, TypeError: there is none.
+    """
+    place = Place(**values)
+    for name in ("part", "document", "skip"):
+        count_in(vars(place), name)
+    if not isinstance(place.rest, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in place.rest):
+        raise ValueError("tokens of earlier documents that are none")
+    return place
+
+
+class StreamedOrder:
+    """The rows of a stream, window by window. While one window is used, the next is made on a thread."""
+
+    def __init__(self, rows: StreamedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+        self._asked, self._size = rows.documents.asked, rows.shuffle_rows
+        self._epoch, self._number = count_in(cursor, "epoch"), count_in({"window": 0, **cursor}, "window")
+        self._start = _place(cursor.get("start", {}))
+        self._taken = count_in(cursor, "row") - self._number * self._size
+        if not 0 <= self._taken <= self._size or self._start.part > rows.documents.parts:
+            raise ValueError(f"row {cursor['row']} in window {self._number} of {self._size} rows, epoch {self._epoch}")
+        self._windows = rows.windows(seed, self._epoch, self._number, self._start, batch_size)
+        self._window: Window | None = None
+        self._ahead: Ahead[Window] | None = None
+
+    @property
+    def epoch(self) -> float:
+        return float(self._epoch)
+
+    def take(self, count: int) -> list[tuple[Columns, int]]:
+        while self._window is None or self._taken == len(self._window):
+            self._window = self._next_window()
+        first, self._taken = self._taken, min(self._taken + count, len(self._window))
+        return [(self._window.columns, row) for row in range(first, self._taken)]
+
+    def read(self, taken: Sequence[tuple[Columns, int]]) -> Columns:
+        return {name: np.stack([columns[name][row] for columns, row in taken]) for name in taken[0][0]}
+
+    def cursor(self) -> dict[str, Any]:
+        row = self._number * self._size + self._taken
+        return {"epoch": self._epoch, "row": row, "window": self._number, "start": vars(self._start)}
+
+    def _next_window(self) -> Window:
+        window = hosts().once(self._made_ahead)  # the first host reads the stream, for all
+        if self._window is not None:
+            self._epoch, self._number, self._start, self._taken = window.epoch, window.number, window.start, 0
+        elif (window.epoch, window.number) != (self._epoch, self._number) or self._taken > len(window):
+            raise UserError(
+                asked=f"to go on in {self._asked} after row {self._number * self._size + self._taken} of an epoch",
+                found="the stream ends before it",
+                why="it is not the stream that was read then",
+                instead="the data as they were, or a run from the start",
+            )
+        return window
+
+    def _made_ahead(self) -> Window:
+        window = (self._ahead or Ahead(self._windows)).result()
+        self._ahead = Ahead(self._windows)
+        return window

@@ -1,0 +1,229 @@
+"""Rows of tokens to train on: what stored and streamed ones have in common, and the stored ones.
+
+Shape legend: S tokens in a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
+from shardwright.errors import UserError
+from shardwright.files.cache import digest
+
+FINGERPRINT_ROWS = 64  # of stored rows; reading them takes milliseconds
+ROWS_AT_ONCE = 1024  # rows that are counted together
+
+
+class Rows(Protocol):
+    """Rows to train on, stored or streamed."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for the rows and their order, all but the seed; the same on every machine."""
+        ...
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens an epoch has; None where it is not known."""
+        ...
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> Order:
+        """The rows as training takes them, from ``cursor`` on; ``{"epoch": 0, "row": 0}`` is the start.
+
+        Raises:
+            UserError: an epoch has fewer than ``batch_size`` rows; of a stream, its order raises this where it ends.
+            KeyError, TypeError, ValueError: ``cursor`` is not one that an order of these rows gave.
+        """
+        ...
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """The rows whose tokens are counted, in groups: all that are stored, or a stream's first. [rows, S]"""
+        ...
+
+
+class Order(Protocol):
+    """Rows one after another, epoch after epoch, from a cursor on."""
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done: a fraction where an epoch's length is known, else whole ones."""
+        ...
+
+    def take(self, count: int) -> Sequence[Any]:
+        """Marks of the next rows, which :meth:`read` reads: between 1 and ``count`` of them, all of one epoch."""
+        ...
+
+    def read(self, taken: Sequence[Any]) -> Columns:
+        """The values of rows that :meth:`take` gave. [rows, S]"""
+        ...
+
+    def cursor(self) -> dict[str, Any]:
+        """Where the next row lies, JSON-able. The caller must not change it."""
+        ...
+
+
+def too_few_rows(batch_size: int, found: str) -> UserError:
+    """The error of an epoch that does not fill one batch."""
+    return UserError(
+        asked=f"a global batch of {batch_size} rows",
+        found=found,
+        why="they don't fill one batch",
+        instead="more data, a shorter --sequence_length, or a smaller --per_device_train_batch_size or "
+        "--gradient_accumulation_steps",
+    )
+
+
+def count_in(cursor: Mapping[str, Any], name: str) -> int:
+    """Returns a number of a cursor, which may have been read from a file.
+
+    Raises:
+        ValueError: it is no count. KeyError: there is none.
+    """
+    value = cursor[name]
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError(f"{name} {str(value)[:80]}")
+    return value
+
+
+class StoredRows:
+    """Rows that lie in a dataset. An epoch takes all of them, in an order drawn by seed and epoch.
+
+    Args:
+        dataset: columns of lists of S integers: ``input_ids``, and perhaps ``labels``, ``segment_ids`` and
+            ``position_ids``.
+        tally: what was counted when they were made.
+    """
+
+    def __init__(self, dataset: Dataset, tally: Mapping[str, int] | None = None) -> None:
+        self.dataset, self.tally = dataset, dict(tally or {})
+        self._arrays = dataset.with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        """The number of rows, and a hash of that number and of up to 64 rows spread evenly over all."""
+        sample = np.linspace(0, len(self) - 1, min(FINGERPRINT_ROWS, len(self))).astype(np.int64)
+        content = hashlib.blake2b(str(len(self)).encode(), digest_size=8)
+        for name, values in sorted(self.read(sample).items()):
+            content.update(name.encode() + values.astype("<i8").tobytes())
+        return f"{len(self)} rows, {content.hexdigest()}"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all rows have."""
+        return len(self) * len(self.dataset[0]["input_ids"])
+
+    def spread(self, most: int) -> StoredRows:
+        """At most ``most`` of the rows, in their order and spread evenly over all; 0: every row."""
+        if not 0 < most < len(self):
+            return self
+        return StoredRows(self.dataset.select(np.arange(most) * len(self) // most))
+
+    def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StoredOrder:
+        """The rows as training takes them, from ``cursor`` on."""
+        return StoredOrder(self, seed, batch_size, cursor)
+
+    def rows_to_count(self) -> Iterator[Columns]:
+        """All rows in order, 1024 at a time. [rows, S]"""
+        return self._arrays.iter(ROWS_AT_ONCE)
+
+    def read(self, numbers: np.ndarray) -> Columns:
+        """The rows of these numbers. [rows, S]"""
+        return self._arrays[numbers]
+
+
+class StoredOrder:
+    """All rows of a dataset, permuted anew each epoch; the marks of rows are their numbers."""
+
+    def __init__(self, rows: StoredRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
+        if len(rows) < batch_size:
+            raise too_few_rows(batch_size, f"{len(rows)} rows to train on")
+        self._rows, self._seed = rows, seed
+        self._epoch, self._row = count_in(cursor, "epoch"), count_in(cursor, "row")
+        if self._row >= len(rows):
+            raise ValueError(f"row {self._row} of {len(rows)} in epoch {self._epoch}")
+        self._permutation = self._draw()
+
+    @property
+    def epoch(self) -> float:
+        return self._epoch + self._row / len(self._rows)
+
+    def take(self, count: int) -> list[int]:
+        taken = self._permutation[self._row : self._row + count].tolist()
+        self._row += len(taken)
+        if self._row == len(self._rows):
+            self._epoch, self._row = self._epoch + 1, 0
+            self._permutation = self._draw()
+        return taken
+
+    def read(self, taken: Sequence[int]) -> Columns:
+        return self._rows.read(np.asarray(taken))
+
+    def cursor(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "row": self._row}
+
+    def _draw(self) -> np.ndarray:
+        return np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))
+
+
+def write_rows(
+    splits: Mapping[str, Dataset],
+    folder: Path,
+    new_packer: Callable[[], AnyPacker],
+    asked: str,
+    tally: Callable[[], Mapping[str, int]] = dict,
+) -> None:
+    """Write the rows of each split of documents to ``folder``, and last how many there are, which `load_rows` checks.
+
+    Args:
+        tally: what was counted while the documents were read.
+
+    Raises:
+        UserError: the documents of a split don't fill one row.
+    """
+    counts, tallies = {}, {}
+    for name, documents in splits.items():
+        packer = new_packer()
+        packed = documents.map(
+            packer,
+            batched=True,
+            batch_size=DOCUMENTS_AT_ONCE * packer.groups,
+            features=Features({column: List(Value("int32"), length=packer.length) for column in packer.columns}),
+            cache_file_name=str(folder / f"{name}.arrow"),
+            new_fingerprint=digest([folder.name, name]),
+        )
+        counts[name], tallies[name] = len(packed), dict(packer.tally)
+        if not counts[name]:
+            raise UserError(
+                asked=f"{asked} in rows of {packer.length} tokens",
+                found=f"{len(documents)} {name} documents of {len(packer.rest)} tokens in all"
+                + "".join(f", {count} {what}" for what, count in packer.tally.items() if count),
+                why="they don't fill one row",
+                instead="a larger dataset, or a shorter --sequence_length",
+            )
+    first = next(iter(tallies))
+    tallies[first] |= tally()
+    (folder / "rows.json").write_text(json.dumps({"rows": counts, "tallies": tallies}))
+
+
+def load_rows(folder: Path) -> dict[str, StoredRows]:
+    """The rows of each split that `write_rows` wrote.
+
+    Raises:
+        ValueError: some are missing. Other errors, of many types: a file is absent or damaged.
+    """
+    written = json.loads((folder / "rows.json").read_text())
+    counts, tallies = written["rows"], written["tallies"]
+    rows = {name: StoredRows(Dataset.from_file(str(folder / f"{name}.arrow")), tallies[name]) for name in counts}
+    if counts != {name: len(split) for name, split in rows.items()}:
+        raise ValueError(f"rows are missing from {folder}")
+    return rows

@@ -1,0 +1,1 @@
+"""Samples: records as tokens and labels, fitted into rows."""

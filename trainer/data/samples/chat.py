@@ -1,0 +1,233 @@
+"""Chats: a record's messages, and which of their tokens a model is trained on.
+
+A template that marks them (``{% generation %}``) is believed. Of any other, the conversation is rendered as far as
+each turn of the assistant, as a server would render it to get that turn, and again with the turn. Each must be a
+beginning of the whole, in tokens; the turn is what the second has more than the first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from shardwright.data.records.shapes import BadRecord
+from shardwright.errors import UserError
+from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+ASSISTANT = "assistant"
+ROLES = {"system", "developer", "user", ASSISTANT, "tool"}
+# what other formats call them
+ROLE_OF = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "model": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "function_call": ASSISTANT,
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_KEY_OF = {"from": "role", "value": "content"}
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation. ``first``: the number of the first message that may be trained on."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    first: int = 0
+
+    @property
+    def unknown_roles(self) -> list[str]:
+        """The role of each message whose role is none that templates know."""
+        return [m["role"] for m in self.messages if m["role"] not in ROLES]
+
+    @property
+    def turns(self) -> list[int]:
+        """The numbers of the messages that are trained on; not a first one, which answers nothing."""
+        return [i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT and i >= max(self.first, 1)]
+
+
+def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
+    """The chat of a record with ``messages``, ``conversations``, or messages as ``prompt`` and ``answer``.
+
+    Raises:
+        BadRecord: it is none.
+    """
+    tools = _list("tools", values["tools"]) if values.get("tools") else None
+    if "prompt" in values:
+        prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", answer))
+        return Chat(prompt + completion, tools, len(prompt))
+    column = "messages" if "messages" in values else "conversations"
+    messages = _messages(column, values.get(column))
+    if isinstance(values.get("system"), str) and values["system"]:
+        messages = [{"role": "system", "content": values["system"]}, *messages]
+    return Chat(messages, tools)
+
+
+def with_prompt(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of two answers as messages, with their ``prompt``: where it has none, the messages that both begin with.
+
+    Raises:
+        BadRecord: there are none, or nothing follows them.
+    """
+    if isinstance(values.get("prompt"), list):
+        return dict(values)
+    chosen, rejected = (_list(name, values[name]) for name in ("chosen", "rejected"))
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    common = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if not common:
+        raise BadRecord("chosen", "messages of which the first is not the first of `rejected`, and no prompt")
+    if common in (len(chosen), len(rejected)):
+        raise BadRecord("rejected", "no answer that differs from the chosen one")
+    return {**values, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+
+
+def _list(column: str, value: Any) -> list[Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRecord(column, f"a string that is no JSON: {error}") from error
+    if not isinstance(value, list) or not value:
+        raise BadRecord(column, f"{'nothing' if value in (None, [], {}) else type(value).__name__}, not a list")
+    return value
+
+
+def _messages(column: str, value: Any) -> list[Message]:
+    return [_message(column, i, message) for i, message in enumerate(_list(column, value), start=1)]
+
+
+def _message(column: str, number: int, value: Any) -> Message:
+    """A message with a ``role`` and ``content``, or ``tool_calls``."""
+    if not isinstance(value, dict):
+        raise BadRecord(column, f"message {number} is a {type(value).__name__}, not a role and its content")
+    message: Message = {str(_KEY_OF.get(key, key)): inner for key, inner in value.items()}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise BadRecord(column, f"message {number} has no role")
+    message["role"] = role = ROLE_OF.get(role, role)
+    parts = content if isinstance(content, list) else []
+    if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in parts):
+        raise BadRecord(column, f"message {number} ({role}) has a part that is no text")
+    if not isinstance(content, str | list | None):
+        raise BadRecord(column, f"the content of message {number} ({role}) is a {type(content).__name__}, not text")
+    empty = not parts if isinstance(content, list) else not (content or "").strip()
+    if empty and not message.get("tool_calls") and role in ("user", ASSISTANT):
+        raise BadRecord(column, f"message {number} ({role}) is empty")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(column, number, call) for call in _list(column, message["tool_calls"])]
+    return message
+
+
+def _tool_call(column: str, number: int, call: Any) -> dict[str, Any]:
+    """A call whose arguments are an object, as templates take them; APIs write them as a string of JSON."""
+    if not isinstance(call, dict):
+        raise BadRecord(column, f"a tool call of message {number} is a {type(call).__name__}, not an object")
+    inner = call.get("function", call)
+    if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
+        try:
+            inner = {**inner, "arguments": json.loads(inner["arguments"])}
+        except ValueError as error:
+            raise BadRecord(column, f"the arguments of a tool call of message {number} are no JSON: {error}") from error
+    return {**call, "function": inner} if "function" in call else inner
+
+
+class Template:
+    """The tokenizer's chat template: what it makes of chats, and where in it the turns lie.
+
+    Args:
+        stops: tokens that end a generation.
+
+    Raises:
+        UserError: there is none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]) -> None:
+        if not tokenizer.chat_template:
+            raise UserError(
+                asked="to train on chats",
+                found=f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template",
+                why="it says how messages become text",
+                instead="the tokenizer of the chat model that this shall be (--tokenizer), whose folder has a "
+                "chat_template",
+            )
+        self.tokenizer, self.stops = tokenizer, stops
+
+    def marked(self, chat: Chat) -> bool:
+        """Whether the template itself says what the assistant's are."""
+        return bool(_MARKS.search(self.tokenizer.get_chat_template(tools=chat.tools)))
+
+    def marked_spans(self, chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens, and the spans of them that the template marks.
+
+        A token right behind a span is one more of it if it ends a generation: some templates mark the words alone.
+        """
+        made: Any = self._apply(chat.messages, chat, return_dict=True, return_assistant_tokens_mask=True, tokenize=True)
+        tokens, mask = made["input_ids"], np.array([0, *made["assistant_masks"], 0])
+        edges = np.flatnonzero(np.diff(mask)).reshape(-1, 2).tolist()
+        return tokens, [(a, b + (b < len(tokens) and tokens[b] in self.stops)) for a, b in edges]
+
+    def text(self, chat: Chat, end: int) -> str:
+        """The first ``end`` messages as a server renders them to get the next."""
+        return self._apply(chat.messages[:end], chat, add_generation_prompt=True)
+
+    def texts(self, chat: Chat) -> list[str]:
+        """The whole chat; then for each turn that is trained on the chat before it, and the chat with it."""
+        before = [self.text(chat, i) for i in chat.turns]
+        with_it = [self._apply(chat.messages[: i + 1], chat) for i in chat.turns]
+        return [self._apply(chat.messages, chat), *before, *with_it]
+
+    def spans(self, chat: Chat, tokens: Sequence[list[int]]) -> list[tuple[int, int]]:
+        """Where in the whole the turns lie. ``tokens``: of :meth:`texts`.
+
+        Raises:
+            BadRecord: what stands before a turn is rendered otherwise once the turn follows; says where they part.
+        """
+        whole, count = tokens[0], len(chat.turns)
+        before, with_it = tokens[1 : 1 + count], tokens[1 + count :]
+        for i, beginning in zip(chat.turns, before, strict=True):
+            self._check_begins(whole, beginning, f"as far as message {i + 1}")
+        ends = [*map(len, before), len(whole)][1:]  # none of a chat without turns
+        spans = []
+        for i, start, turn, next_start in zip(chat.turns, map(len, before), with_it, ends, strict=True):
+            end = len(turn)
+            if whole[:end] != turn:
+                # Qwen3's drops the reasoning of all turns but the last: where this one ends its stop token tells
+                stops = [n for n in range(start, next_start) if whole[n] in self.stops]
+                if not stops:
+                    self._check_begins(whole, turn, f"up to and with message {i + 1}")
+                end = stops[0] + 1
+            spans.append((start, self._until_stop(whole, start, end)))
+        return spans
+
+    def _until_stop(self, tokens: list[int], start: int, end: int) -> int:
+        """``end``, or the end of the last token before it that ends a generation: what follows is never generated."""
+        return next((n for n in range(end, start, -1) if tokens[n - 1] in self.stops), end)
+
+    def _check_begins(self, whole: list[int], beginning: list[int], what: str) -> None:
+        if whole[: len(beginning)] == beginning:
+            return
+        pairs = zip(whole, beginning, strict=False)
+        at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(whole), len(beginning)))
+        first, second = (self.tokenizer.decode(tokens[max(0, at - 4) : at + 6]) for tokens in (whole, beginning))
+        raise BadRecord(
+            "messages",
+            f"the chat template renders a chat {what} otherwise than the whole: they part at token {at + 1}, "
+            f"{second!r} where the whole has {first!r}",
+            parts=True,
+        )
+
+    def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **{"tokenize": False, **options})
+        except Exception as error:  # of many types: a template's own words, or what it looked for and is not there
+            raise BadRecord("messages", f"the chat template says: {type(error).__name__}: {error}") from error

@@ -1,0 +1,206 @@
+"""Samples → rows of S tokens: whole samples side by side, best fit first, or one a row.
+
+Samples of a row are told apart by ``segment_ids`` (1, 2, …; 0 is padding), and each one's ``position_ids`` begin at 0.
+Of pairs of answers the chosen ones are the odd segments, and each one's rejected answer is the next.
+
+Shape legend: B rows, S tokens in a row (``sequence_length``).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from shardwright.data.records.shapes import BadRecord, Shape
+from shardwright.data.rows.packing import IGNORE, Columns, as_table
+from shardwright.data.samples.samples import Encoder, Sample, joined
+from shardwright.errors import UserError
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How records become samples, and samples rows.
+
+    Args:
+        train_on_prompt: the loss is on every token, not on the answers alone.
+        overflow: what becomes of a sample longer than a row: one of ``shardwright.arguments.data.OVERFLOW``.
+        packing: several samples share a row; else each has its own.
+        on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
+        stops: tokens that end a generation, beside the tokenizer's end-of-text token.
+        pairs: records are pairs of answers, of which a row has so many at most; 0: they are samples.
+    """
+
+    train_on_prompt: bool = False
+    overflow: str = "truncate_right"
+    packing: bool = True
+    on_bad_row: str = "error"
+    stops: frozenset[int] = frozenset()
+    pairs: int = 0
+
+
+# samples that go into one row together: one, or a pair
+Group = tuple[Sample, ...]
+
+
+class Watch(Protocol):
+    """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it.
+
+    Of a pair the two answers are told as one sample.
+    """
+
+    def bad(self, number: int, bad: BadRecord) -> None: ...
+
+    def made(self, number: int, sample: Sample, kept: Sequence[Sample]) -> None: ...
+
+
+class SamplePacker:
+    """Records → rows of S tokens. It keeps nothing for the next call: the last row of each is filled up.
+
+    Args:
+        shape: of the records.
+        isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
+        place_of: a record's file and row, for messages.
+        watch: is told what becomes of each record.
+
+    Attributes:
+        tally: what was counted so far; :func:`shardwright.data.samples.tally.notes` says it in words.
+    """
+
+    groups = 16  # of documents are packed together: the more, the fuller the rows
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        shape: Shape,
+        sequence_length: int,
+        options: SampleOptions,
+        isolate: bool = True,
+        place_of: Callable[[str], str] = lambda document: f"a record that begins {document[:60]!r}",
+        watch: Watch | None = None,
+    ) -> None:
+        self.watch, self._documents = watch, list[str]()
+        self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
+        self.tally: Counter[str] = Counter()
+        self.rest = np.empty(0, dtype=np.int32)  # as a packer of text has: no row holds part of a sample
+        self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
+        self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of a row's columns, each int32 [S]."""
+        return ["input_ids", "labels", *(["segment_ids", "position_ids"] if self.isolate else [])]
+
+    def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
+        """The rows of the documents in ``batch["text"]``."""
+        return as_table(self.rows([text for text in batch["text"] if text]))
+
+    def rows(self, documents: Sequence[str]) -> Columns:
+        """The rows of ``documents``, each column [B, S]."""
+        groups: list[Group] = []
+        self._documents = [*documents]
+        for number, found in self.encoder(documents):
+            self.tally["samples"] += 1
+            kept = [group for group in self._fitted(documents[number], found.segments) if _all_scored(group)]
+            self.tally["without target"] += not kept and (
+                self.options.overflow != "drop" or not _all_scored(found.segments)
+            )
+            groups += kept
+            if self.watch is not None:
+                self.watch.made(number, joined(found.segments), [joined(group) for group in kept])
+        lengths = [_length(group) for group in groups]
+        most = self.options.pairs or None
+        bins = best_fit(lengths, self.length, most) if self.options.packing else [[i] for i in range(len(groups))]
+        rows = [[sample for i in numbers for sample in groups[i]] for numbers in bins]
+        self.tally["rows"] += len(rows)
+        self.tally["tokens"] += sum(lengths)
+        self.tally["scored"] += sum(sample.scored for group in groups for sample in group)
+        return self._filled(rows)
+
+    def _fitted(self, document: str, group: Group) -> list[Group]:
+        """``group``, or what the policy makes of one that is longer than a row."""
+        length, size, policy = _length(group), self.length, self.options.overflow
+        if length <= size:
+            return [group]
+        if policy == "error":
+            raise UserError(
+                asked=f"rows of {size} tokens (--overflow error)",
+                found=f"{self.place_of(document)}: a {'pair' if len(group) > 1 else 'sample'} of {length} tokens",
+                why="it does not fit into a row",
+                instead=f"--sequence_length {length}, or another --overflow",
+            )
+        self.tally[policy] += 1
+        if policy == "drop":
+            return []
+        if policy == "split":
+            (sample,) = group
+            return [(_part(sample, n, n + size),) for n in range(0, length, size)]
+        # each of a pair may have what the other leaves, and half a row at least
+        sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
+        cut = zip(group, (min(len(s.tokens), most) for s, most in zip(group, sizes, strict=True)), strict=True)
+        left = policy == "truncate_left"
+        return [tuple(_part(s, len(s.tokens) - n, len(s.tokens)) if left else _part(s, 0, n) for s, n in cut)]
+
+    def _filled(self, rows: Sequence[Sequence[Sample]]) -> Columns:
+        columns = {name: np.zeros((len(rows), self.length), dtype=np.int32) for name in self.columns}
+        columns["input_ids"][:], columns["labels"][:] = self.padding, IGNORE
+        for row, samples in enumerate(rows):
+            start = 0
+            for number, sample in enumerate(samples, start=1):
+                place = (row, slice(start, start := start + len(sample.tokens)))
+                columns["input_ids"][place], columns["labels"][place] = sample.tokens, sample.labels
+                columns["labels"][row, place[1].start] = IGNORE  # nothing of the sample stands before its first token
+                if self.isolate:
+                    columns["segment_ids"][place] = number
+                    columns["position_ids"][place] = np.arange(len(sample.tokens))
+        return columns
+
+    def _bad(self, number: int, bad: BadRecord) -> None:
+        self.tally["bad"] += 1
+        if self.watch is not None:
+            self.watch.bad(number, bad)
+        if self.options.on_bad_row == "error":
+            raise UserError(
+                asked=f"samples of {self.encoder.shape.name}",
+                found=f"{self.place_of(self._documents[number])}, column {bad.column}: {bad.found}",
+                why="no sample can be made of it",
+                instead="the data mended, or --on_bad_row skip, which leaves such rows out and counts them",
+            )
+
+
+def _length(group: Group) -> int:
+    return sum(len(sample.tokens) for sample in group)
+
+
+def _all_scored(group: Group) -> bool:
+    return all(sample.scored for sample in group)
+
+
+def _part(sample: Sample, start: int, end: int) -> Sample:
+    return Sample(sample.tokens[start:end], sample.labels[start:end])
+
+
+def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:
+    """Numbers of the lengths that go into each bin of ``size``: longest first, each into the fullest that has room.
+
+    Args:
+        most: so many in a bin at most; None: as many as fit.
+
+    Best-fit decreasing (Johnson 1973): at most 11/9 of the fewest bins, and one.
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (what is free, bin), sorted
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = bisect.bisect_left(room, (lengths[i], 0))
+        free, chosen = room.pop(at) if at < len(room) else (size, len(bins))
+        if chosen == len(bins):
+            bins.append([])
+        bins[chosen].append(i)
+        if len(bins[chosen]) != most:
+            bisect.insort(room, (free - lengths[i], chosen))
+    return [sorted(numbers) for numbers in bins]

@@ -1,0 +1,85 @@
+"""Prompts to answer, read from a file: texts, or conversations; and their tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import UserError
+from transformers import PreTrainedTokenizerBase
+
+MOST = 1000  # prompts of a file: they are answered at each evaluation, and read by a person
+Prompt = str | list[dict[str, Any]]
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """The prompts in a file: one a line, or JSON-lines with `prompt` (a text) or `messages`.
+
+    It is JSON-lines if its first line is an object.
+
+    Raises:
+        UserError: there is no such file, it has no prompts or too many, or a line is of neither kind.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"{type(error).__name__}: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not 0 < len(lines) <= MOST:
+        raise _refused(path, f"{len(lines)} lines with text; 1 to {MOST} can be answered")
+    if not lines[0][1].lstrip().startswith("{"):
+        return [line for _, line in lines]
+    return [_record(path, number, line) for number, line in lines]
+
+
+def _record(path: str, number: int, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, f"line {number} is no JSON: {error}") from error
+    record = record if isinstance(record, dict) else {}
+    prompt, messages = record.get("prompt"), record.get("messages", record.get("prompt"))
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
+        return messages
+    raise _refused(path, f"line {number} has neither a `prompt` nor `messages`: {line[:80]}")
+
+
+def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """The prompt as text, a conversation in its template with the answer's beginning, and its tokens.
+
+    Raises:
+        UserError: the tokenizer has no template for these messages, or no token for the text.
+    """
+    if isinstance(prompt, str):
+        text, tokens = prompt, tokenizer.encode(prompt, verbose=False)
+    else:
+        try:
+            text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # of jinja's kinds, and the tokenizer's where there is no template
+            raise UserError(
+                asked="an answer to `messages` of --sample_prompts",
+                found=f"{type(error).__name__}: {str(error)[:300]}",
+                why="the tokenizer has no chat template that takes them",
+                instead="plain prompts, or a tokenizer with a chat_template that knows these roles",
+            ) from error
+        tokens = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    if not tokens:
+        raise UserError(
+            asked=f"an answer to {text[:80]!r}",
+            found="no token",
+            why="an answer begins behind one",
+            instead="a prompt with text in it",
+        )
+    return text, tokens
+
+
+def _refused(path: str, found: str) -> UserError:
+    return UserError(
+        asked=f"--sample_prompts {path}",
+        found=found,
+        why="its prompts are answered at each evaluation",
+        instead='a file with a prompt a line, or lines such as {"messages": [{"role": "user", "content": "Hello"}]}',
+    )

@@ -1,0 +1,255 @@
+"""Records → samples: tokens, and the targets that the loss is on.
+
+Shape legend: T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from shardwright.data.records.shapes import BadRecord, Shape
+from shardwright.data.rows.packing import IGNORE
+from shardwright.data.samples.chat import Chat, Template, chat_of, with_prompt
+from shardwright.data.tokenizer import plain_tokens, special_ids
+from transformers import PreTrainedTokenizerBase
+
+# how a record of instruction, input and output is asked where there is no chat template
+_INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
+_INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100 where the loss is not on it.
+
+    ``counts``: what was counted when it was made.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> int:
+        """How many targets the loss is on; a first token is none."""
+        return int((self.labels[1:] != IGNORE).sum())
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """What of it goes into a row, each apart from the other: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each behind the whole prompt: they go into one row, the chosen first."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """The two, which do not see one another."""
+        return self.chosen, self.rejected
+
+
+def joined(segments: Sequence[Sample]) -> Sample:
+    """``segments`` one behind the other, to be looked at as one."""
+    if len(segments) == 1:
+        return segments[0]
+    counts: Counter[str] = sum((Counter(each.counts) for each in segments), Counter())
+    return Sample(
+        np.concatenate([each.tokens for each in segments]), np.concatenate([each.labels for each in segments]), counts
+    )
+
+
+# what is tokenised of a record, and what their tokens make
+Draft = tuple[list[str], Callable[[list[list[int]]], Any]]
+
+
+class Encoder:
+    """Records of one shape → samples.
+
+    Args:
+        train_on_prompt: the loss is on every token.
+        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only its special ones count: a
+            config that was never made for it names a number that is some letter here.
+        on_bad: called with the number of each record that no sample can be made of, and why; it may raise.
+        tally: what is counted on the way.
+
+    Raises:
+        UserError: chats, and the tokenizer has no template for them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        shape: Shape,
+        tally: Counter[str],
+        on_bad: Callable[[int, BadRecord], None],
+        train_on_prompt: bool = False,
+        stops: frozenset[int] = frozenset(),
+    ) -> None:
+        self.tokenizer, self.shape, self.tally, self.on_bad = tokenizer, shape, tally, on_bad
+        self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
+        self.stops = (stops & special_ids(tokenizer)) | {self.end}
+        self.template = Template(tokenizer, self.stops) if shape.is_chat else None
+        # what the tokenizer puts in front of a text that is asked (Llama's <s>)
+        first = tokenizer("", verbose=False)["input_ids"][:1]
+        self.begin = first if first and first == [tokenizer.bos_token_id] else []
+
+    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Pair]]:
+        """The samples or pairs of ``documents``, each a record's one string, with its number; without those that are
+        bad.
+        """
+        if self.shape.is_text:
+            tokens_of = enumerate(plain_tokens(self.tokenizer, documents))
+            return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
+        drafts = [
+            (number, draft)
+            for number, document in enumerate(documents)
+            if (draft := self._tried(number, functools.partial(self._draft, document)))
+        ]
+        texts = [text for _, (texts, _) in drafts for text in texts]
+        # verbose=False: no warning that a text is longer than the model's context
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
+        samples: list[tuple[int, Sample | Pair]] = []
+        for number, (texts, make) in drafts:
+            made = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
+            if made is not None:
+                for sample in made.segments:
+                    self.tally.update(sample.counts)
+                samples.append((number, made))
+        return samples
+
+    def _tried(self, number: int, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except BadRecord as bad:
+            self.on_bad(number, bad)
+            return None
+
+    def _draft(self, document: str) -> Draft:
+        values: dict[str, Any] = json.loads(document)
+        for name in self.shape.required:
+            if values.get(name) in (None, "", []) and not (name == "prompt" and values.get(name) == ""):
+                raise BadRecord(name, "nothing")
+        if self.shape.name == "input_ids":
+            return [], lambda _: self._given(values)
+        if self.shape.name == "instruction/output":
+            return self._instruction(values)
+        if self.shape.is_pair:
+            return self._pair(values)
+        if self.shape.name == "prompt/completion" and isinstance(values["prompt"], str):
+            if isinstance(values["completion"], str):
+                return self._completion(values["prompt"], values["completion"])
+            raise BadRecord("completion", "messages behind a prompt that is a string")
+        return self._chat(chat_of(values))
+
+    def _whole(self, tokens: Sequence[int], first: int = 0) -> Sample:
+        """The loss is on the tokens from ``first`` on."""
+        made = np.array(tokens, dtype=np.int32)
+        labels = made.copy()
+        if not self.train_on_prompt:
+            labels[:first] = IGNORE
+        return Sample(made, labels)
+
+    def _given(self, values: Mapping[str, Any]) -> Sample:
+        """Tokens, and perhaps labels, as the record has them."""
+        arrays = []
+        for name in ("input_ids", "labels"):
+            given = values.get(name, values["input_ids"])
+            least = IGNORE if name == "labels" else 0
+            if not isinstance(given, list) or not all(type(t) is int and least <= t < 1 << 31 for t in given):
+                raise BadRecord(name, "something other than a list of tokens")
+            if any(t >= len(self.tokenizer) for t in given):
+                raise BadRecord(name, f"token {max(given)}, and the tokenizer has {len(self.tokenizer)}")
+            arrays.append(np.array(given, dtype=np.int32))
+        tokens, labels = arrays
+        if tokens.shape != labels.shape:
+            raise BadRecord("labels", f"{len(labels)} labels of {len(tokens)} tokens")
+        return Sample(tokens, tokens.copy() if self.train_on_prompt else labels)
+
+    def _completion(self, prompt: str, completion: str) -> Draft:
+        def make(tokens: list[list[int]]) -> Sample:
+            asked, whole = tokens
+            pairs = zip(asked, whole, strict=False)
+            # the first token that the prompt alone would not have, even if it holds the prompt's last letters too
+            first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
+            begin = self.begin if whole[:1] != self.begin else []
+            end = [] if whole[-1:] == [self.end] else [self.end]
+            sample = self._whole([*begin, *whole, *end], len(begin) + first)
+            return replace(sample, counts={"merged": int(first < len(asked))})
+
+        return [prompt, prompt + completion], make
+
+    def _pair(self, values: Mapping[str, Any]) -> Draft:
+        """Both answers, each as if it were a record of its own."""
+        names = ("chosen", "rejected")
+        if values["chosen"] == values["rejected"]:
+            raise BadRecord("rejected", "no answer that differs from the chosen one")
+        texts = [name for name in names if isinstance(values[name], str)]
+        if len(texts) == 1:
+            raise BadRecord(texts[0], "a string beside an answer that is messages")
+        if texts and not isinstance(values.get("prompt"), str):
+            raise BadRecord("prompt", "no string before answers that are strings")
+        if texts:
+            drafts = [self._completion(values["prompt"], values[name]) for name in names]
+        else:
+            whole = with_prompt(values)
+            drafts = [self._chat(chat_of(whole, name)) for name in names]
+        (first, chosen), (second, rejected) = drafts
+
+        def make(tokens: list[list[int]]) -> Pair:
+            pair = Pair(chosen(tokens[: len(first)]), rejected(tokens[len(first) :]))
+            if texts:  # the prompt's last token may run on into one answer alone: then both are scored from it on
+                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in pair.segments)
+                for sample in pair.segments:
+                    sample.labels[start:] = sample.tokens[start:]
+            return pair
+
+        return first + second, make
+
+    def _instruction(self, values: Mapping[str, Any]) -> Draft:
+        for name in ("instruction", "output", "input", "system"):
+            if not isinstance(values.get(name, ""), str):
+                raise BadRecord(name, f"a {type(values[name]).__name__}, not text")
+        if not self.tokenizer.chat_template:
+            form = _INSTRUCTION_INPUT if values.get("input") else _INSTRUCTION
+            system = f"{values['system']}\n\n" if values.get("system") else ""
+            return self._completion(system + form.format(**values), values["output"])
+        asked = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
+        messages = [("system", values.get("system")), ("user", asked), ("assistant", values["output"])]
+        return self._chat(Chat([{"role": role, "content": text} for role, text in messages if text]))
+
+    def _chat(self, chat: Chat) -> Draft:
+        template = self.template = self.template or Template(self.tokenizer, self.stops)
+        if template.marked(chat):
+            tokens, spans = template.marked_spans(chat)
+            # turns of the prompt are not trained on
+            prompt = [template.text(chat, chat.first)] if chat.first else []
+            return prompt, lambda found: self._turns(
+                chat, tokens, [span for span in spans if span[0] >= len(*found or [[]])]
+            )
+
+        def make(found: list[list[int]]) -> Sample:
+            return self._turns(chat, found[0], template.spans(chat, found))
+
+        return template.texts(chat), make
+
+    def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Sample:
+        """The loss is on the tokens of ``spans``."""
+        counts = Counter(f"unknown role {role!r}" for role in chat.unknown_roles)
+        counts["turns"] = len(spans)
+        counts["turns without stop"] = sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)
+        sample = replace(self._whole(tokens, len(tokens)), counts=counts)
+        for a, b in [] if self.train_on_prompt else spans:
+            sample.labels[a:b] = sample.tokens[a:b]
+        return sample

@@ -1,0 +1,61 @@
+"""What was counted while samples became rows, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwright.data.records.shapes import Shape
+
+_CUT = {
+    "truncate_right": "cut at their end",
+    "truncate_left": "cut at their beginning",
+    "drop": "dropped",
+    "split": "split",
+}
+
+
+def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
+    """Lines for a person: how many samples, what was left of them, and what would train otherwise than they may think.
+
+    Args:
+        tally: of a :class:`shardwright.data.samples.fitting.SamplePacker`.
+        length: tokens of a row.
+    """
+    count = {name: f"{value:,}" for name, value in tally.items()}
+    rows = tally.get("rows", 0)
+    if not rows:
+        return []
+    full = tally["tokens"] / (rows * length)
+    share, kind = tally["scored"] / tally["tokens"], "pairs" if shape.is_pair else "samples"
+    lines = [
+        f"{count['samples']} {kind} in {count['rows']} rows, {full:.1%} full; "
+        f"{count['scored']} of {count['tokens']} tokens are scored ({share:.1%})"
+    ]
+    lines += [
+        f"{kind} longer than {length} tokens, {words}: {count[name]}" for name, words in _CUT.items() if tally.get(name)
+    ]
+    if tally.get("without target"):
+        lines.append(f"{kind} without any scored token, dropped: {count['without target']}")
+    if tally.get("bad"):
+        lines.append(f"bad rows, left out: {count['bad']}")
+    lines += unread_notes(tally)
+    if tally.get("merged"):
+        lines.append(f"prompts whose last token runs on into {shape.trained}, and is scored: {count['merged']}")
+    roles = {name.removeprefix("unknown role "): n for name, n in tally.items() if name.startswith("unknown role ")}
+    if roles:
+        words = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items()))
+        lines.append(f"warning: messages of roles that chat templates don't know: {words}")
+    if tally.get("turns without stop"):
+        lines.append(
+            f"warning: turns behind which the template writes no token that ends a generation: "
+            f"{count['turns without stop']} of {count['turns']}; from these the model does not learn to stop"
+        )
+    return lines
+
+
+def unread_notes(tally: Mapping[str, int]) -> list[str]:
+    """A line for a person if rows or files were left out because they can't be read: how many, and where."""
+    if not (count := tally.get("unreadable")):
+        return []
+    places = [name.removeprefix("unreadable ") for name in tally if name.startswith("unreadable ")]
+    return [f"rows that can't be read, left out: {count:,} ({'; '.join(places)}{'; …' * (len(places) < count)})"]

@@ -1,0 +1,184 @@
+"""Generator: texts continued by the model on its mesh, in fixed shapes: two graphs with a cache, one without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from shardwright.errors import UserError
+from shardwright.layout.partition import PartitionSpec
+from shardwright.model.facts import most_positions
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.compile_guard import CompileGuard
+from shardwright.xla.runtime import run_now
+from transformers import PreTrainedModel
+
+# semi-private: transformers/cache_utils.py, transformers 5.23
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+TOKEN = "next token"  # the name of what a graph computes
+_CACHED = {"full_attention", "sliding_attention", "dummy"}
+
+
+@dataclass(frozen=True)
+class GenerationShape:
+    """The shape of a generation's graphs.
+
+    Args:
+        rows: texts at a time; the batch axes divide it.
+        prompt: the most tokens of a prompt; of a longer one the beginning is cut.
+        new: the most tokens behind it.
+    """
+
+    rows: int
+    prompt: int
+    new: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.prompt + self.new
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        temperature: what logits are divided by; 0: the token with the highest is taken.
+        top_p: of the others only the likeliest are drawn from, so many that their probabilities come to this.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+class Decoder(Protocol):
+    """What computes the next token of every row. It builds graphs, and runs none."""
+
+    @property
+    def guards(self) -> tuple[CompileGuard, ...]:
+        """Those that count the compiles of the first token's graph, and of the others' where that is another."""
+
+    def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
+        """What the graph of the first token behind each prompt computes, by name; :data:`TOKEN` is it, [rows].
+
+        Args:
+            uniform: [rows], drawn from [0, 1): which token is sampled.
+        """
+
+    def next(self, uniform: torch.Tensor) -> Tensors:
+        """The same of the token behind those that were computed so far."""
+
+    def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
+        """How one of the computed tensors is laid out."""
+
+    def end(self) -> None:
+        """Let go of what is on the devices."""
+
+
+class Generator:
+    """Continues texts.
+
+    Args:
+        decoder: of ``shape``.
+    """
+
+    def __init__(self, decoder: Decoder, shape: GenerationShape) -> None:
+        self.decoder, self.shape = decoder, shape
+
+    @property
+    def compiles(self) -> int:
+        """Compiles so far."""
+        return sum(guard.compiles for guard in self.decoder.guards)
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        stops: Collection[int],
+        *,
+        seed: int = 0,
+        ended: Callable[[int, list[int]], bool] = lambda row, tokens: False,
+    ) -> list[list[int]]:
+        """The tokens behind each of ``prompts``, without the one of ``stops`` that ended it.
+
+        A token is read once the next has been started, so the devices don't wait for the host.
+
+        Args:
+            prompts: at most as many as there are rows, none of them empty.
+            seed: what is sampled depends on it alone.
+            ended: whether the answer to prompt number ``row`` ends with its last token for another reason.
+        """
+        shape, generator = self.shape, torch.Generator().manual_seed(seed)
+        filled = [list(prompt)[-shape.prompt :] for prompt in prompts]
+        filled += [filled[0]] * (shape.rows - len(filled))
+        found: list[list[int]] = [[] for _ in prompts]
+        living, waiting = set(range(len(prompts))), None
+        for count in range(shape.new + 1):
+            token = None
+            if count < shape.new:
+                uniform = torch.rand(shape.rows, generator=generator)
+                token = self._run(filled if count == 0 else None, uniform)
+            values: list[int] = [] if waiting is None else waiting.cpu().tolist()
+            for row in sorted(living) if values else ():
+                if values[row] not in stops:
+                    found[row].append(values[row])
+                if values[row] in stops or ended(row, found[row]):
+                    living.remove(row)
+            if not living:
+                break
+            waiting = token
+        self.decoder.end()
+        return found
+
+    def _run(self, prompts: Sequence[Sequence[int]] | None, uniform: torch.Tensor) -> torch.Tensor:
+        """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
+        decoder = self.decoder
+        guard = decoder.guards[-1 if prompts is None else 0]
+        computed = decoder.next(uniform) if prompts is None else decoder.begin(prompts, uniform)
+        guard.before({"uniform": uniform})
+        run_now(list(computed.values()))
+        guard.after()
+        return computed[TOKEN]
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
+    """The next token [rows] by ``logits`` [rows, V], and by ``uniform`` [rows] where it is sampled."""
+    logits = logits.to(torch.float32)
+    if not sampling.temperature:
+        return logits.argmax(-1)
+    ordered, tokens = (logits / sampling.temperature).sort(dim=-1, descending=True)
+    share = ordered.softmax(-1)
+    before = share.cumsum(-1) - share
+    share = torch.where(before < sampling.top_p, share, 0.0)
+    reached = share.cumsum(-1)
+    index = (reached <= uniform.unsqueeze(-1) * reached[:, -1:]).sum(-1, keepdim=True)
+    # where rounding made the draw reach the sum itself, the last token that has a share
+    index = torch.minimum(index, (share > 0).sum(-1, keepdim=True) - 1)
+    return tokens.gather(-1, index).squeeze(-1)
+
+
+def can_cache(model: PreTrainedModel) -> bool:
+    """Whether transformers says that the model runs with a cache of one shape, a tensor of keys and values a layer."""
+    # semi-private: transformers/modeling_utils.py, transformers 5.23
+    if model._is_stateful or not model._can_compile_fullgraph:
+        return False
+    try:
+        kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    except (AttributeError, NotImplementedError):
+        return False
+    return _CACHED.issuperset(kinds)
+
+
+def check_positions(model: PreTrainedModel, length: int) -> None:
+    """Raises UserError if the model has not as many positions as ``length``."""
+    most = most_positions(model)
+    if most is not None and length > most:
+        raise UserError(
+            asked=f"prompts and answers of {length} tokens together",
+            found=f"{type(model).__name__} has {most} positions",
+            why="they lie in a table, and a token beyond its end has no position",
+            instead="shorter prompts, or fewer new tokens (--sample_tokens)",
+        )

@@ -1,0 +1,82 @@
+"""Evaluations of a run: the held-out rows set by set, in batches of one shape, and what is told of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from rich.console import Console
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.batches import Batch, heldout_batches
+from shardwright.data.rows.rows import StoredRows
+from shardwright.job import Job
+from shardwright.report.bars import tracked
+from shardwright.step.eval_step import EvalStep, prefix_of
+from shardwright.xla.stop_requests import StopRequests
+
+
+class Evaluator:
+    """Evaluates each set of a corpus's held-out rows, the same rows each time.
+
+    Args:
+        share: this process's number, and how many there are; they share each batch.
+        event: tells the callbacks of an event by its name.
+        tell: called with the log entries of each set.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        corpus: Corpus,
+        step: EvalStep,
+        share: tuple[int, int],
+        console: Console,
+        stop: StopRequests,
+        event: Callable[..., None],
+        tell: Callable[[dict[str, float]], None],
+    ) -> None:
+        most = job.args.max_eval_rows
+        self.sets: Mapping[str, StoredRows] = {n: rows.spread(most) for n, rows in corpus.heldout_sets.items()}
+        names = [f"{prefix_of(name)}_loss" for name in self.sets]
+        self.first_loss, self.last_loss = names[0], names[-1]
+        self.step, self._rows, self._share = step, job.evaluation_rows, share
+        self._console, self._stop, self._event, self._tell = console, stop, event, tell
+
+    @property
+    def first(self) -> StoredRows:
+        """The rows of the first set."""
+        return next(iter(self.sets.values()))
+
+    def __call__(
+        self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval", *, stoppable: bool = False
+    ) -> dict[str, float]:
+        """What the held-out sets, or ``sets``, come to, as log entries; each set is told by itself.
+
+        Args:
+            stoppable: a signal ends it within a batch; of the set that it cut short nothing is told.
+        """
+        entries: dict[str, float] = {}
+        for name, rows in (self.sets if sets is None else sets).items():
+            found = self.step(self._batches(rows, stoppable)).named(prefix_of(name, prefix))
+            if stoppable and self._stop.any:
+                break
+            self._tell(found)
+            entries |= found
+        return entries
+
+    def predict(self, rows: StoredRows, prefix: str = "test") -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+        """What ``rows`` come to, and of each the tokens and log-probabilities of `EvalStep.predict`."""
+        found, ids, log_probs = self.step.predict(self._batches(rows, False))
+        metrics = found.named(prefix)
+        self._event("on_predict", metrics=metrics)
+        return metrics, ids[: len(rows)], log_probs[: len(rows)]
+
+    def _batches(self, rows: StoredRows, stoppable: bool) -> Iterator[Batch]:
+        """The batches of ``rows``; if ``stoppable``, none after a signal."""
+        batches = heldout_batches(rows, self._rows, *self._share)
+        for batch in tracked(self._console, "held-out rows", batches, math.ceil(len(rows) / self._rows)):
+            if stoppable and self._stop.any:
+                return
+            yield batch
+            self._event("on_prediction_step")

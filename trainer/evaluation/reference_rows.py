@@ -1,0 +1,188 @@
+"""What the starting weights say of every answer: computed once, before the first step, and kept beside the rows.
+
+A run that goes on has trained weights, so it reads what its first life wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from rich.console import Console
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.batches import heldout_batches
+from shardwright.data.rows.mixture import MixedRows
+from shardwright.data.rows.packing import Columns
+from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.errors import UserError
+from shardwright.evaluation.reference_step import ReferenceStep
+from shardwright.files.folder import Folder, StorageError
+from shardwright.hosts.hosts import hosts
+from shardwright.report.bars import tracked
+from shardwright.step.loss import Loss
+from shardwright.step.objectives.preference import REFERENCE
+from shardwright.weights.placed_parameters import Placed
+
+FILE = "reference.safetensors"
+
+
+class ReferredRows(StoredRows):
+    """Stored rows with one column more, what the starting weights say; their name is that of the rows without it.
+
+    Attributes:
+        values: that column, float32 [rows, 2 x pairs]; None until it is known.
+    """
+
+    def __init__(self, rows: StoredRows) -> None:
+        super().__init__(rows.dataset, rows.tally)
+        self.plain = rows
+        self.values: np.ndarray | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the rows alone."""
+        return self.plain.fingerprint
+
+    def read(self, numbers: np.ndarray) -> Columns:
+        """The rows of these numbers. [rows, S]"""
+        assert self.values is not None, "what the starting weights say is not known yet"
+        return {**super().read(numbers), REFERENCE: self.values[numbers]}
+
+
+class Reference:
+    """The rows of a run, and what the starting weights say of them.
+
+    Args:
+        pairs: in a row at most.
+
+    Attributes:
+        train: the rows to train on with that column.
+        sets: those that are evaluated, by the names of their sets.
+
+    Raises:
+        UserError: the rows are not stored.
+    """
+
+    def __init__(self, train: Rows, sets: Mapping[str, StoredRows], pairs: int) -> None:
+        if not isinstance(train, StoredRows):
+            raise not_one_dataset(mixed=isinstance(train, MixedRows))
+        self.pairs, self.train = pairs, ReferredRows(train)
+        self.sets = {name: ReferredRows(rows) for name, rows in sets.items()}
+
+    @property
+    def known(self) -> bool:
+        """Whether it was computed or loaded, to its end."""
+        return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self._splits().values())
+
+    def compute(
+        self,
+        loss: Loss,
+        placed: Placed,
+        batch: tuple[int, int, int],
+        stopped: Callable[[], bool],
+        console: Console,
+    ) -> None:
+        """Ask the ``placed`` weights about all rows; where ``stopped`` says so it ends, and the rest is NaN.
+
+        Args:
+            batch: how many rows it has, and which of them this process reads, as
+                :func:`shardwright.data.rows.batches.heldout_batches` takes both.
+        """
+        step, size = ReferenceStep(loss, placed, self.pairs), batch[0]
+        splits = self._splits()
+        found = {name: np.full((len(rows), 2 * self.pairs), np.nan, dtype=np.float32) for name, rows in splits.items()}
+        for name, rows in splits.items():
+            rows.values = found[name]
+        for name, rows in splits.items():
+            batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
+            for number, logps in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
+                first = number * size
+                found[name][first : first + size] = logps[: len(rows) - first]
+                hosts().watchdog.progressed()
+                if stopped():
+                    return
+
+    def save(self, folder: Folder) -> None:
+        """Write it to ``folder``, whole or not at all."""
+        splits = self._splits()
+        values = {name: rows.values for name, rows in splits.items() if rows.values is not None}
+        names = {name: rows.fingerprint for name, rows in splits.items()}
+        folder.write(FILE, save(values, metadata=names))
+
+    def load(self, folder: Folder) -> None:
+        """Read what :meth:`save` wrote there.
+
+        Raises:
+            UserError: nothing was, or it is of other rows.
+        """
+        found = "no such file"
+        try:
+            if folder.exists(FILE):
+                values = load(folder.read(FILE))
+                found = self._differs(values)
+        except (SafetensorError, StorageError, ValueError, KeyError) as error:
+            found = f"{type(error).__name__}: {error}"
+        if found:
+            raise UserError(
+                asked=f"to go on with what the starting weights said, {folder / FILE}",
+                found=found,
+                why="the weights are trained by now, and can't say it again",
+                instead="the folder of the run with all its files, and the data and --max_eval_rows that it began "
+                "with; or a run from the start",
+            )
+        for name, rows in self._splits().items():
+            rows.values = values[name]
+
+    def _differs(self, values: dict[str, np.ndarray]) -> str:
+        """How ``values`` don't fit the rows; empty if they do."""
+        for name, rows in self._splits().items():
+            wanted = (len(rows), 2 * self.pairs)
+            if values[name].shape != wanted or values[name].dtype != np.float32:
+                return f"{name} rows of another number or length: {values[name].shape}, where {wanted} are needed"
+            if np.isnan(values[name]).any():
+                return f"{name} rows that are not computed"
+        return ""
+
+    def _splits(self) -> dict[str, ReferredRows]:
+        return {"train": self.train, **{f"heldout {name}".rstrip(): rows for name, rows in self.sets.items()}}
+
+
+def not_one_dataset(*, mixed: bool) -> UserError:
+    """The error of rows with which the starting weights' values can't be kept: of a mixture, or of a stream."""
+    return UserError(
+        asked="an objective that compares with the starting weights",
+        found="a mixture of datasets" if mixed else "rows that are made as training goes on",
+        why="what the starting weights say of each row is computed before the first step, and kept beside the rows of "
+        "one dataset",
+        instead=f"{'a single dataset' if mixed else 'no --streaming'}; or --objective orpo or simpo, which compare "
+        "with nothing",
+    )
+
+
+def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
+    """``corpus`` with what the starting weights say, if the objective asks for it: of what is evaluated no more rows.
+
+    Raises:
+        UserError: as :class:`Reference`.
+    """
+    if not args.has_reference:
+        return corpus, None
+    sets = {name: rows.spread(args.max_eval_rows) for name, rows in corpus.heldout_sets.items()}
+    found = Reference(corpus.train, sets, args.most_pairs(args.sequence_length))
+    heldout = next(iter(found.sets.values()))
+    return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
+
+
+def check_sets(reference: Reference | None, sets: Mapping[str, StoredRows] | None) -> None:
+    """Refuse other ``sets`` than the run's own where the loss compares with the starting weights."""
+    if reference is not None and sets is not None:
+        raise UserError(
+            asked="to evaluate other rows than those of the run",
+            found="an objective that compares with the starting weights",
+            why="what they say of each row is computed before the first step, of the run's own rows",
+            instead="evaluate() of the run's own sets, which eval_dataset names from the start",
+        )

@@ -1,0 +1,1 @@
+"""Files: folders on a disk or in an object store, locks, caches."""

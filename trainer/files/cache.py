@@ -1,0 +1,69 @@
+"""The cache: what is slow to make and is kept between runs (tokenizers, packed rows, compiled steps)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwright.errors import UserError
+
+T = TypeVar("T")
+
+
+def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
+    """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published."""
+    if folder.exists():  # asked first: what another process publishes in the meantime is not to be removed
+        try:
+            return load(folder)
+        except Exception:  # corrupt: each file format raises errors of its own types
+            shutil.rmtree(folder, ignore_errors=True)
+    made = scratch / folder.name
+    made.mkdir()
+    build(made)
+    publish(made, folder)
+    return load(folder)
+
+
+def publish(made: Path, folder: Path) -> None:
+    """Rename the finished folder ``made`` to ``folder``, so that it appears in one piece.
+
+    If another process has put its own there meanwhile, that one stays: equal keys have equal content.
+    """
+    folder.parent.mkdir(exist_ok=True)
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def cache_root(cache_dir: Path | None = None) -> Path:
+    """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; made if need be.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise UserError(
+            asked=f"the cache folder {root}",
+            found=str(error),
+            why="tokenizers, packed rows and compiled steps are kept there",
+            instead="SHARDWRIGHT_CACHE=/a/folder/that/can/be/written",
+        ) from error
+    return root
+
+
+def digest(content: Sequence[Any]) -> str:
+    """A name for JSON-able ``content``, the same in every process: 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

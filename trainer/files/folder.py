@@ -1,0 +1,290 @@
+"""Folders of files, on disk or in an object store: a run reads and writes all of its files through these.
+
+A path with a scheme (``gs://``, ``s3://``, ``memory://``) goes through fsspec; a path without one is on this machine's
+disk. A file is published whole or not at all: a store shows an object only when its upload has ended, and on disk the
+file is written under another name and then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import posixpath
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+from shardwright.errors import TransientError, UserError
+
+TEMPORARY = ".tmp"  # a file that is being written has a name that ends so
+
+
+class StorageError(TransientError):
+    """A file could not be read or written; the reason lies with the disk or the store."""
+
+
+class Folder:
+    """A folder of files. It need not exist: it is made when something is written into it.
+
+    Args:
+        path: a path on disk, or the ``scheme://…`` of a store that fsspec knows.
+
+    Raises:
+        UserError: fsspec does not know the scheme, or its package is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        text = os.fspath(path)
+        self.remote = "://" in text and not text.startswith("file://")
+        self._fs: Any = None
+        if self.remote:
+            scheme, _, rest = text.partition("://")
+            self._path = text if not rest.strip("/") else text.rstrip("/")
+            try:
+                self._fs = fsspec.filesystem(scheme)
+            except (ImportError, ValueError) as error:
+                raise UserError(
+                    asked=f"the folder {text}",
+                    found=f"{error}",
+                    why=f"files of {scheme}:// are read and written through fsspec's package for it",
+                    instead="pip install gcsfs for gs://, s3fs for s3://; or a path on a mounted disk",
+                ) from None
+            except Exception as error:  # each store's client raises its own kinds: no credentials, no network
+                raise _storage_error("open", text, error) from error
+        else:
+            self._path = str(Path(os.path.expanduser(text.removeprefix("file://"))))
+
+    def __str__(self) -> str:
+        return self._path
+
+    def __repr__(self) -> str:
+        return f"Folder({self._path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and other.absolute == self.absolute
+
+    def __hash__(self) -> int:
+        return hash(self.absolute)
+
+    def __truediv__(self, name: str) -> Folder:
+        return Folder(self._join(name))
+
+    @property
+    def absolute(self) -> str:
+        """The path from the root, links followed: one folder on disk has one, from wherever it is looked at."""
+        return self._path if self.remote else os.path.realpath(self._path)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> Folder:
+        return Folder(self._path.rpartition("/")[0] if self.remote else str(Path(self._path).parent))
+
+    def names(self) -> list[str]:
+        """The names of the files and folders in it, sorted; none if there is no such folder."""
+        with errors("list", self._path):
+            if not self.remote:
+                return sorted(os.listdir(self._path)) if os.path.isdir(self._path) else []
+            self._forget_listings()
+            try:
+                found = self._fs.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+            names = {str(path).rstrip("/").rpartition("/")[2] for path in found}
+            return sorted(names - {self.name, ""})  # some stores list the folder's own marker
+
+    def exists(self, name: str) -> bool:
+        with errors("look for", self._join(name)):
+            if not self.remote:
+                return os.path.exists(self._join(name))
+            self._forget_listings()
+            return bool(self._fs.exists(self._join(name)))
+
+    def is_file(self, name: str) -> bool:
+        """Whether ``name``, perhaps in a folder of this one, is a file of its own: no link, folder, pipe or device."""
+        with errors("look for", self._join(name)):
+            if self.remote:
+                found = self._fs.info(self._join(name)) if self.exists(name) else {}
+                return found.get("type") == "file" and not found.get("islink")
+            parents = [name[:i] for i, letter in enumerate(name) if letter == "/"]
+            return all(stat.S_ISDIR(self._kind(parent)) for parent in parents) and stat.S_ISREG(self._kind(name))
+
+    def _kind(self, name: str) -> int:
+        """The type of what lies on disk under ``name``, which is not followed if it is a link; 0: nothing."""
+        try:
+            return os.lstat(self._join(name)).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    def size(self, name: str) -> int:
+        """The size of a file in bytes."""
+        with errors("read", self._join(name)):
+            if self.remote:
+                self._forget_listings()
+                return int(self._fs.info(self._join(name))["size"])
+            return os.path.getsize(self._join(name))
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        with errors("read", self._join(name)), self._open(name, "rb") as file:
+            return file.read()
+
+    @contextlib.contextmanager
+    def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
+        """Opens a file for reading (``rb``) or writing (``wb``); once the ``with`` has ended, its bytes are stored.
+
+        If writing fails, the file is removed; on a disk that refuses even that, it stays behind, cut short.
+        """
+        with errors("write" if "w" in mode else "read", self._join(name)):
+            if "w" not in mode:
+                with self._open(name, mode) as file:
+                    yield file
+                return
+            self._make()
+            file = self._open(name, mode)
+            try:
+                yield file
+                if not self.remote:
+                    file.flush()
+                    os.fsync(file.fileno())
+                file.close()
+            except BaseException:
+                self._discard(file, name)
+                raise
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Opens a file for writing that appears under ``name``, whole, when the ``with`` ends, or not at all.
+
+        It replaces a file of that name. If writing fails, on a disk the old file stays; a store may have lost it.
+        """
+        if self.remote:
+            with self.open(name, "wb") as file:
+                yield file
+            return
+        temporary = f".{name}{TEMPORARY}"
+        with self.open(temporary, "wb") as file:
+            yield file
+        with errors("write", self._join(name)):
+            os.replace(self._join(temporary), self._join(name))
+            self._sync()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file whole or not at all; see :meth:`writing`."""
+        with self.writing(name) as file:
+            file.write(data)
+
+    def remove_file(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with errors("remove", self._join(name)), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._join(name)) if self.remote else os.remove(self._join(name))
+
+    def remove(self) -> None:
+        """Removes the folder with all that lies in it, if it is there."""
+        with errors("remove", self._path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
+
+    def _join(self, name: str) -> str:
+        return posixpath.join(self._path, name) if self.remote else os.path.join(self._path, name)
+
+    def _open(self, name: str, mode: str) -> IO[bytes]:
+        if self.remote:
+            self._forget_listings()
+            return self._fs.open(self._join(name), mode)
+        return open(self._join(name), mode, opener=None if "w" in mode else _open_file)
+
+    def _forget_listings(self) -> None:
+        """Has the store asked anew, also for a file's size: other processes write there too."""
+        self._fs.invalidate_cache(self._path)
+
+    def _make(self) -> None:
+        if self.remote:
+            self._fs.makedirs(self._path, exist_ok=True)
+        else:
+            os.makedirs(self._path, exist_ok=True)
+
+    def _sync(self) -> None:
+        """Writes the folder itself to the disk: until then a power cut may undo a rename in it."""
+        handle = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _discard(self, file: IO[bytes], name: str) -> None:
+        # closing one of fsspec's files uploads what it holds, unless it was told to discard that
+        with contextlib.suppress(Exception):
+            if hasattr(file, "discard"):
+                file.discard()
+        with contextlib.suppress(Exception):
+            file.close()
+        with contextlib.suppress(Exception):
+            self.remove_file(name)
+
+
+class UnwrittenFolder(Folder):
+    """A folder that another process fills: what this one would write there, or remove, is dropped."""
+
+    def __truediv__(self, name: str) -> Folder:
+        return UnwrittenFolder(self._join(name))
+
+    @contextlib.contextmanager
+    def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
+        with super().open(name, mode) if mode == "rb" else open(os.devnull, mode) as file:  # type: ignore[attr-defined]
+            yield file
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        with self.open(name, "wb") as file:
+            yield file
+
+    def remove_file(self, name: str) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Opens a file for reading; a pipe that nobody writes to is refused, and not waited for."""
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "no regular file", path)
+
+
+@contextlib.contextmanager
+def errors(action: str, path: str) -> Iterator[None]:
+    """Turns what the disk or the store's client raises inside the ``with`` into a StorageError that names ``path``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each store's client raises its own kinds
+        if isinstance(error, FileNotFoundError) and action == "remove":
+            raise
+        raise _storage_error(action, path, error) from error
+
+
+def _storage_error(action: str, path: str, error: Exception) -> StorageError:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return StorageError(
+        asked=f"{action} {path}",
+        found=f"{type(error).__name__}: {error}",
+        why="the disk or the store did not do it",
+        instead="more room there, or another --output_dir" if full else "a path that can be reached from this machine",
+    )
+
+
+def as_json(value: Any) -> bytes:
+    """Returns ``value`` as JSON; what JSON does not know is written as its ``str``."""
+    return (json.dumps(value, indent=2, default=str) + "\n").encode()

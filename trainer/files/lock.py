@@ -1,0 +1,281 @@
+"""The lock of a run's output folder: one run at a time writes there.
+
+On a disk the kernel keeps it (flock), and lets go of it when its holder dies, however that dies. A store has nothing of
+the kind, nor have some network mounts. There the lock is a file with its holder's token, which the holder writes anew
+every few seconds while it lives; one that has stopped changing is a dead run's, and is taken over. It is watched for
+that, so no two machines' clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder, StorageError, UnwrittenFolder, errors
+from shardwright.report.lines import say
+
+LOCK = ".lock"
+RENEWAL = 15.0  # seconds from one renewal to the next
+PATIENCE = 90.0  # seconds without a renewal after which the holder is taken for dead
+LOOK = 5.0  # seconds between two looks at another's lock
+TRIES = 20  # to get a lock of the kernel's, a twentieth of a second apart: a look at it holds it for a moment
+CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK  # a link's target is not written, a pipe not waited for
+NOT_OFFERED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}  # what flock says on mounts that don't know it
+
+
+class TakenOver(StorageError):
+    """Another run has the folder by now."""
+
+
+class FolderLock:
+    """One run's hold on a folder; used in a ``with``. Entered again inside, it is held until the outermost ends.
+
+    Args:
+        folder: made when the lock is taken, if it is not there. One that another process fills is that one's to hold.
+        console: says what is waited for.
+        sleep: waits for so many seconds.
+
+    Raises:
+        UserError: (on entering) a living run holds the folder.
+        StorageError: (on entering) the folder can't be written.
+    """
+
+    def __init__(
+        self, folder: Folder, console: Console | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.folder = folder
+        self._renewed = _Renewed(folder, console or Console(quiet=True), sleep)
+        self._kept: _Kernel | _Renewed = self._renewed if folder.remote else _Kernel(folder, sleep)
+        self._depth = 0
+
+    def check_free(self) -> None:
+        """Writes nothing. Where a lock must be watched to know whether its holder lives, that is waited for.
+
+        Raises:
+            UserError: a living run holds the folder.
+        """
+        self._do(lambda kept: kept.check_free())
+
+    def check_held(self) -> None:
+        """Raises TakenOver if the folder was taken over: this process had stood still, or its lock was removed."""
+        if self._depth:
+            self._do(lambda kept: kept.check_held())
+
+    def __enter__(self) -> FolderLock:
+        if not self._depth:
+            self._do(lambda kept: kept.take())
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._do(lambda kept: kept.release())
+
+    def _do(self, what: Callable[[_Kernel | _Renewed], None]) -> None:
+        if isinstance(self.folder, UnwrittenFolder):
+            return
+        try:
+            what(self._kept)
+        except StorageError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NOT_OFFERED):
+                raise
+            self._kept = self._renewed
+            what(self._kept)
+
+
+class _Kernel:
+    """A file that the kernel keeps locked for as long as this process has it open."""
+
+    def __init__(self, folder: Folder, sleep: Callable[[float], None]) -> None:
+        self.folder, self.path, self.sleep = folder, os.path.join(str(folder), LOCK), sleep
+        self.handle: int | None = None
+
+    def check_free(self) -> None:
+        with errors("read", self.path):
+            try:
+                handle = os.open(self.path, os.O_RDONLY | CAREFULLY)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            try:
+                if not _flock(handle, fcntl.LOCK_SH):
+                    raise _held(self.folder)
+            finally:
+                os.close(handle)
+
+    def take(self) -> None:
+        with errors("write", self.path):
+            os.makedirs(str(self.folder), exist_ok=True)
+            for _ in range(TRIES):
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | CAREFULLY, 0o644)
+                try:
+                    # a holder that ends removes its file: what is then locked here is a file that nobody else sees
+                    if _flock(handle, fcntl.LOCK_EX) and self._is_there(handle):
+                        os.ftruncate(handle, 0)
+                        os.write(handle, _as_json(_who()))
+                        self.handle, handle = handle, -1
+                        return
+                finally:
+                    if handle >= 0:
+                        os.close(handle)
+                self.sleep(0.05)
+        raise _held(self.folder)
+
+    def check_held(self) -> None:
+        assert self.handle is not None
+        if os.path.exists(self.path) and not self._is_there(self.handle):  # somebody removed the file, and a run came
+            raise _lost(self.folder)
+
+    def release(self) -> None:
+        handle, self.handle = self.handle, None
+        assert handle is not None
+        with contextlib.suppress(OSError):
+            if self._is_there(handle):
+                os.remove(self.path)
+        os.close(handle)
+
+    def _is_there(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+
+class _Renewed:
+    """A file that a thread writes anew for as long as this process holds the folder."""
+
+    def __init__(self, folder: Folder, console: Console, sleep: Callable[[float], None]) -> None:
+        self.folder, self.console, self.sleep = folder, console, sleep
+        self.token = uuid.uuid4().hex
+        self.renewals = 0
+        self.dead: bytes | None = None  # a lock that was watched, and did not change
+        self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def check_free(self) -> None:
+        found = self._read()
+        if found is None or found == self.dead or "token" not in _parsed(found):
+            return
+        say(self.console, f"{self.folder} was in use: looking for {PATIENCE:.0f} s whether that run still lives …")
+        for _ in range(int(PATIENCE / LOOK)):
+            self.sleep(LOOK)
+            now = self._read()
+            if now is None:
+                return
+            if now != found:
+                raise _held(self.folder)
+        self.dead = found
+
+    def take(self) -> None:
+        self.check_free()
+        self._write()
+        self.ended.clear()
+        self.thread = threading.Thread(target=self._renew_until_the_end, name="lock", daemon=True)
+        self.thread.start()
+
+    def renew(self) -> None:
+        """Writes the lock anew; StorageError if it is another's by now."""
+        self.check_held()
+        self._write()
+
+    def check_held(self) -> None:
+        found = self._read()
+        if found is not None and _parsed(found).get("token", self.token) != self.token:
+            raise _lost(self.folder)
+
+    def release(self) -> None:
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join(RENEWAL)
+        with contextlib.suppress(UserError):  # the next run finds it unchanged, and waits a while for nothing
+            self.check_held()
+            self.folder.remove_file(LOCK)
+
+    def _renew_until_the_end(self) -> None:
+        while not self.ended.wait(RENEWAL):
+            with contextlib.suppress(UserError):  # a store that is away for a moment; who writes next will know more
+                self.renew()
+
+    def _read(self) -> bytes | None:
+        try:
+            return self.folder.read(LOCK) if self.folder.exists(LOCK) else None
+        except StorageError:
+            if not self.folder.exists(LOCK):  # it was removed in between
+                return None
+            raise
+
+    def _write(self) -> None:
+        self.renewals += 1
+        self.folder.write(LOCK, _as_json({**_who(), "token": self.token, "renewals": self.renewals}))
+
+
+def _flock(handle: int, kind: int) -> bool:
+    """Whether the kernel gave the lock; it does so at once or not at all."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _who() -> dict[str, Any]:
+    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+    return {"host": socket.gethostname(), "process": os.getpid(), "since": since}
+
+
+def _as_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """What a lock says; nothing where it is cut short, or no lock at all."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _described(data: bytes) -> str:
+    who = _parsed(data)
+    return "process {process} on {host}, since {since}".format_map({"process": "?", "host": "?", "since": "?"} | who)
+
+
+def _holder(folder: Folder) -> str:
+    try:
+        return _described(folder.read(LOCK))
+    except StorageError:  # it ended a moment ago
+        return "one that has just ended"
+
+
+def _held(folder: Folder) -> UserError:
+    return UserError(
+        asked=f"--output_dir {folder}",
+        found=f"a run that writes there: {_holder(folder)}",
+        why="two runs in one folder would remove and replace each other's checkpoints",
+        instead="another --output_dir, or the same command once that run has ended",
+    )
+
+
+def _lost(folder: Folder) -> TakenOver:
+    return TakenOver(
+        asked=f"to write into {folder}",
+        found=f"another run has taken it over: {_holder(folder)}",
+        why=f"this run's lock had gone, or had not been renewed for {PATIENCE:.0f} s, as if it were dead",
+        instead="the same command, once the other run has ended",
+    )

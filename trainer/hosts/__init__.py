@@ -1,0 +1,1 @@
+"""The processes of a job: hosts that agree, and what watches and restarts them."""

@@ -1,0 +1,116 @@
+"""Standard output and error that take every write: what can't be written is lost, and the program goes on.
+
+A reader that ends (``| head -1``), a full disk behind a redirected log, a terminal that is closed: none of them is a
+reason to end hours of training. A terminal that goes also sends SIGHUP, which would end the program; it is not heeded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shardwright.errors import UserError, exit_code_of
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor that is somebody else's to close, and whose writes never fail.
+
+    So the layers above it (buffer, text) hold nothing back for a second try, and the flush at the program's end does
+    not fail either, which Python would turn into exit code 120.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, data: Any) -> int:
+        """Writes bytes; returns how many were written, or the number of all if they are lost."""
+        try:
+            while (written := super().write(data)) is None:  # one that does not block, and is full
+                select.select([], [self], [])
+            return written
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def make_output_last() -> Callable[[], None]:
+    """Puts such streams in the place of ``sys.stdout`` and ``sys.stderr``, and SIGHUP aside; returns what undoes it.
+
+    Only a stream that writes straight to a descriptor is replaced: not a notebook's, and not a test's. SIGHUP is left
+    to who handles it already.
+    """
+    heeds = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if heeds:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    replaced = {}
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        raw = getattr(stream.buffer, "raw", stream.buffer)  # with python -u there is no buffer between
+        if type(raw) is not io.FileIO:
+            continue
+        with contextlib.suppress(OSError):
+            stream.flush()
+        lasting: Any = _Lasting(raw.fileno())
+        replaced[name] = stream
+        replacement = io.TextIOWrapper(
+            lasting if raw is stream.buffer else io.BufferedWriter(lasting),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, replacement)
+
+    def undo() -> None:
+        for name, stream in replaced.items():
+            getattr(sys, name).flush()
+            setattr(sys, name, stream)
+        if heeds:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    return undo
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, what can't be written to standard output or error is lost, without an error."""
+    undo = make_output_last()
+    try:
+        yield
+    finally:
+        undo()
+
+
+def fill_closed_descriptors() -> None:
+    """Opens ``/dev/null`` where standard input, output or error is closed (``2>&-``).
+
+    Else the next file that is opened, a checkpoint perhaps, gets its number, and what libraries print lies in it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C.
+
+    From here to the program's end, what can't be written to standard output or error is lost, without an error.
+    """
+    fill_closed_descriptors()
+    make_output_last()
+    try:
+        return main() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code_of(error)
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        return exit_code_of(error)

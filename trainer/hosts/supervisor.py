@@ -1,0 +1,342 @@
+"""`--max_restarts`: a small process that runs the training as its child, and begins it again after what is passing.
+
+On several hosts there is a supervisor on each. They meet over a store that the first host's serves, hear how each
+other's training ended, and do all the same: begin again, or end with one exit code. Where that store is, a supervisor
+learns from its child, which opens the devices and so knows the hosts of the job. It imports torch_xla never, and torch
+(for the store) on several hosts alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+from shardwright.errors import LOST, UserError
+from shardwright.hosts.restarts import NOTES, Ended, Restarted, Verdict, decide, read_notes, wait_before, write_notes
+from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT
+from shardwright.report.lines import say
+
+T = TypeVar("T")
+PATIENCE = 3 * SILENT  # seconds that a run goes on after another host's has failed; its own watchdog needs fewer
+_PORT = 2  # of the two below it the children have need
+_SOON = 0.2  # seconds between two looks where nothing else is left to do
+_TRY = 2.0  # seconds for one try to reach the first host
+
+
+class Run(Protocol):
+    """A training that was started, with a process group of its own: what is used of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+    def wait(self, timeout: float) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], str], Run]  # of a command's words, and the path of the notes
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host in its job.
+
+    Args:
+        index: its number, of ``count``.
+        address, port: where the hosts' training meets.
+    """
+
+    index: int
+    count: int
+    address: str
+    port: int
+
+
+def supervise(limit: int, words: Sequence[str]) -> int:
+    """Train by this process's own command, and again where that helps; returns the exit code to end with.
+
+    Args:
+        limit: how often it begins again.
+        words: the command's, after its script.
+    """
+    # a group of its own: what a terminal, or `timeout`, sends to this process's group reaches the run once, from here
+    command = own_command(words)
+
+    def start(more: Sequence[str], notes: str) -> Run:
+        environment = {**os.environ, NOTES: notes}
+        return subprocess.Popen([*command, *words, *more], env=environment, stdin=subprocess.DEVNULL, process_group=0)
+
+    return Supervisor(limit, start).run()
+
+
+def own_command(words: Sequence[str]) -> list[str]:
+    """This process's command line as far as ``words``, its last.
+
+    Raises:
+        UserError: it ends otherwise.
+    """
+    head = sys.orig_argv[: len(sys.orig_argv) - len(words)]
+    if [*head, *words] != sys.orig_argv:
+        raise UserError(
+            asked="--max_restarts",
+            found="a run that Python code began, not scripts/train.py",
+            why="there is no command that begins it again",
+            instead="scripts/train.py; or no --max_restarts",
+        )
+    return [sys.executable, *head[1:]]
+
+
+class Supervisor:
+    """Runs the training, as often as need be.
+
+    Args:
+        limit: how often it begins again.
+        start: starts it, with more words than its command's.
+    """
+
+    def __init__(self, limit: int, start: Start, console: Console | None = None) -> None:
+        self.limit, self.start, self.console = limit, start, console or Console()
+        self.meeting = Meeting()
+        self.told = 0  # the signal that asked this process to end
+        self._child: Run | None = None
+        self._kept_back = False  # that signal has not been passed on: there was no child
+
+    def run(self) -> int:
+        """The exit code to end with."""
+        handle, notes = tempfile.mkstemp(prefix="shardwright-", suffix=".json")
+        os.close(handle)
+        before, more = Restarted(), list[str]()
+        try:
+            with self._listening():
+                while True:
+                    ended = self._live(notes, before, more)
+                    verdict = self.meeting.agree(before.count, ended, self.limit)
+                    if not verdict.again:
+                        return self._end(verdict)
+                    before, more = Restarted(before.count + 1, verdict.why), list(verdict.more) or more
+                    self._wait(before)
+        finally:
+            self.meeting.leave()
+            os.remove(notes)
+
+    def _live(self, notes: str, before: Restarted, more: Sequence[str]) -> Ended:
+        """Run the training once; how it ended."""
+        if self.told:
+            return Ended(-self.told, told=True)
+        write_notes(notes, {"supervisor": os.getpid(), **asdict(before)})
+        self._child = child = self.start(more, notes)
+        if self._kept_back:
+            self._pass_on()
+        while (code := _code(child, LOOK)) is None:
+            self.meeting.look(before.count, _place(notes))
+            if self.meeting.overdue:
+                child.kill()
+        self._child = None
+        self.meeting.look(before.count, _place(notes))
+        said = read_notes(notes)
+        ended = Ended(
+            code,
+            told=bool(self.told),
+            transient=bool(said.get("transient")),
+            begun=bool(said.get("begun")),
+            why=str(said.get("ended", "")),
+            more=tuple(said.get("more", more)),
+        )
+        if ended.failed:  # what it started may still hold the devices
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        return ended
+
+    def _wait(self, before: Restarted) -> None:
+        seconds = wait_before(before.count)
+        if self.meeting.first:
+            say(self.console, f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
+            sys.stdout.flush()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.told:
+            time.sleep(_SOON)
+
+    def _end(self, verdict: Verdict) -> int:
+        """Say what nobody has said yet; the exit code."""
+        code = verdict.code if verdict.code >= 0 else 128 - verdict.code  # as a shell says it
+        if self.meeting.lost:
+            print(f"error: this job can't begin again by itself: {self.meeting.lost}", file=sys.stderr)
+        if verdict.why or (verdict.code < 0 and not self.told):
+            print(f"error: exit code {code}, after: {verdict.why or f'signal {-verdict.code}'}", file=sys.stderr)
+        return code
+
+    # ---- signals ----
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Inside, SIGTERM and Ctrl-C are passed on to the run, which saves and ends, or ends at the second."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, self._hear) for number in numbers}
+        try:
+            yield
+        finally:
+            for number in numbers:
+                signal.signal(number, previous[number])
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self._child is None and self._kept_back:
+            os._exit(128 + number)
+        self.told = number
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._kept_back = self._child is None
+        if self._child is not None:
+            self._child.send_signal(self.told)
+
+
+def _code(child: Run, seconds: float) -> int | None:
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _place(notes: str) -> Place | None:
+    job = read_notes(notes).get("job")
+    return None if job is None else Place(*job)
+
+
+class Meeting:
+    """The supervisors of a job as one of them sees them; of a job on one host it is alone.
+
+    Attributes:
+        lost: why the others can't be met any more; empty while they can.
+    """
+
+    def __init__(self) -> None:
+        self.lost = ""
+        self._place: Place | None = None
+        self._store: Any = None
+        self._problem = ""  # of the last try to reach the store
+        self._beats = 0
+        self._signs: dict[int, tuple[bytes, float]] = {}  # of each host its last sign of life, and when it changed
+        self._failed = (-1, 0.0)  # the life in which another host's run failed, and when that was heard
+        self._life = 0
+
+    @property
+    def first(self) -> bool:
+        return self._place is None or self._place.index == 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether this host's run should have ended: another's failed long ago."""
+        life, since = self._failed
+        return life == self._life and time.monotonic() - since > PATIENCE
+
+    def look(self, life: int, found: Place | None) -> None:
+        """Say that this supervisor lives, once the job is ``found``, and hear whether another host's run failed."""
+        self._place, self._life = self._place or found, life
+        if self._place is not None and not self.lost:
+            self._speak(self._beat)
+
+    def agree(self, life: int, ended: Ended, limit: int) -> Verdict:
+        """What all do next, after this host's run number ``life`` (from 0) has ended like this."""
+        if self._place is None:
+            return decide([ended], life, limit)
+        since = time.monotonic()
+        self._signs.clear()
+        while not self.lost:
+            self.look(life, None)
+            if (verdict := self._speak(lambda store: self._verdict(store, ended, since, limit))) is not None:
+                return verdict
+            if self._store is None and time.monotonic() - since > CONNECT:
+                self.lost = f"the first host's supervisor could not be met: {self._problem}"
+            time.sleep(_SOON)
+        return decide([ended, Ended(LOST)], life, limit=life)
+
+    def leave(self) -> None:
+        """This supervisor ends: the first serves the others until they have gone."""
+        if self._place is not None and self._store is not None and not self.lost:
+            self._speak(self._part)
+
+    def _beat(self, store: Any) -> None:
+        assert self._place is not None
+        self._beats += 1
+        store.set(f"sign {self._place.index}", str(self._beats))
+        if self._failed[0] != self._life and store.check([f"failed {self._life}"]):
+            self._failed = (self._life, time.monotonic())
+
+    def _part(self, store: Any) -> None:
+        assert self._place is not None
+        others = [f"left {host}" for host in range(1, self._place.count)]
+        until = time.monotonic() + LEAVING
+        store.set(f"left {self._place.index}", "")
+        while self.first and not store.check(others) and time.monotonic() < until:
+            time.sleep(_SOON)
+
+    def _verdict(self, store: Any, ended: Ended, since: float, limit: int) -> Verdict | None:
+        """The verdict, once there is one; the first host's supervisor makes it for all."""
+        assert self._place is not None
+        store.set(f"ended {self._life} {self._place.index}", json.dumps(asdict(ended)))
+        if ended.failed:
+            store.set(f"failed {self._life}", "")
+        if self.first and (made := self._made(store, since, limit)) is not None:
+            store.set(f"verdict {self._life}", json.dumps(asdict(made)))
+        if not store.check([key := f"verdict {self._life}"]):
+            return None
+        return Verdict(**json.loads(store.get(key)))
+
+    def _made(self, store: Any, since: float, limit: int) -> Verdict | None:
+        """The verdict, once every host's run has ended or its supervisor is lost."""
+        assert self._place is not None
+        ends, missing = [], list[int]()
+        for host in range(self._place.count):
+            if store.check([key := f"ended {self._life} {host}"]):
+                ends.append(Ended(**json.loads(store.get(key))))
+            elif self._silent(store, host, since):
+                missing.append(host)
+            else:
+                return None
+        if not missing:
+            return decide(ends, self._life, limit)
+        why = f"no sign of life of the supervisor of host {', '.join(map(str, missing))}"
+        return replace(decide([*ends, Ended(LOST)], self._life, limit=self._life), why=why)
+
+    def _silent(self, store: Any, host: int, since: float) -> bool:
+        """Whether a host's supervisor has given no sign of life for too long, or never came."""
+        if not store.check([key := f"sign {host}"]):
+            return time.monotonic() - since > CONNECT
+        before, changed = self._signs.get(host, (b"", 0.0))
+        if (sign := store.get(key)) != before:
+            changed = time.monotonic()
+        self._signs[host] = (sign, changed)
+        return time.monotonic() - changed > SILENT
+
+    def _speak(self, say: Callable[[Any], T]) -> T | None:
+        """What ``say`` makes of the store; None if that can't be reached, which, had it been before, is the end."""
+        try:
+            return say(self._connected())
+        except (RuntimeError, ValueError, OSError) as error:
+            self._problem = " ".join(str(error).split())[:200]
+            if self._store is not None:
+                self.lost = f"the first host's supervisor has gone: {self._problem}"
+            return None
+
+    def _connected(self) -> Any:
+        if self._store is None:
+            assert self._place is not None
+            address, port = self._place.address, self._place.port + _PORT
+            if not self.first:  # which may not serve yet; a store that knocks in vain writes a page of its own frames
+                socket.create_connection((address, port), timeout=_TRY).close()
+            import torch.distributed as dist
+
+            patience = timedelta(seconds=SILENT)
+            self._store = dist.TCPStore(address, port, is_master=self.first, wait_for_workers=False, timeout=patience)
+        return self._store

@@ -1,0 +1,25 @@
+"""The versions of what decides a run's numbers: the packages, and Shardwright's own code."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+
+import shardwright
+import shardwright.models
+
+
+def versions() -> dict[str, str]:
+    """Package → version, of the packages that a run's numbers depend on."""
+    return {name: importlib.metadata.version(name) for name in ("shardwright", "torch", "torch_xla", "transformers")}
+
+
+def code_digest() -> str:
+    """A checksum of every module of the trainer and the models as they lie on this host's disk."""
+    found = hashlib.sha256()
+    for package in (shardwright, shardwright.models):
+        folder = Path(str(package.__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:16]

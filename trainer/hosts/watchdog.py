@@ -1,0 +1,189 @@
+"""Whether the run goes on: a thread that ends the process, and says why, where the main one waits for ever.
+
+A computation over several hosts waits for all of them. If one is lost, the others hear of it from no device; if a step
+hangs, nothing says so. This thread can't interrupt a wait inside the runtime, so it prints what it knows and ends the
+process, with a code that means: start it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from shardwright.errors import LOST
+from shardwright.hosts.restarts import note_passing
+
+CONNECT = 600.0  # seconds for the hosts to come together
+LOOK = 2.0  # seconds between two looks
+SILENT = 60.0  # seconds without a sign of life after which a host is lost
+LEAVING = 60.0  # seconds that the first host waits, at its end, for the others'
+_END = "end"  # the key of what ended the job: exit code, words, and whether it may pass
+
+
+class Busy(Protocol):
+    """What knows what a run is busy with."""
+
+    activity: str
+
+
+class Watchdog:
+    """Watches this process, and with a ``store`` the job's other hosts: the first watches all, all watch the first.
+
+    Args:
+        store: a connection of its own to a torch.distributed store.
+
+    Attributes:
+        hang_timeout: seconds without progress that a run may take; 0: as long as it likes.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, store: Any = None) -> None:
+        self.index, self.count, self._store = index, count, store
+        self.hang_timeout = 0.0
+        self._clock: Busy | None = None
+        self._step: int | None = None
+        self._moved = time.monotonic()
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._talked = time.monotonic()  # when all that was to be said and heard last was
+        self._signs: dict[int, tuple[bytes, float]] = {}  # of each host its last sign of life, and when it changed
+        self._beats = 0
+
+    def start(self) -> None:
+        """Begin to watch, in threads that end with the process or at :meth:`leave`."""
+        # a store that does not answer holds whoever asks it, so another thread looks at the clock
+        self._talked = time.monotonic()
+        for act in (self._look_at_clock, *([self._talk] if self._store is not None else [])):
+            self._threads.append(threading.Thread(target=self._repeat, args=(act,), name="watchdog", daemon=True))
+            self._threads[-1].start()
+
+    def moved(self, step: int) -> None:
+        """The run made progress; ``step`` is the last that it began or ended."""
+        self._step = step
+        self.progressed()
+        if self.hang_timeout and not self._threads and not self._ended.is_set():
+            self.start()
+
+    def progressed(self) -> None:
+        """Something that takes long made progress: a row was computed, a tensor was read or written."""
+        self._moved = time.monotonic()
+
+    @contextlib.contextmanager
+    def over(self, hang_timeout: float, clock: Busy) -> Iterator[None]:
+        """Inside, a run without progress for so many seconds is ended; ``clock`` says what it does."""
+        self.hang_timeout, self._clock, self._step = hang_timeout, clock, None
+        try:
+            yield
+        finally:
+            self.hang_timeout = 0.0  # the step stays known: what ends the run may wait for the verdict on another host
+
+    @property
+    def activity(self) -> str:
+        """What this process does."""
+        return "start" if self._clock is None else self._clock.activity
+
+    def tell_end(self, words: str, code: int, *, passing: bool = False) -> None:
+        """Have the other hosts end too, with this exit code and these words; ``passing``: the job may begin again."""
+        if self._store is not None and not self._ended.is_set():
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(_END, "", json.dumps([code, f"host {self.index} ended: {words}", passing]))
+
+    def wait_for_verdict(self) -> None:
+        """Wait as long as it takes to see that another host is lost; if one is, the process ends here."""
+        time.sleep(SILENT + 3 * LOOK)
+
+    def leave(self) -> None:
+        """This process ends as it should."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(LEAVING)
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the first has gone
+            self._store.set(f"left {self.index}", "")
+            until = time.monotonic() + LEAVING
+            others = [f"left {host}" for host in range(self.count)]
+            while self.index == 0 and not self._store.check(others) and time.monotonic() < until:
+                time.sleep(0.1)
+
+    def _repeat(self, act: Callable[[], None]) -> None:
+        while not self._ended.wait(LOOK):
+            act()
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if self._store is None and self._hung:
+            self._end(self._hung, LOST)
+        if self._store is not None and now - self._talked > SILENT:
+            self._end(f"host 0 has not answered for {now - self._talked:.0f} s; here: {self._here}", LOST)
+
+    def _talk(self) -> None:
+        """Say that this host lives, and hear what ended the job; the first host hears of all the others."""
+        try:
+            self._beats += 1
+            waited = round(time.monotonic() - self._moved)
+            sign = {"step": self._step, "doing": self.activity, "waited": waited, "beat": self._beats}
+            self._store.set(f"sign {self.index}", json.dumps(sign))
+            if self._store.check([_END]):
+                code, words, passing = json.loads(self._store.get(_END))
+                self._end(words, code, passing=passing)
+            if self.index == 0:
+                self._look_at_others()
+            if self._hung:
+                self._end_all(self._hung)
+            self._talked = time.monotonic()
+        except RuntimeError as error:  # of the store: the first host serves it
+            if not self._ended.is_set():
+                self._end(f"host 0 can't be reached ({' '.join(str(error).split())[:200]}); here: {self._here}", LOST)
+
+    def _look_at_others(self) -> None:
+        for host in range(1, self.count):
+            key = f"sign {host}"
+            if self._store.check([f"left {host}"]):
+                continue
+            sign = self._store.get(key) if self._store.check([key]) else b""
+            before, since = self._signs.get(host, (b"", time.monotonic()))
+            self._signs[host] = (sign, time.monotonic() if sign != before else since)
+            silent = time.monotonic() - self._signs[host][1]
+            if silent > SILENT:
+                self._end_all(f"host {host} has given no sign of life for {silent:.0f} s")
+
+    def signs(self) -> str:
+        """A line for each host: its last step, and what it does since when."""
+        lines = []
+        for host in range(self.count):
+            key = f"sign {host}"
+            said = json.loads(self._store.get(key)) if self._store.check([key]) else {}
+            step = "before the first step" if said.get("step") is None else f"after step {said['step']}"
+            lines.append(f"  host {host}: {step}, {said.get('doing', 'not started')} for {said.get('waited', 0)} s")
+        return "\n".join(lines)
+
+    @property
+    def _here(self) -> str:
+        return f"step {self._step}, {self.activity}"
+
+    @property
+    def _hung(self) -> str:
+        """What to say of a run that makes no progress; empty if it does."""
+        waited = time.monotonic() - self._moved
+        if not self.hang_timeout or self._step is None or waited <= self.hang_timeout:
+            return ""
+        return f"no progress for {waited:.0f} s after step {self._step}, in {self.activity} (--hang_timeout)"
+
+    def _end_all(self, words: str) -> None:
+        words = f"{words}\n{self.signs()}"
+        self.tell_end(words, LOST, passing=True)
+        self._end(words, LOST)
+
+    def _end(self, words: str, code: int, *, passing: bool = False) -> None:
+        print(f"error: host {self.index} of {self.count} stops: {words}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        if code == LOST or passing:
+            note_passing(words)
+        os._exit(code)

@@ -1,0 +1,247 @@
+"""What a caller made in Python and gives a run beside its arguments: resolved, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from datasets import Dataset, IterableDataset
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.samples.collator import Collator, collated
+from shardwright.errors import UserError
+from shardwright.layout.auto import AUTO, UNMADE
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.recipe import Recipe
+from shardwright.model.lora import options_of
+from shardwright.model.meta_model import load_config, meta_model
+from shardwright.weights.sources import Source, state_dict_weights
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
+
+
+@dataclass(frozen=True)
+class Given:
+    """Beside the arguments, which name none of these.
+
+    Args:
+        recipe: instead of a file's.
+        model: whose weights are the start; on the CPU.
+        config: the model's, or that of a random init.
+        tokenizer: instead of one that is named.
+        train: records to train on.
+        evaluated: records to hold out, by the names of their sets.
+        collator: what makes samples of records; those of ``train`` and ``evaluated`` are made already.
+        compute_loss: see `Loss`.
+        compute_metrics: see `Predictions`.
+    """
+
+    recipe: Recipe | None = None
+    model: PreTrainedModel | None = None
+    config: PretrainedConfig | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    train: Dataset | IterableDataset | None = None
+    evaluated: Mapping[str, Any] = field(default_factory=dict)
+    collator: Collator | None = None
+    compute_loss: Callable[..., Any] | None = None
+    compute_metrics: Callable[..., Any] | None = None
+
+    def weights(self, whole: PreTrainedModel) -> Source | None:
+        """The source of the given model's weights, under the names of ``whole``; None: no model is given.
+
+        Raises:
+            UserError: it is another model than its config makes.
+        """
+        if self.model is None:
+            return None
+        state, wanted = self.model.state_dict(), whole.state_dict()
+        wrong = [f"{name} is not in it" for name in wanted if name not in state]
+        wrong += [f"{name}, which {type(whole).__name__} has not" for name in state if name not in wanted]
+        wrong += [
+            f"{name} of shape {list(state[name].shape)}, not {list(tensor.shape)}"
+            for name, tensor in wanted.items()
+            if name in state and state[name].shape != tensor.shape
+        ]
+        if wrong:
+            raise UserError(
+                asked=f"model=a {type(self.model).__name__}",
+                found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+                why=f"its weights are placed by the names of {type(whole).__name__}, which its config makes",
+                instead="a model as AutoModelForCausalLM loads it, before anything is added to it",
+            )
+        return state_dict_weights(state)
+
+
+def resolve(
+    args: TrainingArguments | None,
+    *,
+    model: Any = None,
+    recipe: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
+    data_collator: Any = None,
+    peft_config: Any = None,
+    compute_loss_func: Any = None,
+    compute_metrics: Any = None,
+) -> tuple[TrainingArguments, Given]:
+    """``args``, with what of the rest they can say, and what they can't.
+
+    Raises:
+        UserError: something is of a kind that can't be trained with; names it.
+    """
+    _check_kind("args", args, TrainingArguments, "trainer.TrainingArguments(…), transformers' names")
+    options: dict[str, Any] = {}
+    given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
+    for name in ("compute_loss", "compute_metrics"):
+        if given[name] is not None and not callable(given[name]):
+            raise _kind(name, given[name], "a function")
+    _resolve_model(model, options, given)
+    if isinstance(recipe, Recipe):
+        options["recipe"], given["recipe"] = recipe.name or "given", recipe
+    elif recipe is not None:
+        _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a trainer.Recipe")
+        options["recipe"] = os.fspath(recipe)
+    if data_collator is not None:
+        if not callable(data_collator):
+            raise _kind("data_collator", data_collator, "a function, such as DataCollatorForSeq2Seq(tokenizer)")
+        given["collator"] = data_collator
+        train_dataset, eval_dataset = _collated(data_collator, train_dataset, eval_dataset)
+    _resolve_data(train_dataset, eval_dataset, options, given)
+    if isinstance(processing_class, str | os.PathLike):
+        options["tokenizer"] = os.fspath(processing_class)
+    elif processing_class is not None:
+        _check_kind("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer (processor.tokenizer)")
+        given["tokenizer"] = processing_class
+    args = args or TrainingArguments()
+    args = replace(args, **options) if options else args
+    found = Given(**given)
+    if found.model is not None and found.tokenizer is None and args.tokenizer is None:
+        raise UserError(
+            asked=f"model=a {type(found.model).__name__}, without a tokenizer",
+            found="neither processing_class= nor --tokenizer",
+            why="its weights know the tokens of their own tokenizer alone",
+            instead="processing_class=AutoTokenizer.from_pretrained(…); or model= as a hub id or folder, with its own",
+        )
+    if peft_config is not None:
+        args = replace(args, **_adapter(peft_config, args, found))
+    return args, found
+
+
+def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
+    if isinstance(model, PreTrainedModel):
+        elsewhere = next((f"{n} is on {p.device}" for n, p in model.named_parameters() if p.device.type != "cpu"), None)
+        if elsewhere is not None:
+            raise UserError(
+                asked=f"model=a {type(model).__name__}",
+                found=elsewhere,
+                why="its weights are read on the host and placed by the recipe",
+                instead="model.cpu(); or its hub id or folder, of which the host never holds more than a parameter",
+            )
+        given["model"], given["config"], options["model"] = model, copy.deepcopy(model.config), None
+    elif isinstance(model, PretrainedConfig):
+        given["config"], options["model"] = copy.deepcopy(model), None
+    elif model is not None:
+        what = "a hub id, a folder, a config of transformers, or its PreTrainedModel on the CPU"
+        _check_kind("model", model, str | os.PathLike, what)
+        options["model"] = os.fspath(model)
+
+
+def _collated(collator: Collator, train: Any, evaluated: Any) -> tuple[Any, Any]:
+    """The records as samples; a dict of sets stays one."""
+    check_records("train_dataset", train)
+    sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
+    for name, records in {"train_dataset": train, **{f"eval_dataset {n}": each for n, each in sets.items()}}.items():
+        if not isinstance(records, Dataset | IterableDataset):
+            raise UserError(
+                asked=f"data_collator={type(collator).__name__} with {name.strip()}={records}",
+                found="no Dataset and no IterableDataset",
+                why="a collator takes records with the columns that it knows, and files are read in shapes of our own",
+                instead="datasets.load_dataset(…), tokenised for the collator; or no data_collator",
+            )
+    made = {name: collated(records, collator) for name, records in sets.items()}
+    return collated(train, collator), made if isinstance(evaluated, Mapping) else made.get("")
+
+
+def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: dict[str, Any]) -> None:
+    if train is not None:
+        check_records("train_dataset", train)
+        options["dataset"] = _described(train)
+        if isinstance(train, Dataset | IterableDataset):
+            given["train"] = train
+        if isinstance(train, IterableDataset):
+            options["streaming"] = True
+    if evaluated is None:
+        return
+    sets = named_sets("eval_dataset", evaluated)
+    options["eval_dataset"] = ",".join(f"{name}={_described(each)}" if name else _described(each)
+                                       for name, each in sets.items())  # fmt: skip
+    given["evaluated"] = sets
+
+
+def named_sets(what: str, asked: Any) -> dict[str, Any]:
+    """Name → records, of a dict of several sets, or of one without a name.
+
+    Raises:
+        UserError: they are no records, or a name is none that a log entry can have.
+    """
+    sets = dict(asked) if isinstance(asked, Mapping) else {"": asked}
+    for name, each in sets.items():
+        check_records(what, each)
+        if isinstance(asked, Mapping) and not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+            raise UserError(
+                asked=f"{what} named {name!r:.80}",
+                found="a name that is more than letters, digits and _",
+                why="its loss is logged as eval_NAME_loss",
+                instead=f"{what}={{'chat': …, 'code': …}}",
+            )
+    if not sets:
+        raise _kind(what, asked, "at least one set")
+    return {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in sets.items()}
+
+
+def check_records(what: str, records: Any) -> None:
+    """Refuse what is no dataset; ``what``: the argument's name."""
+    if isinstance(records, Mapping):
+        raise UserError(
+            asked=f"{what}=a {type(records).__name__} of {', '.join(map(str, records))}",
+            found="several sets in one",
+            why="it is one set of records",
+            instead=f"{what}=datasets['train']; a dict of named sets is for eval_dataset",
+        )
+    words = "a path, a hub id, or a Dataset or IterableDataset of the library `datasets` (Dataset.from_list(…))"
+    _check_kind(what, records, str | os.PathLike | Dataset | IterableDataset, words)
+
+
+def _described(records: Records) -> str:
+    """What the run's saved arguments say of it."""
+    if isinstance(records, Dataset):
+        return f"a Dataset of {len(records)} records"
+    return "an IterableDataset" if isinstance(records, IterableDataset) else os.fspath(records)
+
+
+def _adapter(config: Any, args: TrainingArguments, given: Given) -> dict[str, Any]:
+    """The options that say what a LoraConfig does."""
+    if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
+        raise _kind("peft_config", config, "a peft.LoraConfig")
+    recipe = given.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
+    model = meta_model(given.config or load_config(args.model, recipe))
+    return options_of(config.to_dict(), model)
+
+
+def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise _kind(name, value, wanted)
+
+
+def _kind(name: str, value: Any, wanted: str) -> UserError:
+    kind = type(value)
+    return UserError(
+        asked=f"{name}={value!r:.80}",
+        found=f"a {kind.__module__}.{kind.__qualname__}",
+        why="it is of another kind",
+        instead=wanted,
+    )

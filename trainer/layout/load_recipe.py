@@ -1,0 +1,103 @@
+"""Loading a recipe by its name or its file's path: the file is run, and its variable ``recipe`` is taken."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import os
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import UserError, did_you_mean
+from shardwright.layout.recipe import Recipe
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """The recipe of that name in ``recipes/``, or the one in the file at that path, which ends in ``.py``.
+
+    Raises:
+        UserError: there is no such recipe; the file defines none, or fails (its line is named).
+    """
+    if name_or_path.endswith(".py"):
+        path = Path(name_or_path)
+        if not os.path.isfile(path):  # a Path would raise at a name that is too long
+            raise UserError(
+                asked=f"recipe file {name_or_path}",
+                found=f"no file {path.resolve()}",
+                why="a recipe that ends in .py is read from that path",
+                instead=f"a path that exists, or one of: {', '.join(shipped_recipes())}",
+            )
+    else:
+        shipped = shipped_recipes()
+        if name_or_path not in shipped:
+            raise UserError(
+                asked=f"recipe {name_or_path!r}",
+                found="no recipe of that name",
+                why="a recipe is known by its name in recipes/ or by the path of its .py file",
+                instead=did_you_mean(name_or_path, shipped) + f"one of: {', '.join(sorted(shipped))}",
+            )
+        path = shipped[name_or_path]
+    recipe = _run_file(path).get("recipe")
+    if not isinstance(recipe, Recipe):
+        raise UserError(
+            asked=f"recipe file {path}",
+            found="no variable named recipe" if recipe is None else f"recipe is a {type(recipe).__name__}",
+            why="the file's variable recipe is what gets loaded",
+            instead="recipe = Recipe(mesh=..., batch=..., parameters={...})",
+        )
+    return replace(recipe, name=path.stem)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of each recipe in ``recipes/``."""
+    folder = importlib.resources.files("recipes")
+    files = sorted(Path(str(folder)).glob("[!_]*.py"))
+    return {file.stem: file for file in files}
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """Runs the file and returns its variables. Whatever stops it becomes a UserError that names file and line."""
+    variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        source = path.read_text(encoding="utf-8")
+        _check_repeated_keys(ast.parse(source, str(path)), path)
+        exec(compile(source, str(path), "exec"), variables)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        where = f"recipe file {path}" + (f", line {line}" if line else "")
+        if isinstance(error, UserError):
+            raise UserError(
+                asked=error.asked if error.asked.startswith("recipe file") else f"{where}: {error.asked}",
+                found=error.found,
+                why=error.why,
+                instead=error.instead,
+            ) from error
+        raise UserError(
+            asked=where,
+            found=f"{type(error).__name__}: {error}",
+            why="the file must run to its end for its recipe to be read",
+            instead="mend that line; recipes/mixtral_ep.py is a file to compare with",
+        ) from error
+    return variables
+
+
+def _check_repeated_keys(tree: ast.Module, path: Path) -> None:
+    """Refuses a key that stands twice in one table, of which Python would keep only the last without a word."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Dict):
+            continue
+        seen: dict[object, int] = {}
+        for key in node.keys:
+            if not isinstance(key, ast.Constant):
+                continue
+            if key.value in seen:
+                raise UserError(
+                    asked=f"recipe file {path}, line {key.lineno}: {key.value!r} twice in one table",
+                    found=f"it already stands in line {seen[key.value]}",
+                    why="an axis is used once on a tensor, a pattern once in a table",
+                    instead="keep one of the two; to shard two dimensions of a tensor, use two axes",
+                )
+            seen[key.value] = key.lineno

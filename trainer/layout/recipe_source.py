@@ -1,0 +1,69 @@
+"""A recipe as the source of a file that defines it: what a person would write, as `ruff format` leaves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+
+from shardwright.layout.auto import AutoRecipe
+from shardwright.layout.recipe import Compute, Layout, layout_text
+
+_WIDTH = 120  # of a line
+
+
+def recipe_source(made: AutoRecipe, docstring: str) -> str:
+    """Python that `shardwright.layout.load_recipe.load_recipe` reads the recipe from, with comments.
+
+    Args:
+        docstring: what the file begins with.
+    """
+    recipe = made.recipe
+    batch = ", ".join(map(json.dumps, recipe.batch)) + ("," if len(recipe.batch) == 1 else "")
+    table = [
+        line
+        for pattern, layout in recipe.parameters.items()
+        for line in _entry(
+            pattern, layout, [table[pattern] for table in (made.notes, made.undivided) if pattern in table]
+        )
+    ]
+    pinned = ", ".join(f"{json.dumps(pattern)}: {_dict(layout)}" for pattern, layout in recipe.activations.items())
+    body = [
+        "recipe = Recipe(",
+        f"    mesh={recipe.mesh},",
+        f"    batch=({batch}),",
+        "    parameters={",
+        *(f"        {line}" for line in table),
+        "    },",
+        f"    activations={{{pinned}}},",
+        f"    compute={_compute(recipe.compute)},",
+        ")",
+    ]
+    names = "Compute, Mesh, Recipe, Shard" if any("Shard(" in line for line in body) else "Compute, Mesh, Recipe"
+    quoted = docstring.replace("\\", "\\\\").replace('"""', '\\"""')
+    return "\n".join([f'"""{quoted}"""', "", f"from shardwright import {names}", "", *body, ""])
+
+
+def _entry(pattern: str, layout: Layout, notes: Sequence[str]) -> list[str]:
+    """A line of the table; its note behind it, or above where that is too long, as are its axes below."""
+    room, note = _WIDTH - 8, "# " + "; ".join(notes) if notes else ""
+    line = f"{json.dumps(pattern)}: {_dict(layout)},"
+    if len(line) > room:
+        axes = [f"    {json.dumps(axis)}: {text}," for axis, text in layout_text(layout).items()]
+        return [*filter(None, [note]), f"{json.dumps(pattern)}: {{", *axes, "},"]
+    behind = f"{line}  {note}".rstrip()
+    return [behind] if len(behind) <= room else [note, line]
+
+
+def _dict(layout: Layout) -> str:
+    return "{" + ", ".join(f"{json.dumps(axis)}: {text}" for axis, text in layout_text(layout).items()) + "}"
+
+
+def _compute(compute: Compute) -> str:
+    """The call that makes ``compute``; what it has by default is left out, but for the two that say how layers run."""
+    said = {f.name: getattr(compute, f.name) for f in fields(compute)}
+    shown = {
+        name: value for name, value in said.items() if name in ("remat", "scan") or value != getattr(Compute(), name)
+    }
+    texts = (f"{name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in shown.items())
+    return f"Compute({', '.join(texts)})"

@@ -1,0 +1,253 @@
+"""Which tokens a model lets a token see, found by running the model: neither its class nor its config says so.
+
+A model isolates documents if all that mixes tokens (attention, convolutions, recurrent states) goes by the row's
+``segment_ids``, and its positions by the row's ``position_ids``: a document then comes out the same behind another one
+and alone. A causal model's tokens come out the same whatever follows them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from shardwright.errors import UserError
+from shardwright.model.facts import experts_modules, in_short
+from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole
+from shardwright.models.attention.interface import MASKED, NAME, Unsupported, bind, choose, masks_without_reads
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.attention.pieces import from_pieces, to_pieces
+from shardwright.models.experts import interface as experts
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+_TOKENS = 6  # of each of the two documents
+_HEAD = 16  # the narrowest head of the small model
+_VOCABULARY = 64
+_WIDTH = re.compile(r"(size|dim|rank|width|d_model|d_ff|d_kv|n_embd|n_inner)$")
+_MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
+_REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")  # how far back a token sees
+_NOISE = 1e-5  # relative: what float32 inside a float64 model may differ by
+
+
+def our_attention(model: PreTrainedModel, length: int) -> str:
+    """The one of our attentions that ``model``, on meta, runs under at ``length`` tokens: no values are computed.
+
+    It is ``portable`` where that runs, for the other one's masks are as large as the sequence's square.
+
+    Raises:
+        Unsupported: attention is asked for what neither supports.
+        UserError: neither runs for a reason that is not attention's: the model looks at values.
+    """
+    first = _runs_on_meta(model, NAME, min(length, _MOST))
+    if first is None:
+        return NAME
+    if _runs_on_meta(model, MASKED, min(length, _MOST)) is None:
+        return MASKED
+    if isinstance(first, Unsupported):
+        raise first
+    raise UserError(
+        asked=f"a model of type {model.config.model_type!r}",
+        found=f"its forward can't be run without values: {in_short(first)}",
+        why="XLA compiles one graph of fixed shapes, before there is a value to look at",
+        instead="a family whose shapes do not depend on its tokens, such as mixtral or llama",
+    ) from first
+
+
+def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Exception | None:
+    model = copy.deepcopy(model).eval()
+    torch.nn.Module.to(model, "meta")
+    choose(model, attention)
+    if experts_modules(model):
+        experts.choose(model, "dense")  # the only one whose shapes depend on no value and no device
+    try:
+        with torch.no_grad(), masks_without_reads():
+            model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=False)
+    except Exception as error:  # a family's code raises anything where it looks at values
+        return error
+    return None
+
+
+def leak(config: PretrainedConfig, attention: str = NAME) -> str | None:
+    """What shows that a model of ``config`` does not isolate documents, or that it can't be tried; None if it does."""
+    found = _difference(_as_text(config), attention, _alone_and_behind)
+    if isinstance(found, str):
+        return f"a small model of its kind can't be tried: {found}"
+    return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
+
+
+def mixes_in_order(config: PretrainedConfig) -> str | None:
+    """What shows that a model's tokens can't lie in another order than the row's, or that it can't be tried; else None.
+
+    They can where all that mixes them is our attention, and they are told their positions.
+    """
+    found = _difference(_as_text(config), NAME, _in_order_and_in_pieces)
+    if isinstance(found, str):
+        return f"a small model of its kind can't be tried: {found}"
+    return f"tried small, its logits differ by {found:.1e} where a row's halves lie apart" if found > _NOISE else None
+
+
+def looks_ahead(config: PretrainedConfig, attention: str) -> bool:
+    """Whether a token's logits were seen to depend on later tokens; False too where the model can't be tried."""
+    found = _difference(_as_text(config), attention, _before_two_ends)
+    return not isinstance(found, str) and found > _NOISE
+
+
+def text_part_differs(config: PretrainedConfig) -> str | None:
+    """What shows that the text part of a multimodal ``config`` is not the whole model fed text, or can't be tried."""
+    found = _difference(_as_text(config), "eager", _alone_and_in_the_whole, text_in_whole)
+    if isinstance(found, str):
+        return f"a small model of its kind can't be tried: {found}"
+    return f"tried small, its logits differ by {found:.1e} from the whole model's" if found > _NOISE else None
+
+
+def _as_text(config: PretrainedConfig) -> str:
+    return json.dumps(config.to_dict(), default=str, sort_keys=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _difference(
+    config_text: str,
+    attention: str,
+    run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]],
+    build: Callable[[PretrainedConfig], PreTrainedModel] = meta_model,
+) -> float | str:
+    """How far the two results of ``run`` lie apart, relative to the first; or why the model can't be tried.
+
+    The model that runs, as ``build`` makes it, has the config's layers, heads and experts, each narrower, and random
+    weights.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for each other longer than they work, on matrices as small as these
+    try:
+        model = _small_model(json.loads(config_text), build)
+        choose(model, attention)
+        with torch.no_grad(), masks_without_reads():
+            first, second = run(model)
+    except Exception as error:  # a family's code raises anything at sizes or arguments that it does not know
+        return in_short(error)
+    finally:
+        torch.set_num_threads(threads)
+    return ((second - first).abs().max() / first.abs().max()).item()
+
+
+def _before_two_ends(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a row's tokens but the last, before two different last tokens."""
+    # ids that no family gives a meaning of its own, such as padding
+    row = torch.randint(2, _VOCABULARY - 2, (_TOKENS,), generator=torch.Generator().manual_seed(0))
+    rows = row.repeat(2, 1)
+    rows[1, -1] += 1
+    first, second = model(input_ids=rows, use_cache=False).logits[:, :-1]
+    return first, second
+
+
+def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """A document's logits alone in a row, and behind two different documents: [1, T, V] and [2, T, V]."""
+    generator = torch.Generator().manual_seed(0)
+    first, other, document = torch.randint(_VOCABULARY, (3, _TOKENS), generator=generator)
+    rows = torch.stack([torch.cat([before, document]) for before in (first, other)])
+    positions = torch.arange(_TOKENS).repeat(2, 1)
+    segments = torch.tensor([1, 2]).repeat_interleave(_TOKENS)
+    both = _logits(model, rows, positions.flatten(), segments)
+    alone = _logits(model, document[None], positions[0], segments[:_TOKENS])
+    return alone, both[:, _TOKENS:]
+
+
+def _in_order_and_in_pieces(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a row's tokens in their own order, and in that of two devices."""
+    row = torch.randint(2, _VOCABULARY - 2, (1, 2 * _TOKENS), generator=torch.Generator().manual_seed(0))
+    positions, segments = torch.arange(row.shape[1]), torch.ones_like(row[0])
+    whole = _logits(model, row, positions, segments)
+    bind(model, KernelLayout((("sequence", 2),), sequence_axis="sequence"))
+    cut = _logits(model, to_pieces(row, 2, 1), to_pieces(positions, 2, 0), segments)
+    return whole, from_pieces(cut, 2, 1)
+
+
+def _alone_and_in_the_whole(whole: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a row's tokens, by the whole of a multimodal model, and by its text part with these weights."""
+    part = meta_model(whole.config)
+    for name, full in (names_in_whole(part, whole) or {}).items():
+        owner, _, key = name.rpartition(".")
+        if key in part.get_submodule(owner)._parameters:
+            setattr(part.get_submodule(owner), key, whole.get_parameter(full))
+    row = torch.randint(2, _VOCABULARY - 2, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    first, second = (m(input_ids=row, use_cache=False).logits for m in (whole, part.double().eval()))
+    return first, second
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+    """Logits of rows [R, S]; all have the same positions and segments [S]."""
+    documents: dict[str, Any] = {"position_ids": positions.expand(ids.shape), "segment_ids": segments.expand(ids.shape)}
+    with masks_without_reads(documents["segment_ids"]):
+        return model(input_ids=ids, use_cache=False, **documents).logits
+
+
+def _small_model(values: dict[str, Any], build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
+    """The model on the CPU, in float64, all widths divided by one number, so that what must fit together still does."""
+    config = AutoConfig.for_model(**values)
+    text, factor = config.get_text_config(), _factor(config)
+    beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
+    narrow = {key: value if key in beside else _narrower(value, factor, key) for key, value in values.items()}
+    config = AutoConfig.for_model(**narrow)
+    model = build(config)
+    if experts_modules(model):
+        experts.choose(model, "eager")  # the model's own: in float64, without a capacity
+    # parameters of one shape share their values, and so do all experts: they cost no more memory than one layer's one
+    generator, drawn = torch.Generator().manual_seed(0), {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.shape not in drawn:
+                shared = _random(parameter.shape[-2:], generator).double().expand(parameter.shape)
+                drawn[parameter.shape] = torch.nn.Parameter(shared, requires_grad=False)
+            setattr(module, name, drawn[parameter.shape])
+    return model.double().eval()
+
+
+def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Values that keep the size of what goes through: matrices by their fan-in, vectors about 1."""
+    drawn = torch.randn(shape, generator=generator)
+    return drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 10
+
+
+def _factor(config: PretrainedConfig) -> int:
+    """What all widths are divided by: the largest power of two that leaves every head 16 wide or more."""
+    text = config.get_text_config()
+    heads = [value for key, value in _numbers(text.to_dict()) if key.endswith("head_dim")]
+    if not heads and hasattr(text, "num_attention_heads"):
+        heads.append(text.hidden_size // text.num_attention_heads)
+    powers = [2**n for n in range(10) if math.gcd(*heads) % 2**n == 0 and min(heads, default=0) >= _HEAD * 2**n]
+    return max(powers, default=1)
+
+
+def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    """(key, number) of every number in a config."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from _numbers(value, name)
+    elif isinstance(values, int) and not isinstance(values, bool):
+        yield key, values
+
+
+def _narrower(value: Any, factor: int, key: str = "") -> Any:
+    """A config's values with every width divided by ``factor``, and a vocabulary of 64 tokens."""
+    if isinstance(value, dict):
+        return {name: _narrower(inner, factor, name) for name, inner in value.items()}
+    if isinstance(value, list) and key.endswith("section"):  # RoPE's frequencies: their sum fits the head
+        parts = [entry // factor for entry in value]
+        return [*parts[:-1], sum(value) // factor - sum(parts[:-1])]
+    if isinstance(value, list) and key.endswith("factor"):  # RoPE's, a number for each frequency
+        return value[: len(value) // factor]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if "vocab" in key:
+        return _VOCABULARY
+    if key.endswith("_token_id"):
+        return min(value, 1)
+    if _REACH.search(key):
+        return min(value, _TOKENS - 2)  # does not divide a document: a chunk must begin as the document does
+    wide = value >= 4 * factor and _WIDTH.search(key)
+    return value // factor if wide else value

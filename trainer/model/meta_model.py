@@ -1,0 +1,300 @@
+"""The model as transformers describes it: its config, and its module on meta, which allocates nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from shardwright.errors import UserError
+from shardwright.layout.recipe import Recipe
+from shardwright.model.facts import in_short
+from shardwright.models.experts import families
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
+MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
+
+
+def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
+    """The config of ``model``: a folder with a ``config.json``, such a file, or a hub id; None: the recipe's.
+
+    Raises:
+        UserError: nothing there, an unreadable config, or None where the recipe has no default model.
+    """
+    if model is None and recipe.model is None:
+        raise UserError(
+            asked=f"recipe {recipe.name} without a model",
+            found="the recipe has no default model",
+            why="a plan needs shapes",
+            instead="--model with a hub id, a folder, or a config.json; or a --recipe with a model of its own, such as "
+            "mixtral_ep",
+        )
+    path = None if model is None else Path(model)
+    if model is not None and path is not None:
+        looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
+        # os.path's, since a Path raises what the system raises, such as a name that is too long
+        config_file = path / "config.json" if os.path.isdir(path) else path
+        if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
+            raise UserError(
+                asked=f"model {model}",
+                found=f"no file {config_file}",
+                why="a local model is a config.json, or a folder that has one",
+                instead="the path of such a file or folder, or a hub id such as mistralai/Mixtral-8x7B-v0.1",
+            )
+    try:
+        if model is None:
+            return config_of(recipe.model or {})
+        _check_sizes(PretrainedConfig.get_config_dict(model)[0])
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
+    # whichever it is, what the user named has no config that can be read.
+    except Exception as error:
+        raise UserError(
+            asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
+            found=in_short(error),
+            why="no transformers config can be read from it",
+            instead="a config.json whose model_type transformers knows, a folder with one, or a hub id, "
+            "which needs network, or the hub's cache (HF_HUB_OFFLINE=1 looks only there)",
+        ) from error
+
+
+def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of these values, ``model_type`` among them.
+
+    Raises:
+        ValueError: more layers, or wider ones, than any model has. Other errors, of many types: transformers refuses a
+            value.
+    """
+    _check_sizes(values)
+    return AutoConfig.for_model(**values)
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for more layers than a list can have, or a width whose tables would fill the host.
+
+    Some configs make a list of layers at once; RoPE's frequencies are computed, unlike weights, on meta too.
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _check_sizes(value)
+        elif "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{name} is {str(value)[:40]}; {MOST_LAYERS:,} layers are the most")
+        elif str(name).endswith("dim") and isinstance(value, int) and value > MOST_WIDE:
+            raise ValueError(f"{name} is {str(value)[:40]}; {MOST_WIDE:,} is the widest")
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """While the ``with`` lasts, more modules than any model has raise a ValueError: nothing else would end them."""
+    made = itertools.count(1)
+
+    def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if next(made) > MOST_MODULES:
+            raise ValueError(f"a model of more than {MOST_MODULES:,} modules")
+
+    handle = nn.modules.module.register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """While it is active, tensors of more elements than any buffer has are made on meta at once.
+
+    Without it a weight takes memory until it is a parameter: 30 GB for all experts of a layer of 671 B parameters.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full):
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(size) > MOST_BUFFER:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Whether the model of ``config`` has a text part beside others, such as a vision tower."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
+
+    Of a multimodal config it is the text part: the family's own causal-LM class of the text, under that class's names,
+    or where there is none the whole class without what no text meets.
+
+    Weights are float32 whatever dtype the config states: training keeps them so, also under bfloat16 compute.
+
+    Raises:
+        UserError: the config has no causal-LM head, or transformers cannot build the model from it.
+    """
+    if is_multimodal(config):
+        return _text_part(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found="a model without a causal-LM head",
+            why="training predicts the next token",
+            instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
+        )
+    model = _on_meta(AutoModelForCausalLM.from_config, config)
+    # a family that can be an encoder marks its layers; the config's own `is_decoder` is false in some that never are
+    if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found=f"{encoder}.is_decoder is False: it is built as an encoder",
+            why="training predicts the next token, and an encoder's tokens see it",
+            instead='"is_decoder": true in its config.json',
+        )
+    return model
+
+
+def whole_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of all that a checkpoint of ``config`` holds, on meta: of a multimodal config with its other parts.
+
+    Raises:
+        UserError: as :func:`meta_model`.
+    """
+    return _on_meta(AutoModelForImageTextToText.from_config, config) if is_multimodal(config) else meta_model(config)
+
+
+def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:
+    """Name of each parameter and saved buffer of ``part`` → its name in ``whole``; None if ``whole`` has another part.
+
+    They are found by class: the part itself, or the largest of transformers' models in it beside a head of the whole.
+    """
+    state, found = whole.state_dict(), None
+    models = [(name, module) for name, module in part.named_modules() if isinstance(module, PreTrainedModel)]
+    for prefix, module in models:  # the outermost first
+        places = [name for name, other in whole.named_modules() if type(other) is type(module)]
+        if len(places) == 1 and found is None:
+            found = {name: _moved(name, prefix, places[0]) for name in part.state_dict()}
+    if found is None or any(
+        full not in state or state[full].shape != tensor.shape
+        for full, tensor in zip(found.values(), part.state_dict().values(), strict=True)
+    ):
+        return None
+    return found
+
+
+def _moved(name: str, prefix: str, place: str) -> str:
+    """``name`` with the module ``prefix`` at ``place``; as it is if it lies elsewhere."""
+    if prefix and not name.startswith(f"{prefix}."):
+        return name
+    return f"{place}.{name.removeprefix(f'{prefix}.') if prefix else name}".removeprefix(".")
+
+
+def _text_part(config: PretrainedConfig) -> PreTrainedModel:
+    whole, text = whole_model(config), copy.deepcopy(config.get_text_config())
+    text.tie_word_embeddings = _head(whole).weight is whole.get_input_embeddings().weight
+    for known in (text, config):  # a few families' class of the text alone takes the whole config
+        if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            try:
+                part = _on_meta(AutoModelForCausalLM.from_config, known)
+            except UserError:  # some of these classes can't be built from what they are mapped to
+                continue
+            if type(part) is not type(whole) and names_in_whole(part, whole) is not None:
+                return part
+    return text_in_whole(config)
+
+
+def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model of a multimodal ``config``, on meta, without the parameters that text alone never meets."""
+    whole = whole_model(config)
+    kept = {id(module) for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
+    _empty(whole, kept)
+    return whole
+
+
+def _head(whole: PreTrainedModel) -> nn.Module:
+    """The head of a multimodal model, which must be its own."""
+    head = whole.get_output_embeddings()
+    if head is None or not isinstance(getattr(whole, "get_decoder", lambda: None)(), PreTrainedModel):
+        raise UserError(
+            asked=f"a model of type {whole.config.model_type!r}",
+            found=f"{type(whole).__name__} names no text decoder and head of its own",
+            why="of a multimodal model the text part is trained",
+            instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
+        )
+    return head
+
+
+def _empty(module: nn.Module, kept: set[int]) -> None:
+    """Takes out of ``module`` what is not ``kept``: text never meets it."""
+    for name in list(module._parameters):
+        module.register_parameter(name, None)
+    for name, child in list(module.named_children()):
+        if id(child) in kept:
+            continue
+        if any(id(inner) in kept for inner in child.modules()):
+            _empty(child, kept)
+        else:
+            setattr(module, name, nn.Identity())
+
+
+def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:
+    """``model`` built again, with real values, transformers' own, in the parameters of modules of class ``kind``."""
+    return _on_meta(type(model)._from_config, model.config, kind)  # semi-private: modeling_utils.py, transformers 5.23
+
+
+@contextlib.contextmanager
+def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
+    """While the ``with`` lasts, a parameter is on meta once a module has it, but for modules of class ``real``.
+
+    Unlike under ``torch.device("meta")`` buffers keep their values: RoPE's frequencies are in no checkpoint.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # a class that we adapted is one of transformers' with other methods
+        if parameter is None or (real is not None and type(module) is not nn.Module and issubclass(real, type(module))):
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    # torch says of the hook that it returns nothing, and takes what it returns
+    handle = nn.modules.module.register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _on_meta(
+    build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
+) -> PreTrainedModel:
+    """What ``build``, a ``from_config`` of transformers', makes of ``config``; modules of ``real`` have values."""
+    try:
+        with _parameters_on_meta(real), _bounded(), _LargeOnMeta():
+            # a copy: choosing a model's kernels writes into its config
+            model = build(copy.deepcopy(config), dtype=torch.float32)
+        families.adapt(model)
+        model.tie_weights()  # each assignment has made a new parameter, and ties are lost
+        # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
+        _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
+    # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
+    except Exception as error:
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}",
+            found=in_short(error),
+            why="transformers cannot build a model from this config",
+            instead="sizes that go together in its config.json",
+        ) from error
+    return model

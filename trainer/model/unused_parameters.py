@@ -1,0 +1,92 @@
+"""Which parameters take no part in the loss, found by running the model on meta: no class or config says so.
+
+Such are biases that only choose experts, indexers that run without gradients, the encoder's side of a decoder. Torch's
+optimizers leave a parameter without a gradient as it is, and so does the step; a gradient of zero is something else.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+
+import torch
+from shardwright.errors import UserError
+from shardwright.model.facts import experts_modules, in_short
+from shardwright.models.attention.interface import masks_without_reads
+from shardwright.models.experts import interface as experts
+from transformers import PreTrainedModel
+
+_ROWS, _TOKENS = 2, 8
+_LISTED = 6  # patterns in a notice
+
+
+def unused_parameters(model: PreTrainedModel, router_loss: bool) -> tuple[frozenset[str], str | None]:
+    """The names of the parameters of ``model``, on meta, that no gradient reaches; and why that can't be told, if so.
+
+    It can't where the model reads values while it runs. Then only parameters that the family itself freezes are named.
+
+    Args:
+        router_loss: whether the model's load-balancing loss is part of the loss.
+
+    Raises:
+        UserError: no parameter takes part in the loss.
+    """
+    named = list(model.named_parameters())
+    why = None
+    try:
+        reached = _leaves(_loss(model, router_loss))
+    except Exception as error:  # a family's code raises anything on tensors without values
+        reached, why = set(range(len(named))), in_short(error)
+    unused = frozenset(name for i, (name, p) in enumerate(named) if i not in reached or not p.requires_grad)
+    if len(unused) == len(named):
+        raise UserError(
+            asked=f"to train {type(model).__name__}",
+            found=f"none of its {len(named)} parameters takes part in the loss",
+            why="there is nothing to learn",
+            instead="a model whose parameters require gradients, and whose logits depend on them",
+        )
+    return unused, why
+
+
+def notice(unused: frozenset[str], why_unknown: str | None) -> str | None:
+    """What a run says of them, each pattern of names once; None if there is nothing to say."""
+    if why_unknown is not None:
+        return f"taken to be none: which parameters take part in the loss can't be tried without values ({why_unknown})"
+    if not unused:
+        return None
+    patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in sorted(unused))
+    listed = [f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items()]
+    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    return f"no part in the loss, and left as they are: {', '.join(listed[:_LISTED])}{more}"
+
+
+def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
+    """The loss of a copy on meta, in whose graph a parameter is known by its number."""
+    # in evaluation: what only training does (dropout) leaves out no parameter for good
+    model = copy.deepcopy(model).to("meta").eval()  # type: ignore[arg-type]
+    for number, parameter in enumerate(model.parameters()):
+        parameter.number = number  # type: ignore[attr-defined]
+    model.set_attn_implementation("eager")  # the one that every family has, with every kind of mask
+    if experts_modules(model):
+        experts.choose(model, "dense")
+    ids = torch.zeros((_ROWS, _TOKENS), dtype=torch.int64, device="meta")
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if hasattr(model.config, "output_router_logits"):
+        inputs |= {"output_router_logits": router_loss, "attention_mask": torch.ones_like(ids)}
+    with masks_without_reads(), torch.enable_grad():
+        return model(**inputs).loss
+
+
+def _leaves(loss: torch.Tensor) -> set[int]:
+    """The numbers of the parameters that a backward from ``loss`` would reach."""
+    seen, found, left = set(), set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and hasattr(leaf, "number"):
+            found.add(leaf.number)
+        left += [following for following, _ in node.next_functions]
+    return found

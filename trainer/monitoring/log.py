@@ -1,0 +1,69 @@
+"""RunLog: what a run logs, and tells its callbacks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.write import Saved
+from shardwright.monitoring import messages
+from shardwright.monitoring.run_page import Watch
+from shardwright.monitoring.throughput import Meter
+from shardwright.report.lines import say
+from shardwright.xla.program_cache import KEPT
+from transformers import TrainerState
+
+
+class RunLog:
+    """The log of a run: each entry goes to ``state.log_history``, to the callbacks and, but for :meth:`note`, the page.
+
+    Args:
+        event: tells the callbacks of an event.
+    """
+
+    def __init__(
+        self,
+        state: TrainerState,
+        meter: Meter,
+        watch: Watch,
+        args: TrainingArguments,
+        console: Console,
+        event: Callable[..., None],
+    ) -> None:
+        self.state, self.meter, self.watch, self.args = state, meter, watch, args
+        self.console, self.event = console, event
+
+    def write(self, logs: dict[str, Any]) -> None:
+        """Log, and write the page anew."""
+        self.note(logs)
+        self.watch.update(self.state, self.meter.expert_load)
+
+    def note(self, logs: dict[str, Any]) -> None:
+        """Log, without the page: it belongs to the run alone."""
+        logs = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.event("on_log", logs=logs)
+
+    def steps(self, learning_rate: float) -> None:
+        """Read and log what the steps since the last such entry came to, if there were any.
+
+        Raises:
+            UserError: the loss became NaN or infinite.
+        """
+        if (read := self.meter.read(self.state.global_step, learning_rate)) is not None:
+            metrics, logs = read
+            messages.check_good(metrics, self.state, self.args)
+            self.write(logs)
+        self.programs()
+
+    def saved(self, saved: Saved | None) -> None:
+        """Log a checkpoint whose write has ended, if one has."""
+        if saved is not None:
+            self.write({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
+
+    def programs(self) -> None:
+        """Say which programs were kept for the next run, or found."""
+        for line in KEPT.news():
+            say(self.console, line)

@@ -1,0 +1,129 @@
+"""What a run says where it ends otherwise than at its last step, and where it can't begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.lineage import folder_of, noted
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.errors import Spiked, UserError
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+from shardwright.step.spikes import Spike
+from shardwright.step.step_metrics import StepMetrics
+from transformers import TrainerState
+
+
+def other_devices(job: Job, devices: int) -> UserError:
+    """The error of a process that has another number of devices than ``job`` is for."""
+    return UserError(
+        asked=f"a job for {job.devices} devices",
+        found=f"this process has {devices}",
+        why="its plan and its batches are made for that number",
+        instead=f"Job.resolve(args, lambda: {devices}), or as many devices (CPU_NUM_DEVICES)",
+    )
+
+
+def check_steps_left(args: TrainingArguments, resume: RunCheckpoint | None) -> None:
+    """Refuse a checkpoint beyond the run's steps, if their number is known.
+
+    Raises:
+        UserError: it is one.
+    """
+    if resume is not None and 0 < args.max_steps < resume.step:
+        raise UserError(
+            asked=f"--max_steps {args.max_steps} from {resume.folder}",
+            found=f"it is of step {resume.step}",
+            why="there is nothing left to do",
+            instead=f"--max_steps above {resume.step}, or an older checkpoint",
+        )
+
+
+def set_aside(names: Iterable[str], output: Folder) -> str:
+    """What is said of the checkpoints ``names`` in ``output`` that the run does not go on from."""
+    return (
+        f"set aside: {', '.join(names)} of {output}, which this run does not go on from: their paths still resume, "
+        "`latest` does not find them, and one is replaced when this run comes to its step"
+    )
+
+
+def farewell(interrupted: bool, step: int) -> str:
+    """What is said when a signal ended the run after ``step``: Ctrl-C if ``interrupted``, else SIGTERM."""
+    word = "interrupted" if interrupted else "preempted (SIGTERM)"
+    if not step:
+        return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
+    what = "saving what was learned" if interrupted else "the same command resumes from there"
+    return f"{word} after step {step}: {what}"
+
+
+def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArguments) -> None:
+    """Refuse to go on after a step that ended the run; ``state`` is then that of the step before it.
+
+    Raises:
+        UserError: there was one.
+    """
+    if not metrics.bad_step:
+        return
+    state.global_step, spike = metrics.bad_step - 1, metrics.spike
+    is_spike = spike is not None and spike.step == metrics.bad_step
+    raise spiked(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
+
+
+def spiked(spike: Spike, args: TrainingArguments) -> Spiked:
+    """The error of a run that ``spike`` ended: the first of ``--on_spike stop``, or one too many."""
+    far = [
+        f"its {name} is {value:.4g}, above {limit:.4g}"
+        for name, value, limit in (
+            ("loss", spike.loss, spike.loss_limit),
+            ("gradient norm", spike.grad_norm, spike.grad_norm_limit),
+        )
+        if value > limit
+    ]
+    left = f"the weights are as step {spike.step - 1} left them, saved in {args.output_dir}/model"
+    instead = "--resume_from_checkpoint latest with a lower --learning_rate or --max_grad_norm; or look at the data of "
+    instead += "that step: with --on_spike skip it would be left out, and a higher --spike_threshold takes it as usual"
+    if args.on_spike == "skip":
+        left = f"{spike.in_a_row} such steps one after another are no spike, and so many are not left out; {left}"
+        instead = "a lower --learning_rate; or a higher --spike_threshold, or --on_spike no, if the data have changed"
+    if args.on_spike == "rollback":
+        left = f"there is no checkpoint to go back to, or the run went back to it too often; {left}"
+        instead = "a lower --learning_rate or --max_grad_norm; more checkpoints (--save_steps); or a higher "
+        instead += "--spike_threshold"
+    error = Spiked(
+        asked=f"step {spike.step} of {args.max_steps}, with --on_spike {args.on_spike}",
+        found=", and ".join(far),
+        why=f"that is {args.spike_threshold:g} times as far above the median of the last {args.spike_window} good "
+        f"steps as is usual; {left}",
+        instead=instead,
+    )
+    error.step = spike.step
+    return error
+
+
+def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:
+    """The error of a run whose step ``metrics.bad_step`` had a loss or a gradient norm that is not finite."""
+    return UserError(
+        asked=f"step {metrics.bad_step} of {args.max_steps}",
+        found=f"its loss or gradient norm is not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm})",
+        why="training on would spread it to every weight; the weights are as step "
+        f"{metrics.bad_step - 1} left them, saved in {args.output_dir}/model",
+        instead="a lower --learning_rate, some --warmup_steps, --max_grad_norm 1.0, or --bf16 false",
+    )
+
+
+def best_elsewhere(args: TrainingArguments, state: TrainerState, output: Folder) -> str | None:
+    """What a run in ``output`` noted of the best weights' checkpoint, if it is to end with those, and not the last."""
+    best = state.best_model_checkpoint if args.load_best_model_at_end else None
+    return None if best == noted(folder_of(output, state.global_step), output) else best
+
+
+def best_unread(error: UserError, state: TrainerState, output: Folder) -> UserError:
+    """The error of a run in ``output`` that could not read the best weights, because of ``error``."""
+    return UserError(
+        asked=f"--load_best_model_at_end, with the weights of step {state.best_global_step}",
+        found=f"{error.asked}: {error.found}",
+        why=f"they can't be read, so {output}/model has those of the last step, {state.global_step}",
+        instead="the same command with --resume_from_checkpoint latest, once that checkpoint is back as it "
+        "was; with --load_best_model_at_end false the last step's weights are what is asked for",
+    )

@@ -1,0 +1,166 @@
+"""What a run leaves for a person to watch it by: its page, rewritten as it goes, and at the end its pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from shardwright.checkpoint.output_folder import COMPILE_PAGE
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.evaluation.samples import SAMPLES, Samples
+from shardwright.files.folder import Folder, StorageError, as_json
+from shardwright.job import Job
+from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
+from shardwright.report.curve import loss_curve
+from shardwright.report.expert_load import ExpertLoad, as_record, load_picture
+from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
+from shardwright.report.lines import say
+from shardwright.report.page import RunView, run_page
+from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
+from shardwright.xla.runtime import chip, compile_seconds
+from torch import nn
+from transformers import TrainerState
+
+PAGE, LIVES = "report.html", "lives.json"
+_SHARE = 0.02  # of a run's time may go to its page
+_FILES = {
+    COMPILE_PAGE: "what the TPU's compiler says of the step",
+    "plan.json": "where each parameter lies",
+    "recipe.json": "the recipe, in full",
+    "training_args.json": "the options",
+    "trainer_state.json": "all log lines",
+    "loss_curve.png": "the loss as a picture",
+    "expert_load.png": "the load of experts as a picture",
+    "expert_load.json": "the load of experts in numbers",
+    SAMPLES: "the answers to --sample_prompts",
+    LIVES: "where each process's seconds went",
+}
+
+
+class Watch:
+    """A run's page, and the clock that its goodput is read from. The life begins when this is made.
+
+    The page is one for all lives of the run: its curves are those of the log, which goes on from a checkpoint, and
+    the seconds of earlier lives are read from ``lives.json`` beside that checkpoint. What can't be written is said
+    once, and the run goes on.
+
+    Args:
+        folder: the run's output folder.
+        resume: the checkpoint that the run goes on from.
+        check_held: raises StorageError once ``folder`` is another run's.
+        after: what ended the life before, if the run itself goes on after it: its seconds lie in ``folder``, also where
+            no checkpoint does.
+
+    Attributes:
+        unigram: the loss of a unigram model, once it is known.
+        samples: the run's answers, if it writes some down.
+        model: as it runs, once it is there.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        job: Job,
+        console: Console,
+        resume: RunCheckpoint | None,
+        check_held: Callable[[], None] = lambda: None,
+        after: str = "",
+    ) -> None:
+        self.folder, self.job, self.console, self._check_held = folder, job, console, check_held
+        self.clock = Clock(compile_seconds)
+        self.unigram: float | None = None
+        self.samples: Samples | None = None
+        self.model: nn.Module | None = None
+        first = 0 if resume is None else resume.step
+        self._life = Life(time.time(), time.time(), first, first, after=after)
+        home = folder if after else None if resume is None else resume.folder.parent
+        self._earlier = [] if home is None else self._earlier_lives(home)
+        self._due, self._failed = 0.0, False
+
+    def began(self, earlier: float) -> None:
+        """The life began so many seconds before this was made."""
+        self.clock.began(earlier)
+        self._life.began -= earlier
+
+    def update(self, state: TrainerState, loads: Sequence[ExpertLoad], *, running: bool = True) -> None:
+        """Rewrites the page, unless it was just written and the run goes on."""
+        started = time.perf_counter()
+        if running and started < self._due:
+            return
+        try:
+            self._check_held()
+            self._note(state)
+            self.folder.write(LIVES, lives_as_json([*self._earlier, self._life]))
+            self.folder.write(PAGE, run_page(self._view(state, loads, running)).encode())
+        except Exception as error:  # nothing that a page meets is a reason to end hours of training
+            found = f"{error.asked}: {error.found}" if isinstance(error, StorageError) else f"{error!r}"
+            if not self._failed:
+                say(self.console, f"report:  {PAGE} can't be written, and the run goes on: {found}")
+            self._failed = True
+        took = time.perf_counter() - started
+        self._due = started + took / _SHARE
+
+    def spent(self, state: TrainerState) -> dict[str, float]:
+        """Where the seconds of all lives went until now, as log entries."""
+        self._note(state)
+        return log_entries([*self._earlier, self._life])
+
+    def _note(self, state: TrainerState) -> None:
+        self._life.ended, self._life.last, self._life.seconds = time.time(), state.global_step, self.clock.seconds
+
+    def note_end(self, state: TrainerState) -> None:
+        """Writes down the seconds of a life that ends here, with another to follow."""
+        self._due = 0.0
+        self.update(state, ())
+
+    def finish(self, state: TrainerState, loads: Sequence[ExpertLoad]) -> None:
+        """Writes the pictures, and the page of a run that has ended.
+
+        Raises:
+            StorageError: a picture could not be written.
+        """
+        self.folder.write("loss_curve.png", loss_curve(state.log_history, self.unigram))
+        if loads:
+            self.folder.write("expert_load.json", as_json(as_record(loads, state.global_step)))
+            self.folder.write("expert_load.png", load_picture(loads, state.log_history))
+        self.update(state, loads, running=False)
+
+    def _earlier_lives(self, home: Folder) -> list[Life]:
+        with contextlib.suppress(StorageError, ValueError):  # none there, of an older version, or cut short
+            if home.is_file(LIVES):
+                return read_lives(home.read(LIVES))
+        return []
+
+    def _view(self, state: TrainerState, loads: Sequence[ExpertLoad], running: bool) -> RunView:
+        job, kind, there = self.job, chip(), set(self.folder.names())
+        return RunView(
+            title=f"{job.recipe.name}: {job.args.as_dict()['model'] or 'its own model'}",
+            step=state.global_step,
+            max_steps=state.max_steps,
+            running=running,
+            log=state.log_history,
+            unigram=self.unigram,
+            loads=loads,
+            lives=[*self._earlier, self._life],
+            facts=self._facts(),
+            held=held_by_a_device(job.plan),
+            hbm=None if kind is None else kind.hbm_bytes,
+            plan=(PLAN_HEADER, plan_rows(job.plan)),
+            links=[(name, what) for name, what in _FILES.items() if name in there],
+            samples=() if self.samples is None else self.samples.entries,
+            values=(VALUES_HEADER, value_rows(() if self.model is None else layer_values(job, self.model))),
+        )
+
+    def _facts(self) -> list[tuple[str, str]]:
+        job, kind, compute = self.job, chip(), self._life.seconds.get("compile", 0.0)
+        mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
+        return [
+            ("model", f"{type(job.model).__name__}, {job.parameters:,} parameters"),
+            ("mesh", f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})")),
+            ("a step", f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens"),
+            ("remat", f"{job.recipe.compute.remat}"),
+            ("compiling, this process", f"{compute:,.1f} s"),
+            ("output", job.args.as_dict()["output_dir"]),
+        ]

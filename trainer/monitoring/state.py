@@ -1,0 +1,135 @@
+"""A run's state, in transformers' own class: what it begins with, and what it knows of its evaluations."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+
+from rich.table import Table
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.mixture import MixedRows
+from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.errors import UserError, did_you_mean
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+from shardwright.monitoring.messages import check_steps_left
+from shardwright.report.terminal import closing_table
+from shardwright.step.eval_metrics import ComputeMetrics, Measures, measures_of
+from shardwright.step.eval_step import Evaluation, PreferenceEvaluation, prefix_of
+from shardwright.step.loss import LossFunction
+from shardwright.step.objectives.preference import LOGGED
+from shardwright.xla.runtime import compile_count
+from transformers import TrainerState
+
+
+def settled(
+    job: Job,
+    corpus: Corpus,
+    resume: RunCheckpoint | None,
+    compute_loss: LossFunction | None,
+    compute_metrics: ComputeMetrics | None,
+) -> tuple[int | None, Measures]:
+    """What only the data show of a run: the steps of an epoch (None: not known), and what its evaluations measure.
+
+    ``job.args.max_steps`` is known from here on.
+
+    Raises:
+        UserError: the rows are not the job's, nothing is left to do, or no evaluation gives what is called the best.
+    """
+    args, vocabulary = job.args, job.config.get_text_config().vocab_size
+    args.check_given(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
+    corpus.check_fits(args.sequence_length, vocabulary)
+    epoch = steps_an_epoch(corpus.train, job.rows)
+    if epoch is not None:
+        args.settle_epochs(epoch)
+    check_steps_left(args, resume)
+    measures = measures_of(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
+    check_best(args, corpus.heldout_sets, measures.names, compute_loss is None)
+    return epoch, measures
+
+
+def steps_an_epoch(rows: Rows, batch_rows: int) -> int | None:
+    """Steps that go through ``rows`` once, as transformers counts them; None: a stream's end is not known."""
+    count = len(rows) if isinstance(rows, StoredRows) else rows.rows if isinstance(rows, MixedRows) else None
+    return None if count is None else math.ceil(count / batch_rows)
+
+
+def state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None, epoch: int | None) -> TrainerState:
+    """A new run's state, or that of the run to go on with, which counts on towards this run's steps.
+
+    Args:
+        epoch: steps of one; None: not known.
+    """
+    state = TrainerState() if resume is None else resume.trainer_state
+    state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
+    state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
+    state.num_train_epochs = sys.maxsize if epoch is None else math.ceil(args.max_steps / epoch)
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        setattr(state, name, getattr(args, name))
+    return state
+
+
+def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:
+    """Refuse a ``metric_for_best_model`` that no evaluation gives.
+
+    Args:
+        sets: the names of what is held out.
+        metrics: those of ``compute_metrics``.
+        is_entropy: whether the loss has a perplexity.
+    """
+    wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
+    given: Evaluation | PreferenceEvaluation = Evaluation(0.0, 0.0, dict.fromkeys(metrics, 0.0), is_entropy)
+    if args.is_preference:
+        given = PreferenceEvaluation(0.0, dict.fromkeys(LOGGED, 0.0))
+    known = [name for each in sets for name in given.named(prefix_of(each))]
+    if wanted and args.best_metric not in known:
+        raise UserError(
+            asked=f"--metric_for_best_model {args.metric_for_best_model}",
+            found="no evaluation gives that",
+            why="the best weights are those with the best of one number",
+            instead=f"{did_you_mean(args.best_metric, known)}one of {', '.join(known)}",
+        )
+
+
+def is_evaluated(state: TrainerState, last: str) -> bool:
+    """Whether what is held out was evaluated at the state's step; ``last``: the name of the last set's loss."""
+    return any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
+
+
+def lacks_evaluation(state: TrainerState, args: TrainingArguments, last: str) -> bool:
+    """Whether an evaluation was due at the state's step that was not made; ``last``: as for :func:`is_evaluated`."""
+    due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
+    return args.eval_strategy == "steps" and due and not is_evaluated(state, last)
+
+
+def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: TrainingArguments) -> bool:
+    """Notes what ``args`` call the best in ``found``, at the state's step, if it is the best yet; returns whether."""
+    value, best = (found or {}).get(args.best_metric), state.best_metric
+    if value is None or not math.isfinite(value):
+        return False
+    if best is not None and not (value > best if args.greater_is_better else value < best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True
+
+
+def loss_before(state: TrainerState, name: str) -> float | None:
+    """The held-out loss ``name`` before the first step; None if it was not measured."""
+    return next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)
+
+
+def closing(
+    state: TrainerState, name: str, found: Mapping[str, float] | None, unigram: float | None, folder: Folder
+) -> Table:
+    """What a run that ends in ``state`` has come to.
+
+    Args:
+        name: the held-out loss that is shown.
+        found: what the last evaluation came to; None: it was cut short.
+        unigram: see `closing_table`.
+    """
+    losses = loss_before(state, name), None if found is None else found[name], unigram
+    return closing_table(losses, state.log_history, compile_count(), str(folder))

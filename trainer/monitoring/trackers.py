@@ -1,0 +1,91 @@
+"""Callbacks that only look on (``--report_to``, ``--profile_steps``): none can end a run that has begun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from shardwright.errors import UserError, did_you_mean
+from shardwright.report.lines import say
+from transformers import TrainerCallback
+
+# semi-private: transformers/integrations/integration_utils.py, transformers 5.23
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+
+class Tracker(TrainerCallback):
+    """A callback that looks on, one of transformers' integrations say: told of every event until it fails.
+
+    What it can't do before the first step (no key, no server) ends the run, for nothing is lost yet. What it can't do
+    later is said, and it is told nothing more.
+    """
+
+    def __init__(self, name: str, callback: TrainerCallback, console: Console) -> None:
+        self.name, self._callback, self._console = name, callback, console
+        self._lost = False
+
+    def _tell(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        if self._lost:
+            return None
+        try:
+            return getattr(self._callback, event)(args, state, control, **given)
+        except (Exception, SystemExit) as error:  # each package raises its own kinds
+            if event in ("on_init_end", "on_train_begin"):
+                raise _cannot_start(self.name, error) from None
+            self._lost = True
+            say(self._console, f"report:  {self.name} is told nothing more, and the run goes on: {_short(error)}")
+            return None
+
+
+def _telling(event: str) -> Any:
+    return lambda self, args, state, control, **given: self._tell(event, args, state, control, **given)
+
+
+for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
+    setattr(Tracker, _event, _telling(_event))
+
+
+def open_trackers(asked: str, console: Console) -> list[Tracker]:
+    """A tracker for each name in ``asked``, which is ``none`` or names with commas between them; all send nothing yet.
+
+    Raises:
+        UserError: no integration of transformers has that name, or its package is not installed.
+    """
+    names = [] if asked == "none" else [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = sorted(INTEGRATION_TO_CALLBACK)
+            raise UserError(
+                asked=f"--report_to {asked}",
+                found=f"{name!r} is none of transformers' integrations",
+                why="the log goes to trackers through these",
+                instead=f"{did_you_mean(name, known)}none, or some of {', '.join(known)}, with commas between them",
+            )
+    return [Tracker(name, _made(name), console) for name in dict.fromkeys(names)]
+
+
+def _made(name: str) -> TrainerCallback:
+    (kind,) = get_reporting_integration_callbacks(name)
+    try:
+        return kind()
+    except (Exception, SystemExit) as error:  # each integration has its own way to say that its package is missing
+        raise UserError(
+            asked=f"--report_to {name}",
+            found=_short(error),
+            why="transformers' integration needs that package, as it is configured here",
+            instead=f"pip install it, or --report_to without {name}",
+        ) from None
+
+
+def _cannot_start(name: str, error: BaseException) -> UserError:
+    return UserError(
+        asked=f"--report_to {name}",
+        found=_short(error),
+        why="it can't take this run's log",
+        instead="the login or the server that it needs, or its offline mode (WANDB_MODE=offline); or --report_to none",
+    )
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

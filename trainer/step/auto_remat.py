@@ -1,0 +1,179 @@
+"""`remat="auto"`: the share of a layer's values that the backward need not compute again, found once and kept.
+
+The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU. The
+answer is kept in the cache, so that a run on chips starts with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwright.files.cache import cache_root, digest
+from shardwright.job import Job
+from shardwright.layout.plan import ShardingPlan
+from shardwright.layout.stacking import is_stacked
+from shardwright.models.layers.decoder_layers import DecoderLayers
+from shardwright.report.units import size
+from torch import nn
+
+AUTO = "auto"
+# what changes the memory of a step, beside the recipe and the model
+_COUNTED = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "packing", "isolate_documents"),
+    *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
+    *("optim", "optim_args"),
+)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a job runs on.
+
+    Args:
+        kind: ``TPU``, ``CPU`` or another of the runtime's names.
+        chip: the TPU's generation, ``v5p``; empty: it is none that is known.
+    """
+
+    kind: str
+    chip: str = ""
+
+
+@dataclass(frozen=True)
+class LayerValue:
+    """What a product or a kernel of a layer makes, and the backward uses: kept from the forward, or computed again.
+
+    Args:
+        module: that makes it, as ``model.layers.*.self_attn.q_proj``.
+        operation: as ``mm`` or ``splash``.
+        shape: of it in one layer, on all chips together.
+        layers: how many have it.
+        bytes: of a chip's part, in all layers.
+        flops: that a chip takes in a step to compute it again, in all layers.
+        kept: from the forward.
+    """
+
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    layers: int
+    bytes: int
+    flops: int
+    kept: bool
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.operation}), {size(self.bytes)}"
+
+
+class Answer(NamedTuple):
+    """The policy that ``auto`` means, why, and what is kept by it as far as that was noted."""
+
+    policy: str | float
+    why: str
+    kept: tuple[str, ...] = ()
+
+
+VALUES_HEADER = ("value of a layer", "of", "shape, all chips", "layers", "HBM a chip", "FLOPs a chip", "is")
+
+
+def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
+    """The values of a model whose step was traced under a policy that keeps a share, in the order of what is kept.
+
+    That is by the FLOPs that a byte of each saves. Before, and under another policy, there are none.
+    """
+    devices, steps = job.plan.devices, job.args.gradient_accumulation_steps
+    found = [
+        LayerValue(
+            module=value.module,
+            operation=value.kind,
+            shape=value.shape,
+            layers=layers,
+            bytes=value.bytes * layers // _parts(job.stored, value.module),
+            flops=value.flops * layers * steps // devices,
+            kept=value.kept,
+        )
+        for module in model.modules()
+        if isinstance(module, DecoderLayers)
+        for value, layers in module.values
+    ]
+    return tuple(sorted(found, key=lambda value: -value.flops / value.bytes))
+
+
+def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
+    """Cells under :data:`VALUES_HEADER`."""
+    return [
+        (
+            value.module,
+            value.operation,
+            " × ".join(map(str, value.shape)),
+            str(value.layers),
+            size(value.bytes),
+            f"{value.flops:.2e}",
+            "kept" if value.kept else "computed again",
+        )
+        for value in values
+    ]
+
+
+def _parts(plan: ShardingPlan, module: str) -> int:
+    """Into how many parts the chips split what ``module`` makes.
+
+    They split the tokens, and the columns of a product whose weight is split along the output's dimension; what a
+    kernel makes, they split all.
+    """
+    weight = f"{module}.weight"
+    if weight not in plan.specs:
+        return plan.devices
+    axes = {*plan.token_axes, *plan[weight].axes_of(1 if is_stacked(weight) else 0)}
+    return math.prod(plan.mesh[axis] for axis in axes)
+
+
+def is_auto(job: Job) -> bool:
+    """Whether the job's recipe leaves it to us what is kept."""
+    return job.recipe.compute.remat == AUTO
+
+
+def with_remat(job: Job, remat: str | float) -> Job:
+    """``job`` under another remat policy."""
+    return replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, remat=remat)))
+
+
+def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
+    """Note that ``job``, whose recipe says ``auto``, fits ``chip`` with ``share``, which keeps those of ``values``.
+
+    Raises:
+        UserError: the cache can't be written.
+    """
+    path = _path(job, chip)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
+        json.dump({"share": share, "kept": [str(value) for value in values if value.kept]}, made)
+    os.replace(made.name, path)
+    return path
+
+
+def answer(job: Job, where: Platform) -> Answer:
+    """The policy that ``auto`` means for ``job``."""
+    if where.kind == "CPU":
+        return Answer("none", "a host's memory is no HBM")
+    path = _path(job, where.chip)
+    try:
+        noted = json.loads(path.read_text())
+        share, kept = noted["share"], noted.get("kept", [])
+        if isinstance(share, int | float) and 0 <= share <= 1:
+            return Answer(share, f"as scripts/compile.py found for {where.chip}", tuple(map(str, kept)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or none that can be read
+        pass
+    return Answer("full", "nobody has asked scripts/compile.py how much fits (the same options, and --topology)")
+
+
+def _path(job: Job, chip: str) -> Path:
+    args = job.args.as_dict()
+    content = [job.recipe.as_dict(), job.config.to_dict(), {name: args[name] for name in _COUNTED}, job.devices, chip]
+    return cache_root() / "remat" / f"{digest(json.loads(json.dumps(content, default=str)))}.json"

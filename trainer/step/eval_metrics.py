@@ -1,0 +1,142 @@
+"""What an evaluation measures beside the loss: token accuracy, and what a person's own function gives.
+
+Everything is a sum that a device makes of its part and that adds up over devices and batches; no logit leaves a device.
+
+Shape legend: B rows, S tokens a row, V tokens that the model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from shardwright.errors import UserError
+from shardwright.model.facts import in_short
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.loss import CORRECT, IGNORE, targets
+
+IDS, LOG_PROBS = "ids", "log_probs"
+
+
+class Predictions(NamedTuple):
+    """What a model says of one batch, on the devices.
+
+    Args:
+        logits: [B, S, V]. Those at position t are of the token at t + 1.
+        labels: int64 [B, S]: the token that the logits at the same position are scored against, already shifted; -100
+            where nothing is scored.
+        mask: bool [B, S]: where something is scored.
+    """
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+
+# name → (sum, count), two 0-d tensors; the metric is the sum of all sums over the sum of all counts
+ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]]
+
+
+class Measures:
+    """Logits and labels of a batch → sums by name, in one order.
+
+    Args:
+        compute: of a person; None: token accuracy alone.
+        names: of what it gives, from :func:`metric_names`.
+    """
+
+    def __init__(self, compute: ComputeMetrics | None = None, names: tuple[str, ...] = ()) -> None:
+        self.compute, self.names = compute, names
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        """Each measure's sum and count, [2]; of :data:`CORRECT` the sum alone, 0-d."""
+        predictions = predictions_of(logits, labels)
+        found = {CORRECT: correct_tokens(predictions)}
+        if self.compute is not None:
+            pairs = self.compute(predictions)
+            for name in self.names:
+                both = [torch.as_tensor(n, device=logits.device).to(torch.float32) for n in pairs[name]]
+                found[name] = torch.stack(both)
+        return found
+
+
+def measures_of(compute: ComputeMetrics | None, rows: int, length: int, vocabulary: int) -> Measures:
+    """The measures of an evaluation with batches of [rows, length]; raises as :func:`metric_names`."""
+    return Measures(compute, metric_names(compute, rows, length, vocabulary) if compute is not None else ())
+
+
+def predictions_of(logits: torch.Tensor, labels: torch.Tensor) -> Predictions:
+    """What a model says, beside what it is scored against."""
+    targets_BS = targets(labels)
+    return Predictions(logits, targets_BS, targets_BS != IGNORE)
+
+
+def correct_tokens(predictions: Predictions) -> torch.Tensor:
+    """How many scored targets have the highest of the logits; a 0-d float.
+
+    Reductions over V alone, which a device does for its part of a vocabulary that is cut; an argmax, or a lookup of the
+    target's logit, could have it gathered.
+    """
+    logits_BSV = predictions.logits
+    own_BS = torch.where(_is_target(predictions), logits_BSV, -torch.inf).amax(-1)
+    return ((own_BS >= logits_BSV.amax(-1)) & predictions.mask).to(torch.float32).sum()
+
+
+def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
+    """Of each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
+
+    Reductions over V alone, as in :func:`correct_tokens`. Where nothing is scored the log-probability is 0.
+    """
+    predictions = predictions_of(logits, labels)
+    logits_BSV = logits.to(torch.float32)
+    vocabulary = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    highest = logits_BSV >= logits_BSV.amax(-1, keepdim=True)
+    ids = torch.where(highest, vocabulary, logits.shape[-1]).amin(-1)
+    own = torch.where(_is_target(predictions), logits_BSV, 0.0).sum(-1)
+    log_probs = torch.where(predictions.mask, own - torch.logsumexp(logits_BSV, -1), 0.0)
+    return {IDS: ids.to(torch.int32), LOG_PROBS: log_probs}
+
+
+def _is_target(predictions: Predictions) -> torch.Tensor:
+    vocabulary = torch.arange(predictions.logits.shape[-1], device=predictions.logits.device)
+    return vocabulary == predictions.labels.unsqueeze(-1)
+
+
+def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
+    """The names that ``compute`` gives, which is tried on tensors that have shapes and no values.
+
+    Raises:
+        UserError: it gives something else than name → (sum, count), or needs values while it is traced.
+    """
+    labels = torch.full((rows, length), IGNORE, device="meta")
+    try:
+        pairs: Any = compute(predictions_of(torch.empty(rows, length, vocabulary, device="meta"), labels))
+    except Exception as error:  # of many types: it is anybody's function
+        raise _refused(f"tried on tensors without values, it raised {in_short(error)}") from error
+    if not isinstance(pairs, Mapping) or not pairs:
+        raise _refused(f"it returned {pairs!r:.200}, a {type(pairs).__name__}")
+    for name, pair in pairs.items():
+        if not isinstance(name, str) or not name:
+            raise _refused(f"the name {name!r:.80}, a {type(name).__name__}")
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise _refused(f"{name!r} is a {type(pair).__name__}" + _shape(pair))
+        for what, value in zip(("sum", "count"), pair, strict=True):
+            if not (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)):
+                raise _refused(f"the {what} of {name!r} is a {type(value).__name__}" + _shape(value))
+    return tuple(pairs)
+
+
+def _shape(value: Any) -> str:
+    return f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def _refused(found: str) -> UserError:
+    return UserError(
+        asked="compute_metrics",
+        found=found,
+        why="it is traced into the evaluation's graph, which adds sums up over devices and batches; no logit leaves a "
+        "device, so there are no values to look at, and no shape may depend on one",
+        instead='a function of (logits, labels, mask) that returns {"name": (sum, count)}, such as '
+        '{"top5": (hit.sum(), mask.sum())}: two tensors of no dimension; the metric is sum / count',
+    )

@@ -1,0 +1,1 @@
+"""Objectives: what a step minimises."""

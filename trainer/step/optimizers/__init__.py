@@ -1,0 +1,1 @@
+"""Optimizers: update rules, their state and its layout."""

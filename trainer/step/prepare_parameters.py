@@ -1,0 +1,92 @@
+"""Parameters made ready for the mesh: their dtypes, and the order in which they are placed."""
+
+from __future__ import annotations
+
+import torch
+from shardwright.job import Job
+from shardwright.layout.mesh import SEQUENCE
+from shardwright.layout.partition import partition_spec
+from shardwright.layout.recipe import Layout
+from shardwright.layout.stacking import first_name, is_stacked
+from shardwright.model.facts import experts_modules
+from shardwright.models.adapters.int8 import SCALE, from_int8
+from shardwright.models.experts.routing import selection_biases
+from shardwright.models.ops import jax_call
+from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
+from shardwright.models.ops.stored_layout import as_stored
+from shardwright.step.gradient_reduction import PartialGradient, token_axes
+from shardwright.xla import sharding
+from shardwright.xla.mesh import DeviceMesh, device_order
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Prepare:
+    """Parameters → what the forward uses, by name: each cast and laid out, and the leaf of its partial gradient."""
+
+    def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
+        self.job, self.mesh, self.partials = job, mesh, partials
+        default = "bfloat16" if jax_call.target() == "tpu" else "float32"
+        self.dtype = DTYPES[job.recipe.compute.dtype or default]
+        self.experts_inside = experts_modules(job.assembled)
+        self.biases = selection_biases(job.model, experts_modules(job.model))
+
+    def __call__(self, parameters: Tensors) -> Tensors:
+        prepared: Tensors = {}
+        scales = {name + SCALE for name, parameter in parameters.items() if parameter.dtype == torch.int8}
+        for name, parameter in parameters.items():  # leaves come last: one that is given replaces one that is made here
+            if name.endswith(SUFFIX):
+                spec = self.partials[name.removesuffix(SUFFIX)].spec
+                prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
+            elif parameter.dtype == torch.int8:
+                # multiplied out last, so that what is gathered across devices is the smallest dtype
+                values, scale = (self._whole(n, self._placed(n, parameters[n])) for n in (name, name + SCALE))
+                prepared[name] = from_int8(values, scale, self.dtype)
+            elif name not in scales:
+                prepared |= self._cast(name, parameter)
+        return prepared
+
+    def in_a_loop(self, parameters: Tensors) -> Tensors:
+        """The same for a layer's slices of stacks, which are first kept from choosing the layouts of whole stacks.
+
+        One that is cast first chooses none.
+        """
+        if jax_call.target() != "tpu":
+            return self(parameters)
+        return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
+
+    def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:
+        # cast first, so that what is gathered across devices is the smaller dtype
+        entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
+        # what routers add for selection stays as it is: in bfloat16 a step of 0.001 would be lost
+        cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
+        placed = self._placed(name, cast)
+        prepared = {name: self._whole(name, placed)}
+        if partial is not None and partial.scatters:
+            prepared[name + SUFFIX] = partial.layer.leaf(placed)
+        return prepared
+
+    def _placed(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        return self._constrain(parameter, self.job.plan[first_name(name)].layout)
+
+    def _whole(self, name: str, placed: torch.Tensor) -> torch.Tensor:
+        """``placed`` whole along the axes that split the tokens, and said so: this gathers the weight, and reduces
+        its gradient. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
+        """
+        entry, recipe = self.job.plan[first_name(name)], self.job.recipe
+        if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:
+            return placed  # the kernel gathers it itself
+        split = (*token_axes(name, entry, recipe, self.experts_inside), SEQUENCE)
+        return self._constrain(placed, {axis: place for axis, place in entry.layout.items() if axis not in split})
+
+    def _as_stored(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        as_used = parameter.dtype in (self.dtype, torch.int8)
+        if parameter.dim() < 2 or not as_used or name.endswith(SUFFIX):
+            return parameter
+        sizes = self.mesh.shape()
+        spec = partition_spec(self.job.plan[first_name(name)].layout, parameter.dim(), tuple(sizes))
+        manual = jax_call.Manual(tuple(sizes.items()), (spec,), (spec,), device_order(self.mesh))
+        return as_stored(parameter, manual, self.job.stored[name].shape[0] if is_stacked(name) else 0)
+
+    def _constrain(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return sharding.constrain(tensor, self.mesh, partition_spec(layout, tensor.dim(), tuple(self.mesh.shape())))

@@ -1,0 +1,71 @@
+"""Rows whose tokens are split over devices: the model is given them in the order in which they lie there.
+
+It is done inside the graph, where the model is called. Outside, batches and logits have a row's own order: token ids
+are small, and every device of a row is given all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shardwright.models.attention.pieces import from_pieces, to_pieces
+from shardwright.models.ops.head_loss import TokenLayout, head_loss
+from shardwright.xla import sharding
+from shardwright.xla.mesh import DeviceMesh, device_order
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class RowPieces:
+    """The order of `models.attention.pieces` on ``axis`` of ``mesh``, whose batches lie on ``batch_axes``."""
+
+    mesh: DeviceMesh
+    batch_axes: tuple[str, ...]
+    axis: str
+
+    @property
+    def count(self) -> int:
+        """The number of devices that share a row."""
+        return self.mesh.shape()[self.axis]
+
+    def inputs(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
+        """``batch`` with its tensors of [rows, ``length``] in pieces, each with its tokens' positions.
+
+        Rows that can't be cut evenly are lengthened with padding, which ``segment_ids`` then name.
+        """
+        rest = -length % (2 * self.count)
+        given, device = dict(batch), batch["input_ids"].device
+        if "position_ids" not in given:
+            positions = torch.arange(length, dtype=torch.int64, device=device)
+            given["position_ids"] = positions.expand(batch["input_ids"].shape)
+        if rest and "segment_ids" not in given:
+            given["segment_ids"] = torch.ones_like(batch["input_ids"])
+        return {name: self._cut(t, rest) if _is_row(t, length) else t for name, t in given.items()}
+
+    def targets(self, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+        """What each position predicts, [rows, S], in pieces."""
+        return self._cut(targets, -targets.shape[1] % (2 * self.count), ignored)
+
+    def restored(self, logits: torch.Tensor, length: int) -> torch.Tensor:
+        """The model's logits of rows of ``length`` tokens, in a row's own order: [rows, S, V]."""
+        whole = from_pieces(logits, self.count, 1)
+        return sharding.constrain(whole, self.mesh, (self.batch_axes or None, self.axis, None))[:, :length]
+
+    def head_loss(
+        self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the loss of ``targets`` [rows, S], in pieces, of what the head ``head`` is given; and the hits."""
+        axes = tuple(self.mesh.shape().items())
+        layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
+        return head_loss(hidden, head, targets, layout)
+
+    def _cut(self, rows: torch.Tensor, rest: int, value: int = 0) -> torch.Tensor:
+        cut = to_pieces(pad(rows, (0, rest), value=value), self.count, 1)
+        return sharding.constrain(cut, self.mesh, (self.batch_axes or None, self.axis))
+
+
+def _is_row(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == length

@@ -1,0 +1,186 @@
+"""Compiled programs, kept between the processes of a run: one that is started again loads what it would compile.
+
+torch_xla 2.9 keeps compiled programs too, but can't load them with a plugin such as libtpu (pytorch/xla#9094). So the
+plugin's own functions are used: in its table (`shardwright.xla.pjrt`) the one that compiles is replaced by
+:meth:`KeptPrograms._compile`, which first looks for a file, and has the plugin load it.
+
+What a program was compiled from is its file's name: the code, the options, the devices, and the compiler with its
+flags. As in jax's compilation cache, which lists the same for libtpu (jax/_src/cache_key.py, jax 0.7.1), the hosts of a
+job share one file a program, and the first writes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.errors import UserError
+from shardwright.files.cache import cache_root
+from shardwright.files.folder import Folder
+from shardwright.xla.pjrt import FUNCTIONS, Function, PjrtError, Program, Table, text_of
+
+COMPILED = "SHARDWRIGHT_COMPILED"  # the folder that all hosts see; empty: nothing is kept
+_FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # that the compiler reads beside its options
+_MAGIC = b"shardwright program 1\n"
+_DIGEST = hashlib.sha256().digest_size
+
+
+class KeptPrograms:
+    """The programs of this process, and where they are kept. What can't be kept or loaded is compiled, and said.
+
+    Attributes:
+        programs: that the plugin was asked for.
+        loaded: those of them that were not compiled.
+    """
+
+    def __init__(self) -> None:
+        self.programs = self.loaded = 0
+        self._place: _Place | None = None  # known once the plugin's devices are
+        self._notices: dict[str, str] = {}  # the first one of each matter
+        self._told: set[str] = set()
+        self._said = (0, 0)
+        self._table: Any = None
+        self._original: Any = None
+        self._replacement: Any = None  # which must stay as long as it can be called
+
+    def install(self, library: str) -> None:
+        """Keep what the plugin in ``library`` compiles from now on. A second call does nothing."""
+        if self._table is not None or os.environ.get(COMPILED) == "":
+            return
+        try:
+            table = Table(library)
+            self._original, self._replacement = Function(table.entry("Client_Compile")), Function(self._compile)
+            table.replace("Client_Compile", self._replacement)
+            self._table = table
+        except OSError:
+            return  # whoever opens the devices says so
+        except PjrtError as error:
+            self._notices["plugin"] = f"programs are not kept: {error}"
+
+    def news(self) -> Iterator[str]:
+        """What was not said before, a line each: how many programs there are, and what went wrong with them."""
+        if self._place is not None and self._said != (self.programs, self.loaded):
+            self._said = (self.programs, self.loaded)
+            yield f"compile: {self.programs} programs, {self.loaded} loaded from {self._place.folder}"
+        for matter in self._notices.keys() - self._told:
+            self._told.add(matter)
+            yield f"         {self._notices[matter]}"
+
+    def _compile(self, address: int) -> int | None:
+        """In the place of the plugin's own function; takes the address of its arguments, and returns its error."""
+        self.programs += 1
+        arguments = FUNCTIONS["Client_Compile"][1].from_address(address)
+        key = ""
+        try:
+            place = self._place = self._place or _find_place(self._table, arguments.client)
+            key = _key(place.compiler, arguments)
+            loaded = self._load(place.folder, key, arguments)
+        except BaseException as error:  # raised into C, it would be lost, and a program that is none would be run
+            self._notice(error)
+            loaded = None
+        if loaded is not None:
+            arguments.loaded = loaded
+            self.loaded += 1
+            return None
+        failed = self._original(address)
+        if not failed and key and place.writes:
+            try:
+                self._keep(place.folder, key, arguments.loaded)
+            except BaseException as error:
+                self._notice(error)
+        return failed
+
+    def _load(self, folder: Folder, key: str, arguments: Any) -> int | None:
+        """The handle of the program kept as ``key``; None if there is none that the plugin can load."""
+        if not folder.exists(key):
+            return None
+        content = folder.read(key)
+        head = len(_MAGIC) + _DIGEST
+        if content[:head] != _MAGIC + _digest(key, content[head:]):
+            self._notices[key] = f"{folder}/{key} is damaged, and compiled again"
+            return None
+        given = {name: getattr(arguments, name) for name in ("client", "options", "options_size")}
+        data = ctypes.c_char_p(content[head:])
+        try:
+            found = self._table.call(
+                "Executable_DeserializeAndLoad",
+                **given,
+                data=ctypes.cast(data, ctypes.c_void_p),
+                data_size=len(content) - head,
+            )
+        except PjrtError as error:
+            self._notices[key] = f"{folder}/{key} can't be loaded, and is compiled again: {error}"
+            return None
+        return found.loaded
+
+    def _keep(self, folder: Folder, key: str, loaded: int) -> None:
+        table = self._table
+        executable = table.call("LoadedExecutable_GetExecutable", loaded=loaded).executable
+        try:
+            content = table.serialized("Executable_Serialize", executable=executable)
+        finally:
+            table.call("Executable_Destroy", executable=executable)
+        folder.write(key, _MAGIC + _digest(key, content) + content)
+
+    def _notice(self, error: BaseException) -> None:
+        found = f"{error.asked}: {error.found}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        self._notices.setdefault("folder", f"compiled programs can't be kept, and the run goes on: {found}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where programs are kept.
+
+    Args:
+        writes: whether this process writes them.
+        compiler: all that they depend on beside themselves and their options.
+    """
+
+    folder: Folder
+    writes: bool
+    compiler: list[bytes]
+
+
+def _find_place(table: Table, client: int) -> _Place:
+    """The folder that COMPILED names, which the first host fills; else one of this host's own, in its cache."""
+    topology = table.call("Client_TopologyDescription", client=client).topology
+    compiler = [
+        repr(table.version).encode(),
+        text_of(table.call("Client_PlatformName", client=client)).encode(),
+        text_of(table.call("Client_PlatformVersion", client=client)).encode(),
+        table.serialized("TopologyDescription_Serialize", topology=topology),
+        *(os.environ.get(name, "").encode() for name in _FLAGS),
+    ]
+    index = table.call("Client_ProcessIndex", client=client).index
+    if shared := os.environ.get(COMPILED):
+        return _Place(Folder(shared), index == 0, compiler)
+    return _Place(Folder(cache_root() / "programs" / str(index)), True, compiler)
+
+
+def _key(compiler: list[bytes], arguments: Any) -> str:
+    from shardwright.models.ops.jax_call import (
+        xla_client,  # jax, at torch_xla's pin: here, for few processes come so far
+    )
+
+    program = Program.from_address(arguments.program)
+    form = ctypes.string_at(program.format, program.format_size)
+    code = ctypes.string_at(program.code, program.code_size)
+    if form == b"hlo":
+        # protobuf writes a map's entries in another order in each process; this writes them in one
+        code = xla_client.XlaComputation(code).as_serialized_hlo_module_proto()
+    options = xla_client.CompileOptions.ParseFromString(ctypes.string_at(arguments.options, arguments.options_size))
+    found = hashlib.sha256()
+    for part in (*compiler, form, code, options.SerializeAsString()):
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()
+
+
+KEPT = KeptPrograms()

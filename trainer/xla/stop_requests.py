@@ -1,0 +1,87 @@
+"""Requests to stop: Ctrl-C, SIGTERM, and on a TPU pod the signal that all its hosts agree on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from shardwright.hosts.hosts import hosts
+from shardwright.hosts.restarts import supervised
+from shardwright.xla.runtime import stops_after, watch_for_preemption
+
+_TWICE = 1.0  # seconds
+
+
+class StopRequests:
+    """Whether the run was told to stop; the loop asks after each step, and in an evaluation before each batch.
+
+    On several hosts all are told after the same step, whichever of them got the signal, and never within an evaluation.
+
+    Attributes:
+        interrupted: Ctrl-C came.
+        preempted: SIGTERM came, or the pod's preemption signal.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = self.preempted = False
+        self._pod = False  # whether a pod's runtime takes SIGTERM
+        self._here = False  # whether Ctrl-C came on this host of several
+
+    @property
+    def any(self) -> bool:
+        return self.interrupted or self.preempted
+
+    def after_step(self, step: int) -> None:
+        """Ask the pod's runtime whether its hosts are to stop after ``step``; all hosts get the same answer."""
+        if self._pod and stops_after(step):
+            self.interrupted = any(hosts().gather(self._here))
+            self.preempted = not self.interrupted
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Inside, the first signal of each kind is noted, and the loop answers it after the step or the batch of an
+        evaluation that is under way.
+
+        A second signal ends the process at once. On a pod torch_xla's preemption manager takes SIGTERM, since its
+        hosts get it at different times and must stop at the same step; Ctrl-C is passed on to it.
+
+        Who signals every process of a job (systemd, Slurm) reaches a supervised run twice, and means it once.
+        """
+        self.interrupted = self.preempted = self._here = False
+        self._pod = watch_for_preemption()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = [signal.SIGINT] if self._pod else [signal.SIGINT, signal.SIGTERM]
+        previous = {number: signal.getsignal(number) for number in numbers}
+        until = 0.0  # a second signal is the first one again
+
+        def note(number: int, frame: Any) -> None:
+            nonlocal until
+            if self._pod:
+                self._here = True
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif number == signal.SIGINT:
+                self.interrupted = True
+            else:
+                self.preempted = True
+            until = time.monotonic() + _TWICE
+            signal.signal(number, second if supervised() else previous[signal.Signals(number)])
+
+        def second(number: int, frame: Any) -> None:
+            if time.monotonic() > until:
+                signal.signal(number, previous[signal.Signals(number)])
+                os.kill(os.getpid(), number)
+
+        for number in numbers:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                signal.signal(number, previous[number])
