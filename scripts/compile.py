@@ -15,7 +15,7 @@ from shardwright.hosts.output_streams import exit_code
 
 
 def main() -> int:
-    from shardwright.compile.command import main as run
+    from shardwright.compile.compile_command import main as run
 
     return run(sys.argv[1:], __doc__)
 

@@ -27,8 +27,9 @@ EXIT_CODES = """Exit codes:
 def main() -> int:
     import transformers
     from rich.console import Console
+
     from shardwright.arguments.training import TrainingArguments
-    from shardwright.data.command import AuditArguments, run_audit
+    from shardwright.data.audit_command import AuditArguments, run_audit
 
     words = sys.argv[1:]
     if not any(word.partition("=")[0] == "--recipe" for word in words):

@@ -20,10 +20,11 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import transformers
-    from shardwright.evaluation.arguments import EvaluationArguments
+
+    from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 
     (options,) = parse([EvaluationArguments], sys.argv[1:], __doc__)
-    from shardwright.evaluation.command import run
+    from shardwright.evaluation.evaluation_command import run
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

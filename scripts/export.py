@@ -13,6 +13,7 @@ import sys
 os.environ["USE_TORCH_XLA"] = "0"
 
 from rich.console import Console
+
 from shardwright.arguments.command_line import Parser
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
@@ -49,15 +50,16 @@ def main() -> int | None:
 
     import torch
     import transformers
+
     from shardwright.checkpoint.read import RunCheckpoint
     from shardwright.files.folder import Folder
-    from shardwright.model.lora import read_config, with_lora
+    from shardwright.model.lora_options import read_config, with_lora
     from shardwright.model.meta_model import meta_model, names_in_whole, whole_model
-    from shardwright.weights.adapters import merged
+    from shardwright.weights.adapter_weights import merged
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
-    from shardwright.weights.sources import has_weights, part_and_rest, part_of, seeded_init
+    from shardwright.weights.weight_sources import has_weights, part_and_rest, part_of, seeded_init
 
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None

@@ -19,7 +19,7 @@ from shardwright.hosts.output_streams import exit_code
 
 
 def main() -> int:
-    from shardwright.launch.command import main as run
+    from shardwright.launch.launch_command import main as run
 
     return run(sys.argv[1:], __doc__)
 

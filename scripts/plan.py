@@ -19,6 +19,7 @@ os.environ["USE_TORCH_XLA"] = "0"
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
 from shardwright.arguments.command_line import Parser
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
@@ -30,7 +31,7 @@ from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
 from shardwright.layout.recipe_source import recipe_source
 from shardwright.model.facts import experts_modules
-from shardwright.model.lora import lora_of, plan_of, with_lora
+from shardwright.model.lora_options import lora_of, plan_of, with_lora
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.report.lines import say
 from shardwright.report.units import size

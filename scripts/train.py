@@ -25,7 +25,7 @@ COMPILE_ONLY = {
 def main() -> int:
     words = [word for word in sys.argv[1:] if word not in ("--compile_only", "--compile-only")]
     if len(words) < len(sys.argv[1:]):  # before anything opens a device
-        from shardwright.compile.command import main as compile_only
+        from shardwright.compile.compile_command import main as compile_only
 
         return compile_only(words, "Compile the step for a TPU, and train nothing.")
     from shardwright.hosts.restarts import Restarts, asked_limit, follow_supervisor
@@ -39,6 +39,7 @@ def main() -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     import transformers
+
     from shardwright.arguments.training import TrainingArguments
 
     (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)

@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".s
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"
 
 import pytest
+
 from shardwright.xla.runtime import init_runtime
 
 

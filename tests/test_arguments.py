@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from shardwright.arguments.training import TrainingArguments
-from shardwright.compile.arguments import CompileArguments
+from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.errors import UserError
-from shardwright.evaluation.arguments import EvaluationArguments
+from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Compute
 

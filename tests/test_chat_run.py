@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import FalconConfig, LlamaConfig
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.run import train
-from transformers import FalconConfig, LlamaConfig
-
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 304}

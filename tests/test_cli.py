@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 
 import pytest
-from shardwright.arguments.command_line import Parser, parse
-from shardwright.arguments.training import TrainingArguments
-from shardwright.arguments.values import option
-from shardwright.compile.arguments import CompileArguments
 
+from shardwright.arguments.command_line import Parser, parse
+from shardwright.arguments.option_values import option
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.compile_arguments import CompileArguments
 from tests.support.paths import ROOT
 from tests.support.training import environment
 

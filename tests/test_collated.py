@@ -10,10 +10,10 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from rich.console import Console
-from shardwright import Trainer, TrainingArguments, UserError
-from shardwright.data.samples.collator import collated
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, LlamaConfig
 
+from shardwright import Trainer, TrainingArguments, UserError
+from shardwright.data.samples.collator import collated
 from tests.support.chats import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from shardwright.checkpoint import elastic
 from shardwright.checkpoint.lineage import whole_steps
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-
 from tests.support.jobs import job_of
 from tests.support.lives import TINY, Lives, tiny_run, write_text
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import shardwright
 
+import shardwright
 from tests.support.paths import ROOT
 
 HEAVY = ["torch", "torch_xla", "transformers", "jax", "datasets", "numpy"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from shardwright.scripts.measure import against_plain, families
 from shardwright.scripts.measure.tiny import LEFT_OUT, shown_layers, tiny_config
 

@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.layout.mesh import Mesh
 from shardwright.model import meta_model
 from shardwright.step.build import build
-from shardwright.weights.sources import seeded_init
-from shardwright.xla.mesh import build_mesh
+from shardwright.weights.weight_sources import seeded_init
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.sharding import fetch
-from transformers import AutoModelForCausalLM
-
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 

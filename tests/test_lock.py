@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import pytest
 from rich.console import Console
+
 from shardwright.errors import UserError
 from shardwright.files import lock
 from shardwright.files.folder import Folder, StorageError
 from shardwright.files.lock import LOCK, PATIENCE, FolderLock
-
 from tests.support.paths import ROOT
 
 HOLDER = """

@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from transformers import LlamaConfig
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
-from shardwright.model.lora import CONFIG, check_same
-from transformers import LlamaConfig
-
+from shardwright.model.lora_options import CONFIG, check_same
 from tests.support.cases import SMALL
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT

@@ -109,9 +109,9 @@ def test_the_exported_merged_model_is_pefts_own_merge(runs, tmp_path):
 
 def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs):
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
-    from shardwright.evaluation.arguments import EvaluationArguments
+    from shardwright.evaluation.evaluation_arguments import EvaluationArguments
     from shardwright.evaluation.lm import LM
-    from shardwright.evaluation.opened import open_model
+    from shardwright.evaluation.open_model import open_model
 
     request = SimpleNamespace(args=("3 plus 1 ", "makes 4."))
     found, expected = [], []

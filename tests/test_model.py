@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model import meta_model as meta_models
 from shardwright.model.facts import most_positions
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights.hub_write import export
-from shardwright.weights.sources import seeded_init
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from shardwright.weights.weight_sources import seeded_init
 
 POSITIONS = 16
 SMALL: dict[str, Any] = {

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
+from transformers import LlamaConfig
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.evaluation import reference_rows
 from shardwright.loop import TrainingLoop
 from shardwright.run import train
 from shardwright.trainer import Trainer
-from transformers import LlamaConfig
-
 from tests.support.chats import byte_tokenizer, write_records
 
 pytestmark = pytest.mark.slow

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shardwright.errors import UserError
-from shardwright.model.attention_probe import leak, looks_ahead
 from transformers import AutoConfig
 
+from shardwright.errors import UserError
+from shardwright.model.attention_probe import leak, looks_ahead
 from tests.support.jobs import job_of
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.host_state import random_state
@@ -21,10 +25,6 @@ from shardwright.files.lock import FolderLock
 from shardwright.job import Job
 from shardwright.model.meta_model import meta_model
 from shardwright.scripts.measure.tiny import tiny_config
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoConfig, PreTrainedTokenizerFast
-
 from tests.support.paths import ROOT
 
 TINY = {

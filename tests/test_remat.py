@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import TrainerState
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.monitoring.run_page import Watch
+from shardwright.monitoring.run_page import RunPage
 from shardwright.step.auto_remat import LayerValue, Platform, answer, is_auto, keep_answer, layer_values, with_remat
 from shardwright.step.build import build
-from shardwright.weights.sources import seeded_init
-from shardwright.xla.mesh import build_mesh
-from transformers import TrainerState
-
+from shardwright.weights.weight_sources import seeded_init
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
 from tests.support.training import SMALL, train
 
@@ -71,7 +71,7 @@ def test_a_run_says_what_auto_is_and_notes_it_in_its_recipe(tmp_path):
 def test_a_runs_page_says_value_by_value_what_its_backward_is_given(tmp_path):
     job = job_of(load_recipe("llama_fsdp").with_compute("remat=0.4"), sequence_length=16, output_dir=str(tmp_path))
     built = build(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))
-    watch = Watch(Folder(str(tmp_path)), job, Console(quiet=True), None)
+    watch = RunPage(Folder(str(tmp_path)), job, Console(quiet=True), None)
     watch.model = built.model
     rows = torch.zeros((job.rows, 16), dtype=torch.int64)
     built.step({"input_ids": rows, "labels": rows}, step=1, learning_rate=1e-3)

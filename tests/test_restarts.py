@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from shardwright.checkpoint import manifest
 from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
 from shardwright.files.folder import StorageError
@@ -28,9 +29,8 @@ from shardwright.hosts.restarts import (
     wait_before,
     words_again,
 )
-from shardwright.hosts.supervisor import Meeting, Place, Supervisor
+from shardwright.hosts.supervisor import HostPlace, Meeting, Supervisor
 from shardwright.report.goodput import read_lives
-
 from tests.support.host import free_ports
 from tests.support.hosts import child_of, wait_until
 from tests.support.jobs import job_of
@@ -253,7 +253,7 @@ def agreed(life: int, ends: list[Ended], limit: int, meetings: list[Meeting]) ->
 def meetings_of(count: int) -> list[Meeting]:
     port, meetings = free_ports(), [Meeting() for _ in range(count)]
     for host, meeting in enumerate(meetings):
-        meeting.look(0, Place(host, count, "localhost", port))
+        meeting.look(0, HostPlace(host, count, "localhost", port))
     return meetings
 
 
@@ -282,7 +282,7 @@ def test_a_supervisor_that_is_gone_ends_the_others_with_the_code_that_a_launcher
 def test_supervisors_that_never_meet_end_so_too(monkeypatch):
     monkeypatch.setattr(supervisor, "CONNECT", 1.0)
     alone = Meeting()
-    alone.look(0, Place(1, 2, "localhost", free_ports()))
+    alone.look(0, HostPlace(1, 2, "localhost", free_ports()))
     verdict = alone.agree(0, KILLED, 2)
     assert (verdict.again, verdict.code) == (False, LOST)
     assert "could not be met" in alone.lost

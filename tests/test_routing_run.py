@@ -10,15 +10,15 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
 from shardwright.checkpoint.read import open_checked
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.rows import StoredRows
 from shardwright.files.folder import Folder
 from shardwright.loop import TrainingLoop
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
 from tests.step.test_routing import ANY_MOE, deepseek
 from tests.support.jobs import job_of
 

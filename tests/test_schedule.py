@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
+
 from shardwright.arguments.schedule import KINDS, Schedule
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
-from transformers import get_scheduler
-from transformers.trainer_utils import SchedulerType
 
 PEAK, WARMUP, STEPS = 1e-3, 5, 40
 # kind → arguments to try besides none; where one is needed, the first have it

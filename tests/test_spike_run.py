@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from rich.console import Console
+from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.read import open_checked
 from shardwright.checkpoint.rollback import Back, way_back
@@ -22,8 +24,6 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.loop import TrainingLoop
 from shardwright.report.goodput import read_lives
 from shardwright.run import train
-from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
-
 from tests.support.events import CONFIG, LENGTH, VOCABULARY
 from tests.support.jobs import job_of
 from tests.test_trainer import corpus

@@ -6,6 +6,7 @@ import os
 import uuid
 
 import pytest
+
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 

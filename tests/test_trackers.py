@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.monitoring.trackers import Tracker, open_trackers
 from shardwright.run import train
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import TrainerCallback
-
 from tests.test_watch import live
 
 SECRETS = {"HF_TOKEN": "hf_5ecret", "WANDB_API_KEY": "wandb5ecret", "COMET_API_KEY": "comet5ecret"}

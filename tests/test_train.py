@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.data.corpus import DataOptions, load_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardwright.data.corpus import DataOptions, load_corpus
 from tests.support.training import SMALL, command, environment, train
 
 

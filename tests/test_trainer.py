@@ -13,15 +13,6 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
-from shardwright.checkpoint.lineage import whole_steps
-from shardwright.checkpoint.read import RunCheckpoint, open_checked
-from shardwright.data.corpus import Corpus
-from shardwright.data.rows.rows import StoredRows
-from shardwright.data.unigram import unigram_loss
-from shardwright.errors import UserError
-from shardwright.files.folder import Folder
-from shardwright.layout.load_recipe import load_recipe
-from shardwright.loop import TrainingLoop
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -34,6 +25,15 @@ from transformers import (
     TrainerCallback,
 )
 
+from shardwright.checkpoint.lineage import whole_steps
+from shardwright.checkpoint.read import RunCheckpoint, open_checked
+from shardwright.data.corpus import Corpus
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.unigram import unigram_loss
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.loop import TrainingLoop
 from tests.support.events import (
     CONFIG,
     EVENTS,

@@ -20,15 +20,15 @@ import transformers
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from shardwright import Trainer, TrainingArguments, UserError
-from shardwright.inputs import resolve
-from shardwright.layout.load_recipe import load_recipe
-from shardwright.model.lora import lora_of
-from shardwright.step.eval_metrics import Predictions, metric_names
-from shardwright.weights.hub_push import push_folder
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
+from shardwright import Trainer, TrainingArguments, UserError
+from shardwright.inputs import resolve
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.lora_options import lora_of
+from shardwright.step.eval_metrics import Predictions, metric_names
+from shardwright.weights.hub_push import push_folder
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.paths import ROOT
 

@@ -14,7 +14,7 @@ SCRIPT = """
 import os, pwd, stat
 import shardwright.run
 from shardwright.files.cache import cache_root
-from shardwright.data.records.sources import locate
+from shardwright.data.records.record_sources import locate
 try:
     pwd.getpwuid(os.getuid())
 except KeyError:

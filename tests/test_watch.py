@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import TrainerCallback
+
 from shardwright.checkpoint.output_folder import find_output
 from shardwright.checkpoint.read import open_checked
 from shardwright.errors import UserError
@@ -24,8 +26,6 @@ from shardwright.loop import TrainingLoop
 from shardwright.model.facts import training_flops
 from shardwright.report.goodput import read_lives
 from shardwright.xla.chips import CHIPS
-from transformers import TrainerCallback
-
 from tests.step.test_routing import ANY_MOE, deepseek
 from tests.support.browser import Browser
 from tests.support.jobs import job_of

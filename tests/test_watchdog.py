@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from shardwright.errors import LOST
-
 from tests.support.paths import ROOT
 
 PROGRAM = """

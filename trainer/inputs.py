@@ -9,22 +9,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.samples.collator import Collator, collated
 from shardwright.errors import UserError
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
-from shardwright.model.lora import options_of
+from shardwright.model.lora_options import options_of
 from shardwright.model.meta_model import load_config, meta_model
-from shardwright.weights.sources import Source, state_dict_weights
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
 
 
 @dataclass(frozen=True)
-class Given:
+class RunInputs:
     """Beside the arguments, which name none of these.
 
     Args:
@@ -87,7 +88,7 @@ def resolve(
     peft_config: Any = None,
     compute_loss_func: Any = None,
     compute_metrics: Any = None,
-) -> tuple[TrainingArguments, Given]:
+) -> tuple[TrainingArguments, RunInputs]:
     """``args``, with what of the rest they can say, and what they can't.
 
     Raises:
@@ -118,7 +119,7 @@ def resolve(
         given["tokenizer"] = processing_class
     args = args or TrainingArguments()
     args = replace(args, **options) if options else args
-    found = Given(**given)
+    found = RunInputs(**given)
     if found.model is not None and found.tokenizer is None and args.tokenizer is None:
         raise UserError(
             asked=f"model=a {type(found.model).__name__}, without a tokenizer",
@@ -223,7 +224,7 @@ def _described(records: Records) -> str:
     return "an IterableDataset" if isinstance(records, IterableDataset) else os.fspath(records)
 
 
-def _adapter(config: Any, args: TrainingArguments, given: Given) -> dict[str, Any]:
+def _adapter(config: Any, args: TrainingArguments, given: RunInputs) -> dict[str, Any]:
     """The options that say what a LoraConfig does."""
     if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
         raise _kind("peft_config", config, "a peft.LoraConfig")

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transformers import PretrainedConfig, PreTrainedModel
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.hosts.versions import code_digest, versions
@@ -22,18 +24,17 @@ from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.model import checks
-from shardwright.model import lora as lora_options
+from shardwright.model import lora_options as lora_options
+from shardwright.model import model_checks
 from shardwright.model.attention_probe import our_attention
 from shardwright.model.facts import experts_modules, routing_of
 from shardwright.model.meta_model import is_multimodal, load_config, meta_model, names_in_whole, whole_model
 from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora
-from shardwright.models.attention import interface as attention
-from shardwright.models.experts import interface as experts
+from shardwright.models.attention import attention_interface as attention
+from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers, stack_layers, wrap_layers
-from transformers import PretrainedConfig, PreTrainedModel
 
 HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
 
@@ -102,7 +103,7 @@ class Job:
         return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
 
     def __post_init__(self) -> None:
-        checks.check_text_part(self.config, self.model)
+        model_checks.check_text_part(self.config, self.model)
         lora = lora_options.lora_of(self.args, self.model)
         adapted = self.model if lora is None else lora_options.with_lora(self.model, lora)
         assembled, notice = _assemble(self.recipe, self.args, adapted)
@@ -114,7 +115,7 @@ class Job:
         object.__setattr__(self, "notice", notice)
         object.__setattr__(self, "stored", _stored(plan, assembled))
         _check_dropless(self)
-        checks.check_routing(self.args, self.model)
+        model_checks.check_routing(self.args, self.model)
         if lora is not None:
             lora_options.check_use(adapted, self.unused[0], self.args)
 
@@ -268,17 +269,17 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
 
 def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
-    checks.check_heads(model)
+    model_checks.check_heads(model)
     name = _attention(recipe, args, model)
     if args.isolate_documents:
-        checks.check_isolation(recipe, model.config, name)
-    checks.check_split_rows(recipe, model.config, name)
-    checks.check_positions(args, model)
-    checks.check_causal(name, model)
+        model_checks.check_isolation(recipe, model.config, name)
+    model_checks.check_split_rows(recipe, model.config, name)
+    model_checks.check_positions(args, model)
+    model_checks.check_causal(name, model)
     model = copy.deepcopy(model)
     compute = recipe.compute
     attention.choose(model, name)
-    checks.check_experts(recipe, model)
+    model_checks.check_experts(recipe, model)
     if compute.experts is not None:
         experts.choose(model, compute.experts)
     return model, _group_layers(recipe, model)

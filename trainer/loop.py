@@ -9,6 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+
 from shardwright.arguments.training import DEFAULT_RATE
 from shardwright.checkpoint.host_state import host_state, set_random_state
 from shardwright.checkpoint.lineage import folder_of, noted, noted_folder
@@ -23,8 +25,8 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
 from shardwright.evaluation.heldout import Evaluator
+from shardwright.evaluation.prompt_samples import Samples
 from shardwright.evaluation.reference_rows import check_sets, referred
-from shardwright.evaluation.samples import Samples
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
@@ -35,7 +37,7 @@ from shardwright.monitoring import messages
 from shardwright.monitoring import state as states
 from shardwright.monitoring.callbacks import Callbacks
 from shardwright.monitoring.log import RunLog
-from shardwright.monitoring.run_page import Watch
+from shardwright.monitoring.run_page import RunPage
 from shardwright.monitoring.throughput import Meter, least_seconds
 from shardwright.monitoring.trackers import Tracker
 from shardwright.report.lines import say, waiting
@@ -43,14 +45,13 @@ from shardwright.report.terminal import ProgressCallback
 from shardwright.step.build import build
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
-from shardwright.weights.adapters import weights_of
-from shardwright.weights.sources import Source, seeded_init
+from shardwright.weights.adapter_weights import weights_of
+from shardwright.weights.weight_sources import Source, seeded_init
 from shardwright.xla.batch import batch_share
-from shardwright.xla.mesh import build_mesh
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.profile import ProfileCallback
 from shardwright.xla.runtime import chip
 from shardwright.xla.stop_requests import StopRequests
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 
 
 class TrainingLoop:
@@ -97,7 +98,7 @@ class TrainingLoop:
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
-        self.watch = Watch(self.folder, job, self.console, resume, self.lock.check_held, after)
+        self.watch = RunPage(self.folder, job, self.console, resume, self.lock.check_held, after)
 
         # ---- batches, and where they go on ----
         held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import elastic
 from shardwright.checkpoint.lineage import live_steps
@@ -19,7 +21,7 @@ from shardwright.checkpoint.rollback import Rollbacks
 from shardwright.checkpoint.staging import open_staging, recover
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.from_arguments import asked_tokenizer, data_options
-from shardwright.data.records.sources import locate
+from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.mixture import shapes_of
 from shardwright.data.samples.prompts import read_prompts
 from shardwright.errors import Spiked, TransientError, UserError
@@ -29,23 +31,22 @@ from shardwright.files.lock import FolderLock
 from shardwright.hosts.hosts import hosts
 from shardwright.hosts.output_streams import lasting_output
 from shardwright.hosts.restarts import Restarts, check_limit, note, note_passing, words_again
-from shardwright.inputs import Given
+from shardwright.inputs import RunInputs
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.loop import TrainingLoop
 from shardwright.model.facts import experts_modules
-from shardwright.model.lora import check_same, described
+from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.trackers import open_trackers
 from shardwright.report.lines import say, waiting
 from shardwright.step.auto_remat import Platform, answer, is_auto, with_remat
 from shardwright.step.train_step import let_go
-from shardwright.weights.adapters import check_adapter
+from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
-from shardwright.weights.sources import Source, has_weights
-from shardwright.xla.mesh import check_mesh
+from shardwright.weights.weight_sources import Source, has_weights
+from shardwright.xla.device_mesh import check_mesh
 from shardwright.xla.runtime import chip, device_count, device_kind, init_runtime
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Start:
     """
 
     job: Job
-    given: Given
+    given: RunInputs
     lock: FolderLock
     tokenizer: PreTrainedTokenizerBase | None
     source: Source | None
@@ -158,7 +159,7 @@ def train(
     loop, console = None, console or Console()
     try:
         noted = [_Noted()] if restarts is not None else []
-        start = prepare(args, Given(), [*callbacks, *noted], console, restarts=restarts)
+        start = prepare(args, RunInputs(), [*callbacks, *noted], console, restarts=restarts)
         with start.claimed():
             loop = start.open()
             while not start.trained(loop):
@@ -196,7 +197,7 @@ class _Noted(TrainerCallback):
 
 def prepare(
     args: TrainingArguments,
-    given: Given,
+    given: RunInputs,
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
     console: Console,
     *,
@@ -243,7 +244,7 @@ def _with_remat(job: Job, console: Console) -> Job:
 
 def _prepared(
     job: Job,
-    given: Given,
+    given: RunInputs,
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
     console: Console,
     writes: bool,
@@ -284,7 +285,7 @@ def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> Non
         recover(staging, output, functools.partial(claimed_by_all, lock), console)
 
 
-def _for_samples(job: Job, given: Given) -> Job:
+def _for_samples(job: Job, given: RunInputs) -> Job:
     """``job``, whose rows keep samples apart if the dataset's records become samples: refused if the model can't.
 
     Of the dataset no more is read than shows its columns.

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from rich.console import Console
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer_utils import PredictionOutput, TrainOutput
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.output_folder import find_output
 from shardwright.data.corpus import load_rows_of
@@ -27,8 +30,6 @@ from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction, targets
 from shardwright.weights.hub_push import push_folder
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
-from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 
 class Trainer:

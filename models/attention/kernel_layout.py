@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+
 from shardwright.models.ops.jax_call import Axes, Manual, Spec
 
 

@@ -25,7 +25,7 @@ _Two = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class Pair:
+class PiecePair:
     """A piece of queries and one of keys.
 
     Args:
@@ -55,7 +55,7 @@ class Pairs:
     settings: splash.Settings
     kernel: bool
 
-    def forward(self, pair: Pair) -> tuple[jax.Array, jax.Array]:
+    def forward(self, pair: PiecePair) -> tuple[jax.Array, jax.Array]:
         """The output [B, H, P, E], and the logarithm of each query's sum of exponents [B, H, P]; float32."""
         if not self.kernel:
             return _forward(pair, self.settings.scoring)
@@ -64,7 +64,9 @@ class Pairs:
         logsumexp = jnp.maximum(logsumexp, NOTHING)
         return jnp.where(logsumexp[..., None] > NOTHING, out.astype(jnp.float32), 0), logsumexp
 
-    def backward(self, pair: Pair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array) -> tuple[jax.Array, ...]:
+    def backward(
+        self, pair: PiecePair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """The gradients of query, key and value in float32; ``rows`` as :func:`splash.backward`."""
         if not self.kernel:
             return _backward(pair, rows, grad_out, self.settings.scoring)
@@ -73,7 +75,7 @@ class Pairs:
         grads = splash.backward(tensors, rows, grad_out, segments, mask, self.settings)
         return tuple(grad.astype(jnp.float32) for grad in grads)
 
-    def _masked(self, pair: Pair) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
+    def _masked(self, pair: PiecePair) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
         sizes, scoring = splash.sizes_of(pair.query, self.settings), self.settings.scoring
         segments = None if pair.segments is None else splash.segment_ids(*pair.segments, sizes)
         if pair.distance is None:
@@ -86,7 +88,7 @@ def without_chunk(settings: splash.Settings) -> splash.Settings:
     return replace(settings, scoring=replace(settings.scoring, chunk=None))
 
 
-def _forward(pair: Pair, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
+def _forward(pair: PiecePair, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
     value_BKPE = pair.value.astype(jnp.float32)
 
     def block(x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +104,7 @@ def _forward(pair: Pair, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(
-    pair: Pair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array, scoring: Scoring
+    pair: PiecePair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     key, value = (x.astype(jnp.float32) for x in (pair.key, pair.value))
 
@@ -124,7 +126,7 @@ def _backward(
 
 
 def _scores(
-    pair: Pair, query_BKGCD: jax.Array, positions_C: jax.Array, segments_BC: jax.Array, scoring: Scoring
+    pair: PiecePair, query_BKGCD: jax.Array, positions_C: jax.Array, segments_BC: jax.Array, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
     """One block's scores, which keys it sees, and the soft cap's slope; positions count from the first key."""
     scores = jnp.einsum("bkgcd,bktd->bkgct", query_BKGCD, pair.key.astype(jnp.float32)) * scoring.scale
@@ -141,7 +143,7 @@ def _scores(
     return scores, seen[:, None, None], slope
 
 
-def _blocks(pair: Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _blocks(pair: PiecePair) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The queries N·BKGCD in float32, their positions from the first key N·C, and their segments N·BC."""
     B, _, P, _ = pair.query.shape
     N, C = _count(P)
@@ -160,12 +162,12 @@ def _count(P: int) -> tuple[int, int]:
     return P // C, C
 
 
-def _split(pair: Pair, x_BHPD: jax.Array) -> jax.Array:
+def _split(pair: PiecePair, x_BHPD: jax.Array) -> jax.Array:
     (B, H, P, D), K = x_BHPD.shape, pair.key.shape[1]
     N, C = _count(P)
     return x_BHPD.reshape(B, K, H // K, N, C, D).transpose(3, 0, 1, 2, 4, 5)
 
 
-def _joined(pair: Pair, x_NBKGCD: jax.Array) -> jax.Array:
+def _joined(pair: PiecePair, x_NBKGCD: jax.Array) -> jax.Array:
     B, H, P, _ = pair.query.shape
     return x_NBKGCD.transpose(1, 2, 3, 0, 4, 5).reshape(B, H, P, -1)

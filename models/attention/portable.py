@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.models.ops.fusion_barrier import apart
-from shardwright.models.ops.loop import run_turns
-from shardwright.models.ops.random_bits import keep_factors
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
+
+from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.fusion_barrier import apart
+from shardwright.models.ops.random_bits import keep_factors
+from shardwright.models.ops.while_loop import run_turns
 
 # queries in a block
 BLOCK = 512

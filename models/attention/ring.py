@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
+
 from shardwright.models.attention import pieces
-from shardwright.models.attention.piece_pairs import Pair, Pairs, without_chunk
+from shardwright.models.attention.piece_pairs import Pairs, PiecePair, without_chunk
 from shardwright.models.attention.splash import Settings, causal_flops, present
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import jax_call, target
-from torch.utils.flop_counter import register_flop_formula
 
 # isort: split
 import jax
@@ -165,12 +166,12 @@ class _Rows(NamedTuple):
     starts: jax.Array
     segments: jax.Array | None
 
-    def own(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, Pair]]:
+    def own(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, PiecePair]]:
         """The pairs with the device's own keys, as (piece of queries, piece of keys, pair)."""
         later = self.starts[1] - self.starts[0]
         return [self._pair(keys, 0, 0, None), self._pair(keys, 1, 1, None), self._pair(keys, 1, 0, later)]
 
-    def others(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, Pair]]:
+    def others(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, PiecePair]]:
         """The pairs with another device's keys: of a device before, its first piece; of one behind, both."""
         behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
         distance = self.starts[behind] - keys.starts[behind]
@@ -181,12 +182,12 @@ class _Rows(NamedTuple):
 
     def _pair(
         self, keys: _Keys, of_queries: jax.Array | int, of_keys: jax.Array | int, distance: jax.Array | None
-    ) -> tuple[jax.Array | int, jax.Array | int, Pair]:
+    ) -> tuple[jax.Array | int, jax.Array | int, PiecePair]:
         segments = None
         if self.segments is not None and keys.segments is not None:
             segments = _piece(self.segments, of_queries, 1), _piece(keys.segments, of_keys, 1)
         key, value = (_piece(x, of_keys) for x in (keys.key, keys.value))
-        return of_queries, of_keys, Pair(_piece(self.query, of_queries), key, value, segments, distance)
+        return of_queries, of_keys, PiecePair(_piece(self.query, of_queries), key, value, segments, distance)
 
 
 def _piece(x: jax.Array, which: jax.Array | int, dim: int = 2) -> jax.Array:
@@ -215,7 +216,9 @@ def _forward(
     parts = [pairs.forward(pair) for _, _, pair in same]
     out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
 
-    def merged(found: tuple[jax.Array, jax.Array], which: jax.Array | int, pair: Pair) -> tuple[jax.Array, jax.Array]:
+    def merged(
+        found: tuple[jax.Array, jax.Array], which: jax.Array | int, pair: PiecePair
+    ) -> tuple[jax.Array, jax.Array]:
         old_out, old = (_piece(x, which) for x in found)
         new_out, new = pairs.forward(pair)
         total = jnp.logaddexp(old, new)
@@ -261,7 +264,7 @@ def _backward(
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot).sum(2)
     Grads = tuple[jax.Array, jax.Array, jax.Array]
 
-    def added(grads: Grads, found: Sequence[tuple[jax.Array | int, jax.Array | int, Pair]]) -> Grads:
+    def added(grads: Grads, found: Sequence[tuple[jax.Array | int, jax.Array | int, PiecePair]]) -> Grads:
         grad_query, grad_key, grad_value = grads
         for of_queries, of_keys, pair in found:
             own = _piece(logsumexp, of_queries), _piece(dot, of_queries)

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
+
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring
-from shardwright.models.attention.splash_masks import Mask, Sizes, causal
+from shardwright.models.attention.splash_masks import BlockSizes, Mask, causal
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 
 # sets jax up: it must come before jax itself
 from shardwright.models.ops.jax_call import jax_call
-from torch.utils.flop_counter import register_flop_formula
 
 # isort: split
 import jax
@@ -294,27 +295,27 @@ def _backward_of_one(
     return grad_query, grad_key, grad_value
 
 
-def sizes_of(query_BHSD: jax.Array, settings: Settings) -> Sizes:
+def sizes_of(query_BHSD: jax.Array, settings: Settings) -> BlockSizes:
     """The sizes with as few blocks as hold the sequence, and for that number of blocks the least padding."""
     length, width = query_BHSD.shape[2:]
     whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
     count = -(-length // (settings.interpret or (BLOCK if whole else BLOCK // 2)))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
-    return Sizes(count * lanes * LANES, lanes * LANES, compute * LANES)
+    return BlockSizes(count * lanes * LANES, lanes * LANES, compute * LANES)
 
 
 def _scaled(query: jax.Array, scale: float) -> jax.Array:
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
-def _lengthen(x: jax.Array, sizes: Sizes) -> jax.Array:
+def _lengthen(x: jax.Array, sizes: BlockSizes) -> jax.Array:
     """``x``, ``[…, S, width]``, with zeros after its last position. Under a causal mask no token sees them."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
 def _optional(
-    optional: Sequence[jax.Array], extra: str, sizes: Sizes
+    optional: Sequence[jax.Array], extra: str, sizes: BlockSizes
 ) -> tuple[kernel.SegmentIds | None, jax.Array | None]:
     """Segments, lengthened, and sinks, of the tensors that ``extra`` says are there."""
     named = dict(zip(extra.split(), optional, strict=True))
@@ -325,7 +326,7 @@ def _optional(
     )
 
 
-def segment_ids(queries: jax.Array, keys: jax.Array, sizes: Sizes) -> kernel.SegmentIds:
+def segment_ids(queries: jax.Array, keys: jax.Array, sizes: BlockSizes) -> kernel.SegmentIds:
     """The segments [B, S] of queries and of keys, lengthened."""
     return kernel.SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """Numbers of tokens: in the padded sequence, in a block, and in the part of a block that is multiplied at once."""
 
     length: int
@@ -36,18 +36,18 @@ class Mask(NamedTuple):
     To the function a key's position is its place among the keys; a query's is what ``positions`` of the lists say.
     """
 
-    sizes: Sizes
+    sizes: BlockSizes
     queries: MaskInfo
     keys: MaskInfo
     function: Callable[[jax.Array, jax.Array], jax.Array] | None
 
 
-def causal(sizes: Sizes, scoring: Scoring) -> Mask:
+def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
     """Of a whole sequence, or a piece of one and its own keys."""
     return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
 
 
-def earlier_keys(sizes: Sizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
+def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
     """What ``length`` queries see of as many keys that all come before them, by a window alone.
 
     Args:
@@ -70,7 +70,7 @@ def earlier_keys(sizes: Sizes, scoring: Scoring, length: int, distance: jax.Arra
     return Mask(sizes, queries, met, sees if masks else None)
 
 
-def _blocks(sizes: Sizes, scoring: Scoring, rows: str) -> MaskInfo:
+def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
     """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
 
     All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.

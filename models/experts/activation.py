@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardwright.models.experts import grouped
-from shardwright.models.ops.jax_call import jax, target
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 # semi-private: torch/utils/_python_dispatch.py, torch 2.9
 from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwright.models.experts import grouped_matmul
+from shardwright.models.ops.jax_call import jax, target
 
 jnp = jax.numpy
 
@@ -114,7 +115,7 @@ def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[A
         return (jnp.concatenate(gradients, dim),)
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
-    whole = grouped.unwritten(tuple(shape), gradients[0].dtype, first)
+    whole = grouped_matmul.unwritten(tuple(shape), gradients[0].dtype, first)
     for number, piece in enumerate(gradients):
         whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, number * size, dim)
     return (whole,)

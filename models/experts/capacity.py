@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from shardwright.models.experts.projections import mlp
 from shardwright.models.experts.routing import count
 from shardwright.models.layers.side_outputs import real_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from shardwright.models.experts.projections import mlp
 from shardwright.models.experts.routing import count, weights_of_all
 

@@ -1,8 +1,8 @@
 """Experts that drop no token: exact for any routing, with static shapes, and with no work for rows that don't exist.
 
 Each device sorts its (token, choice) pairs by expert, multiplies the sorted rows by their experts' weights
-(`shardwright.models.experts.grouped`) and gathers every token's k results. Activations move by gathers alone, in the
-backward too.
+(`shardwright.models.experts.grouped_matmul`) and gathers every token's k results. Activations move by gathers alone, in
+the backward too.
 
 What crosses devices is written out (`jax.shard_map`), not left to the partitioner:
 
@@ -34,13 +34,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
+
 from shardwright.models.adapters.lora import SCALE, A, B
 from shardwright.models.experts import activation, dropless_rows
 from shardwright.models.experts.routing import count
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, has_links, jax_call
-from torch.utils.flop_counter import register_flop_formula
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"

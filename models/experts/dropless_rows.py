@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from shardwright.models.adapters.lora import A, B
-from shardwright.models.experts import activation, exchange, grouped
+from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
-from shardwright.models.experts.row_blocks import Block, Plan, Rows, Sums, in_order
+from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, Sums, in_order
 from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
 from shardwright.models.ops.kernel_cost import is_fast
@@ -77,7 +77,7 @@ class Local:
         gradient, turned = gradient.astype(dtype), self.turned(spec)
         if turned:
             # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
-            gradient = grouped.row_major(gradient)
+            gradient = grouped_matmul.row_major(gradient)
         for dim, axes in reversed(self._gathered(spec)):
             dim = 1 if turned else dim
             if gathers_beside() and exchanges_beside() and gradient.ndim > 2:  # a weight's, not a bias's
@@ -87,8 +87,8 @@ class Local:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         if turned:
             # or the optimizer's state, which it meets next, would be copied into its layout and out of it
-            gradient = grouped.row_major(gradient).swapaxes(1, 2)
-            gradient = grouped.row_major(gradient)
+            gradient = grouped_matmul.row_major(gradient).swapaxes(1, 2)
+            gradient = grouped_matmul.row_major(gradient)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
         rest = tuple(axis for axis in self.axes if axis not in split)
         return lax.psum(gradient, rest) if rest else gradient
@@ -115,7 +115,7 @@ class Local:
         axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
-    def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> Plan:
+    def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> BlockPlan:
         """How a device's tokens get to the experts, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
@@ -130,11 +130,11 @@ class Local:
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
         rows = crossing.rows * top_k
         balanced = crossing.window * top_k if self.expert_axes else rows
-        tiles = grouped.tiles_for(min(balanced, max(fit, 1)), experts, self.flops_a_byte)
+        tiles = grouped_matmul.tiles_for(min(balanced, max(fit, 1)), experts, self.flops_a_byte)
         tile = tiles.rows
         if not self.links and not self.keep:
             # what is between a tile's products stays in a core's cache
-            return Plan(crossing, tile, tiles, at_once=False, apart=True)
+            return BlockPlan(crossing, tile, tiles, at_once=False, apart=True)
         if crossing.slots is not None and crossing.rounds == 1:
             expected = min(exchange.random_pairs(balanced, top_k, self.expert_shards), rows)
         else:
@@ -146,16 +146,16 @@ class Local:
         if at_once and crossing.slots is not None:
             rest = self._one_block(exchange.plan_rest(crossing, top_k, self.expert_shards), top_k, experts)
             crossing = replace(crossing, pairs=block // self.expert_shards, rest=rest.crossing)
-        return Plan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0, rest=rest)
+        return BlockPlan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0, rest=rest)
 
-    def _one_block(self, crossing: exchange.Plan, top_k: int, experts: int) -> Plan:
+    def _one_block(self, crossing: exchange.ExchangePlan, top_k: int, experts: int) -> BlockPlan:
         """The plan of a round whose rows are one block."""
         balanced = crossing.window * top_k
-        tiles = grouped.tiles_for(balanced, experts, self.flops_a_byte)
+        tiles = grouped_matmul.tiles_for(balanced, experts, self.flops_a_byte)
         block = -(-exchange.random_pairs(balanced, top_k, self.expert_shards) // tiles.rows) * tiles.rows
-        return Plan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
+        return BlockPlan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
 
-    def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.Plan:
+    def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.ExchangePlan:
         """How a device's tokens get to the experts: in one round, if its rows fit into one block.
 
         Several read and write the sums of all gradients in each. They pay where there would be several blocks anyway,
@@ -173,7 +173,7 @@ class Local:
         one = crossing.slots is not None and exchange.random_pairs(tokens * top_k, top_k, shards) <= fit
         return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
 
-    def kept(self, planned: Plan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
+    def kept(self, planned: BlockPlan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
         """The shapes of what a device's forward keeps of the tokens that came, if tokens cross, and of their rows.
 
         Args:
@@ -233,7 +233,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
     axes = (local.expert_axes, local.axes)
     tensors = (x_TH, index_Tk, weight_Tk)
     shapes = local.kept(planned, x_TH.shape[1], *_widths(parameters, local))
-    room = tuple(grouped.unwritten(shape, x_TH.dtype, held) for shape in shapes)
+    room = tuple(grouped_matmul.unwritten(shape, x_TH.dtype, held) for shape in shapes)
     kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
     return (y_TH, *kept, *(parameters[number] for number in local.kept_weights())) if local.keep else y_TH
 
@@ -279,7 +279,7 @@ def backward(
     return grad_x, grad_weight, *gradients
 
 
-def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> Plan:
+def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> BlockPlan:
     itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
     first, _ = _widths(parameters, local)
     return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, first * itemsize)
@@ -346,7 +346,11 @@ def _projections(parameters: Sequence[Array], local: Local) -> tuple[_Projection
 
 
 def _experts(
-    x_TH: Array, rows: Rows, parameters: Sequence[Array], local: Local, kept: tuple[tuple[Array, ...], Round] | None
+    x_TH: Array,
+    rows: SortedRows,
+    parameters: Sequence[Array],
+    local: Local,
+    kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
 
@@ -366,7 +370,7 @@ def _experts(
             rooms = tuple(block.keep(room, made, kept[1]) for room, made in zip(rooms, (h_BF, a_BI), strict=False))
         return (block.put(y_RH, second.forward(block, a_BI)), rooms), sums
 
-    y_RH = grouped.unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
+    y_RH = grouped_matmul.unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
     return rows.fold(body, (y_RH, () if kept is None else kept[0]), parameters)[0]
 
 
@@ -374,7 +378,7 @@ def _experts_backward(
     grad_TH: Array,
     x_TH: Array,
     weight_Tk: Array,
-    rows: Rows,
+    rows: SortedRows,
     parameters: Sequence[Array],
     sums: Sums,
     local: Local,
@@ -423,7 +427,7 @@ def _experts_backward(
         return (grad_rows, block.put(grad_row_weights, grad_weight_B)), new
 
     R = len(rows.token_R)
-    grad_rows = grouped.unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
+    grad_rows = grouped_matmul.unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
     (grad_rows, grad_row_weights), sums = rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32)), parameters, sums)
     return grad_rows, grad_row_weights, sums
 

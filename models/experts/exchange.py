@@ -47,7 +47,7 @@ _DEVIATIONS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """How a device's tokens cross.
 
     Args:
@@ -65,7 +65,7 @@ class Plan:
     slots: int | None
     rows: int
     pairs: int | None = None
-    rest: Plan | None = None
+    rest: ExchangePlan | None = None
 
 
 def plan(
@@ -77,7 +77,7 @@ def plan(
     *,
     links: bool = True,
     overlaps: bool = True,
-) -> Plan:
+) -> ExchangePlan:
     """The form that sends less, with as many rounds as pay.
 
     Args:
@@ -99,15 +99,15 @@ def plan(
     rounds = -(-tokens // window)
     slots = _slots(window, top_k, shards)
     if shards == 1 or slots >= window or not links:
-        return Plan(rounds, window, None, window * shards)
-    return Plan(rounds, window, slots, slots * shards)
+        return ExchangePlan(rounds, window, None, window * shards)
+    return ExchangePlan(rounds, window, slots, slots * shards)
 
 
-def plan_rest(planned: Plan, top_k: int, shards: int) -> Plan:
+def plan_rest(planned: ExchangePlan, top_k: int, shards: int) -> ExchangePlan:
     """A plan for what finds no room in the one round that is planned: an eighth of its window at a time."""
     window = -(-planned.window // _ROUNDS)
     slots = min(_slots(window, top_k, shards), window)
-    return Plan(1, window, slots, slots * shards)
+    return ExchangePlan(1, window, slots, slots * shards)
 
 
 def _slots(window: int, top_k: int, shards: int) -> int:
@@ -173,7 +173,7 @@ def in_rounds(
     tensors: tuple[Array, ...],
     like: tuple[Array, ...],
     held: Array,
-    planned: Plan,
+    planned: ExchangePlan,
     axes: tuple[Axes, Axes],
     came: Array | None = None,
 ) -> tuple[Any, tuple[Array, ...]]:
@@ -230,7 +230,7 @@ def in_rounds(
         carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
-    def rest_of(planned: Plan, carry: Any, out: tuple[Array, ...]) -> Any:
+    def rest_of(planned: ExchangePlan, carry: Any, out: tuple[Array, ...]) -> Any:
         """``carry`` and ``out`` after what found no room in the first window."""
         exchange = _ByNeed(tensors, held, planned, *axes)
         count = exchange.rounds(first[1])
@@ -285,7 +285,7 @@ def in_rounds(
 class _Gathered:
     """Every device gets the whole window."""
 
-    def __init__(self, tensors: Sequence[Array], held: Array, planned: Plan, across: Axes, every: Axes) -> None:
+    def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:
         self.planned, self.across = planned, across
         self.shards = planned.rows // planned.window
         # a window ahead of the last is sent too, if rounds overlap
@@ -319,7 +319,7 @@ class _Gathered:
 class _ByNeed:
     """Each device gets the tokens that chose an expert of its own."""
 
-    def __init__(self, tensors: Sequence[Array], held: Array, planned: Plan, across: Axes, every: Axes) -> None:
+    def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:
         self.tensors, self.across, self.every = tensors, across, every
         self.window, self.slots = planned.window, planned.slots or 0
         self.shards = planned.rows // self.slots

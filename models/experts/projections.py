@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from shardwright.models.adapters.lora import SCALE, A, B
 from shardwright.models.ops import partial_gradients
 from shardwright.models.ops.fusion_barrier import apart

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shardwright.models.layers.side_outputs import real_tokens, record
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
+from shardwright.models.layers.side_outputs import real_tokens, record
 
 # what follows an experts module's name in the names of what is recorded of it
 LOAD, DROPPED = " load", " dropped"

@@ -2,8 +2,8 @@
 
 A row is a (token, choice) pair. Rows are sorted by expert, in one of two ways:
 
-- *one after the other*: a block may have rows of several experts, and `shardwright.models.experts.grouped` multiplies
-  each by the weights of its own;
+- *one after the other*: a block may have rows of several experts, and `shardwright.models.experts.grouped_matmul`
+  multiplies each by the weights of its own;
 - *apart*: each expert's rows begin a block of their own, and fill its end with copies that count for nothing. So a
   block has one expert's weights, and no row is masked. XLA's CPU backend takes less time so.
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardwright.models.experts import exchange, grouped
+from shardwright.models.experts import exchange, grouped_matmul
 from shardwright.models.ops.cpu_matmul import product
 from shardwright.models.ops.jax_call import jax
 from shardwright.models.ops.kernel_cost import Tiles
@@ -26,39 +26,39 @@ jnp, lax = jax.numpy, jax.lax
 
 # a jax.Array, when it is traced
 Array = Any
-# see `Rows.fold`
+# see `SortedRows.fold`
 Sums = Sequence[Any]
 Body = Callable[["Block", Sequence[Any], Any, Sums], tuple[Any, Sums]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """How a device's rows are multiplied.
 
     Args:
         crossing: how tokens get to the experts.
         block: rows that are multiplied at once.
-        tile: see `shardwright.models.experts.grouped`.
+        tile: see `shardwright.models.experts.grouped_matmul`.
         at_once: whether one block is all that a device multiplies, or all that is planned.
         apart: whether a block has rows of one expert alone.
         room: rows of a round for which there is room where something is kept of them; whole blocks.
         rest: how the rows of those tokens are multiplied that find no room in the planned round.
     """
 
-    crossing: exchange.Plan
+    crossing: exchange.ExchangePlan
     block: int
     tile: Tiles
     at_once: bool
     apart: bool = False
     room: int = 0
-    rest: Plan | None = None
+    rest: BlockPlan | None = None
 
-    def of(self, round_: exchange.Round | None) -> Plan:
+    def of(self, round_: exchange.Round | None) -> BlockPlan:
         """That of a planned round, or of the rest (None)."""
         return self.rest if round_ is None and self.rest is not None else self
 
 
-def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Rows:
+def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -> SortedRows:
     """The pairs of routing indices ``index_Tk`` in the planned order, those of the experts ``held`` [E] first.
 
     Args:
@@ -77,11 +77,11 @@ def in_order(index_Tk: Array, held: Array, planned: Plan, all_held: bool) -> Row
     choice_R = jnp.pad(choice_S, (0, -N % planned.block))
     if planned.crossing.pairs is not None:  # no more matter than a block holds
         choice_R = choice_R[: planned.block]
-    return Rows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, all_held)
+    return SortedRows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, all_held)
 
 
 @dataclass
-class Rows:
+class SortedRows:
     """Rows sorted by expert, those of the experts held here first: only these matter.
 
     Args:
@@ -97,7 +97,7 @@ class Rows:
     choice_R: Array
     row_kT: Array
     end_E: Array
-    planned: Plan
+    planned: BlockPlan
     all_held: bool
 
     def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
@@ -139,11 +139,11 @@ class Rows:
         return jnp.where(has, found, 0)
 
 
-class OwnRows(Rows):
+class OwnRows(SortedRows):
     """Rows of which each expert's begin a block of their own."""
 
     def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
-        """As that of :class:`Rows`, where ``body`` gets the parameters (`Own`) and the sums of one expert."""
+        """As that of :class:`SortedRows`, where ``body`` gets the parameters (`Own`) and the sums of one expert."""
         block = self.planned.block
 
         def expert(number: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
@@ -182,7 +182,7 @@ def _is_turned(shape: Sequence[int]) -> bool:
 class Block:
     """Consecutive sorted rows, ``planned.block`` of them from row ``start``."""
 
-    def __init__(self, rows: Rows, start: Array) -> None:
+    def __init__(self, rows: SortedRows, start: Array) -> None:
         self.rows, self.start = rows, start
         end_E = jnp.clip(rows.end_E, start, start + rows.planned.block)
         self.sizes_E = jnp.diff(end_E, prepend=jnp.clip(0, start, start + rows.planned.block))
@@ -220,7 +220,7 @@ class Block:
         return exchange.at(weight_N, self.take(self.rows.choice_R))
 
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
-        return grouped.multiply(x_B, w_E, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
+        return grouped_matmul.multiply(x_B, w_E, self.sizes_E, self.rows.planned.tile, contract_last=contract_last)
 
     def bias(self, bias_E: Array) -> Array:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
@@ -231,7 +231,7 @@ class Block:
         Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
         """
         pair = (out_B, in_B) if contract_last else (in_B, out_B)
-        return grouped.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
+        return grouped_matmul.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
 
     def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
         """``sums``, if there are any, plus what these rows add to a bias's gradient."""
@@ -254,7 +254,7 @@ class OwnBlock(Block):
     A copy of a row has the routing weight 0, so that it adds nothing to a gradient.
     """
 
-    def __init__(self, rows: Rows, start: Array) -> None:
+    def __init__(self, rows: SortedRows, start: Array) -> None:
         self.rows, self.start = rows, start
 
     def weights(self, weight_N: Array) -> Array:

@@ -4,7 +4,7 @@ It works for any transformers decoder that calls its layers in a loop, whatever 
 layers of a run are one, with parameters stacked along a new dimension 0. Its name is the slice of the old list that it
 holds: ``model.layers.3:61``, ``model.layers.0:24:2``, and ``model.layers.*`` if it holds all. So `named_parameters`
 yields the names that a recipe's lines have. The decoder still gets one callable for each layer
-(:mod:`shardwright.models.layers.run`).
+(:mod:`shardwright.models.layers.layer_run`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from shardwright.models.layers.grouping import Grouping, Run, group
-from shardwright.models.layers.remat import Value, partitioner
-from shardwright.models.layers.run import LayerRun, Part, Prepare
-from shardwright.models.ops import randomness
 from torch import nn
+
+from shardwright.models.layers.grouping import Grouping, Repetition, group
+from shardwright.models.layers.layer_run import LayerPart, LayerRun, Prepare
+from shardwright.models.layers.remat import Value, partitioner
+from shardwright.models.ops import randomness
 
 
 def find_layers(model: nn.Module) -> str:
@@ -86,7 +87,7 @@ class DecoderLayers(nn.ModuleList):
         self.name = name
         self.runs: list[LayerRun] = []
         self._callables: list[_Callable] = []
-        for run in grouping.runs if grouping else [Run(index, 1, 1) for index in range(len(layers))]:
+        for run in grouping.runs if grouping else [Repetition(index, 1, 1) for index in range(len(layers))]:
             parts = []
             for j in range(run.period):
                 members = layers[run.start + j : run.stop : run.period]
@@ -94,7 +95,7 @@ class DecoderLayers(nn.ModuleList):
                 stacked = _stack(members, grouping) if grouping and run.count > 1 else frozenset()
                 self.add_module(key, members[0])
                 shape = grouping.seen[run.start + j].shape if grouping else None
-                parts.append(Part(f"{name}.{key}", members[0], stacked, shape))
+                parts.append(LayerPart(f"{name}.{key}", members[0], stacked, shape))
             self.runs.append(LayerRun(parts, run.start, run.count))
             self._callables += [
                 _Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(layers[run.start : run.stop])
@@ -148,7 +149,7 @@ class _Callable:
         return type(vars(self)["_layer"]) if "_layer" in vars(self) else _Callable
 
 
-def _slice(run: Run, j: int, depth: int) -> str:
+def _slice(run: Repetition, j: int, depth: int) -> str:
     """The name of the layers j, j + period, … of ``run`` in a list of ``depth``: a number, a slice or ``*``."""
     if run.count == 1:
         return str(run.start + j)

@@ -11,21 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shardwright.models.attention.interface import masks_without_reads
-from shardwright.models.layers import kv_sharing  # noqa: F401  # its mappings are flattened here
-from shardwright.models.layers.comparing import described
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
+from shardwright.models.attention.attention_interface import masks_without_reads
+from shardwright.models.layers import kv_sharing  # noqa: F401  # its mappings are flattened here
+from shardwright.models.layers.comparing import described
+
 ROWS, LENGTH = 3, 16  # of the tokens that the decoder is tried on
 UNUSED, UNLIKE = "", "?"  # no path is such
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerOutput:
     """What a layer returns, with no values.
 
     Args:
@@ -52,7 +53,7 @@ class Seen:
 
     given: Any
     chain: tuple[tuple[str, int], ...]
-    shape: Shape
+    shape: LayerOutput
     follows: bool
     alone: str
 
@@ -156,7 +157,7 @@ class _Loop(TorchFunctionMode):
         return Seen(
             given=(str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()]),
             chain=tuple(sorted(chain.items())),
-            shape=Shape(
+            shape=LayerOutput(
                 tuple(next(paths) if isinstance(leaf, torch.Tensor) else None for leaf in notes.output),
                 notes.output_spec,
             ),

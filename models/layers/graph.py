@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from functorch.compile import aot_function, make_boxed_func
+
 from shardwright.models.layers.remat import VALUES, Value
 
 Flat = list[torch.Tensor]

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+
 from shardwright.models.layers.comparing import attributes, described
 from shardwright.models.layers.decoder_loop import Seen, watch
-from torch import nn
 
 # (dotted name of a module in its layer, attribute)
 Where = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Run:
+class Repetition:
     """Layers ``start``, ``start`` + 1, …: ``period`` of them that repeat ``count`` times."""
 
     start: int
@@ -48,7 +49,7 @@ class Grouping:
         apart: number of a layer → why it is not run with any other.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[Repetition, ...]
     seen: tuple[Seen, ...]
     floats: frozenset[Where]
     apart: dict[int, str]
@@ -91,7 +92,7 @@ def group(model: nn.Module, name: str) -> Grouping:
     return Grouping(tuple(runs), tuple(seen), stacked, apart)
 
 
-def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Run]:
+def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Repetition]:
     """The runs of layers: as few layers to trace as can be.
 
     Args:
@@ -101,21 +102,23 @@ def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Run]:
     return list(_cut(signatures, chains, 0, len(signatures)))
 
 
-def _cut(signatures: Sequence[Any], chains: Sequence[Any], low: int, high: int) -> Iterator[Run]:
+def _cut(signatures: Sequence[Any], chains: Sequence[Any], low: int, high: int) -> Iterator[Repetition]:
     best = max(
         (run for period in range(1, (high - low) // 2 + 1) for run in _runs(signatures, chains, (low, high), period)),
         key=lambda run: (run.period * (run.count - 1), -run.period, -run.start),
         default=None,
     )
     if best is None:
-        yield from (Run(index, 1, 1) for index in range(low, high))
+        yield from (Repetition(index, 1, 1) for index in range(low, high))
         return
     yield from _cut(signatures, chains, low, best.start)
     yield best
     yield from _cut(signatures, chains, best.stop, high)
 
 
-def _runs(signatures: Sequence[Any], chains: Sequence[Any], bounds: tuple[int, int], period: int) -> Iterator[Run]:
+def _runs(
+    signatures: Sequence[Any], chains: Sequence[Any], bounds: tuple[int, int], period: int
+) -> Iterator[Repetition]:
     """The longest run of that period from each layer on, where there is one."""
     low, high = bounds
     matched, open_until = 0, high  # how many layers from here on match the one a period on; where the chain ends
@@ -130,7 +133,7 @@ def _runs(signatures: Sequence[Any], chains: Sequence[Any], bounds: tuple[int, i
             matched = 0
         count = min(count, (open_until - start) // period)
         if count > 1:
-            yield Run(start, period, count)
+            yield Repetition(start, period, count)
         if chains[start] is None:
             open_until = start
 

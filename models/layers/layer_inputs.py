@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from shardwright.models.layers.kv_sharing import shared_in
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from shardwright.models.layers.kv_sharing import shared_in
 
 
 class LoopChanged(ValueError):

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-from shardwright.models.layers.decoder_layers import find_layers
-from shardwright.models.layers.run import Prepare
 from torch import nn
+
+from shardwright.models.layers.decoder_layers import find_layers
+from shardwright.models.layers.layer_run import Prepare
 
 
 def prepare_in_turn(model: nn.Module, prepare: Prepare) -> frozenset[str]:

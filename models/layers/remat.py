@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from functorch.compile import default_partition, min_cut_rematerialization_partition
-from shardwright.models.ops import jax_call
 
 # semi-private: torch/_functorch/config.py, torch 2.9
 from torch._functorch import config as functorch_config
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 from torch_xla.experimental import stablehlo_custom_call
+
+from shardwright.models.ops import jax_call
 
 VALUES = "values"  # where the forward of a split layer notes them
 

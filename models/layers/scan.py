@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
+
 from shardwright.models.layers.graph import Flat, LayerGraph
 from shardwright.models.layers.layer_inputs import Input, Sorted
-from shardwright.models.ops.loop import Known, run_turns
+from shardwright.models.ops.while_loop import Known, run_turns
 
 Gradients = list[torch.Tensor | None]
 

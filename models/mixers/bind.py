@@ -14,8 +14,9 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from shardwright.models.mixers import functions
 from torch import nn
+
+from shardwright.models.mixers import functions
 
 # semi-private, transformers 5.23: functions of models/*/modeling_*.py that a mixer's forward calls -> ours
 _CALLED: dict[str, Callable[..., Any]] = {

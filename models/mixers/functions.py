@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from shardwright.models.mixers.decayed import decayed_attention
-from shardwright.models.mixers.delta import delta_rule
-from shardwright.models.mixers.diagonal import linear_recurrence, selective_scan, short_convolution, wkv
-from shardwright.models.mixers.segments import apply
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+
+from shardwright.models.mixers.delta import delta_rule
+from shardwright.models.mixers.diagonal import linear_recurrence, selective_scan, short_convolution, wkv
+from shardwright.models.mixers.linear_attention import decayed_attention
+from shardwright.models.mixers.segments import apply
 
 
 def gated_delta_rule(

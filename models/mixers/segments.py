@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import jax, jax_call
 

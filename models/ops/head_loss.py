@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax, jax_call
 

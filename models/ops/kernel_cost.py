@@ -3,7 +3,7 @@
 The compiler knows neither of a Pallas kernel, so an estimate of a step's time takes both from here. FLOPs are those
 that are computed: of attention all of a block that the mask lets through in part, of a grouped product all rows.
 
-Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped.
+Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
 """
 
 from __future__ import annotations

@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
 from shardwright.models.ops import scopes
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.fusion_barrier import apart
 from shardwright.models.ops.jax_call import Manual, jax, jax_call, target
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 # name -> tensor
 Tensors = dict[str, torch.Tensor]

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from shardwright.models.ops.jax_call import jax, jax_call
 
 # an array of jax or of numpy, as the module that is passed along says

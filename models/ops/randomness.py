@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_xla.debug.metrics as met
-from shardwright.models.ops import random_bits
 from torch.overrides import TorchFunctionMode
+
+from shardwright.models.ops import random_bits
 
 _active: ContextVar[Draws | None] = ContextVar("draws", default=None)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from jax.experimental.layout import Layout, with_layout_constraint
+
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Manual, jax, jax_call
 

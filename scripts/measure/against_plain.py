@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch_xla
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.job import Job
@@ -22,12 +24,11 @@ from shardwright.model.facts import experts_modules, in_short
 from shardwright.model.meta_model import meta_model
 from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.step.build import build
-from shardwright.weights.sources import state_dict_weights
+from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
-from shardwright.xla.mesh import build_mesh
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import init_runtime
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 DEVICES, ROWS, LENGTH = 8, 8, 32
 TOLERANCE, MOST = 1e-5, 1e-3

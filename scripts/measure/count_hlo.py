@@ -29,8 +29,9 @@ os.environ["USE_TORCH_XLA"] = "0"
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
 from shardwright.arguments.command_line import Parser
-from shardwright.compile.lowered import Lowered
+from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.compile.report.summary import SHARES_HEADER, estimate_line, fact_rows, share_rows, where_it_runs
 from shardwright.errors import UserError
@@ -152,7 +153,7 @@ def count_module(
     """
     where = find_topology(topology, slices)
     _check_chips(hlo, mesh, dcn or {}, where.devices, where.slices)
-    lowered = Lowered(hlo=b"", arguments=(), outputs=(), mesh=mesh, layers=layers)
+    lowered = LoweredGraph(hlo=b"", arguments=(), outputs=(), mesh=mesh, layers=layers)
     result = dict.fromkeys(_UNTOLD, 0) | {"cpu_seconds": 0.0, "wall_seconds": 0.0}
     return make_report(lowered, where, result, hlo, "", expected, dcn)
 

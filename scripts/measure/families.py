@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.bars import tracked

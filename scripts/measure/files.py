@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from rich.table import Table
+
 from shardwright.hosts.output_streams import exit_code
 from shardwright.scripts.measure import speed
 from shardwright.scripts.measure.speed import model_config, resolved_job, run
@@ -93,8 +94,8 @@ def checkpoint(recipe: str, rounds: int) -> Table:
 def saves(job: dict[str, Any]) -> dict[str, float]:
     """Medians of :func:`_save_seconds`, of a new model's state."""
     from shardwright.step.build import build
-    from shardwright.weights.sources import seeded_init
-    from shardwright.xla.mesh import build_mesh
+    from shardwright.weights.weight_sources import seeded_init
+    from shardwright.xla.device_mesh import build_mesh
 
     resolved = resolved_job(job, model_config(job))
     mesh = build_mesh(resolved.recipe.mesh)
@@ -108,11 +109,12 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
     from pathlib import Path
 
     import torch
+    from transformers import TrainerState
+
     from shardwright.checkpoint import manifest
     from shardwright.checkpoint.lineage import folder_of
     from shardwright.checkpoint.write import CheckpointWriter
     from shardwright.files.folder import Folder
-    from transformers import TrainerState
 
     times: dict[str, list[float]] = {name: [] for name in ("pause", "copy", "write", "plain", "check")}
 
@@ -183,9 +185,10 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
     """
     import math
 
-    from shardwright.layout.stacking import is_stacked
-    from shardwright.weights.sources import state_dict_weights
     from transformers import AutoModelForCausalLM
+
+    from shardwright.layout.stacking import is_stacked
+    from shardwright.weights.weight_sources import state_dict_weights
 
     plan, place = _placing(job)()
     before = _anonymous(os.getpid())
@@ -229,11 +232,12 @@ def _placing(job: dict[str, Any]) -> Any:
     """
     import copy
 
+    from transformers import AutoConfig
+
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.place import place_parameters
-    from shardwright.weights.sources import Source
-    from shardwright.xla.mesh import build_mesh
-    from transformers import AutoConfig
+    from shardwright.weights.weight_sources import Source
+    from shardwright.xla.device_mesh import build_mesh
 
     resolved = resolved_job(job, AutoConfig.from_pretrained(job["folder"]))
     mesh, plan = build_mesh(resolved.recipe.mesh), resolved.stored

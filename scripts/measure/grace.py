@@ -24,10 +24,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from transformers import LlamaConfig
+
 from shardwright.arguments.command_line import Parser
 from shardwright.errors import PREEMPTED
 from shardwright.hosts.output_streams import exit_code
-from transformers import LlamaConfig
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 WIDTHS = (256, 512, 1024, 1536)

@@ -33,10 +33,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.launch.exits import RULES
-from shardwright.launch.plan import Plan
+from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request
 from shardwright.launch.slices import generation, hosts, shape
 from shardwright.launch.targets import TARGETS
@@ -137,7 +138,7 @@ def _request(topology: str, slices: int = 1, **changes: Any) -> Request:
     return replace(request, cluster="pods", project="mine", zone="us-east5-a", **changes)
 
 
-def _written(target: str, request: Request, folder: Path) -> Plan:
+def _written(target: str, request: Request, folder: Path) -> LaunchPlan:
     """The target's plan, its files in ``folder``."""
     plan = TARGETS[target].plan(request)
     for name, text in plan.files.items():

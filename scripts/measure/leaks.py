@@ -27,13 +27,14 @@ import torch_xla.debug.metrics as met
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from transformers import MixtralConfig, TrainerCallback, TrainerControl, TrainerState
+from transformers import logging as transformers_logging
+
 from shardwright.arguments.command_line import Parser, parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.hosts.output_streams import exit_code
 from shardwright.run import train
 from shardwright.xla.runtime import compile_count
-from transformers import MixtralConfig, TrainerCallback, TrainerControl, TrainerState
-from transformers import logging as transformers_logging
 
 MODEL: dict[str, Any] = {
     "hidden_size": 64,

@@ -14,9 +14,10 @@ import time
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
+from trl.data_utils import pack_dataset
+
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker, best_fit
-from trl.data_utils import pack_dataset
 
 SAMPLES, LENGTH = 20_000, 2048
 

@@ -29,6 +29,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 
@@ -235,8 +236,9 @@ def measured(job: dict[str, Any], wall: float, cpu: float, **more: float) -> dic
 
 def model_config(job: dict[str, Any]) -> Any:
     """The config of the recipe's own model, with the sizes that the job names."""
-    from shardwright.layout.load_recipe import load_recipe
     from transformers import AutoConfig
+
+    from shardwright.layout.load_recipe import load_recipe
 
     changes: dict[str, Any] = {k: job[k] for k in ("num_hidden_layers", "hidden_size", "intermediate_size") if k in job}
     return AutoConfig.for_model(**dict(load_recipe(job["recipe"]).model or {}) | changes)
@@ -279,11 +281,12 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
     After the warm-up nobody waits for the devices, as in a run: the host traces a step while they compute the last one.
     """
     import torch
+    from transformers import PreTrainedTokenizerFast
+
     from shardwright.data.corpus import Corpus
     from shardwright.data.rows.rows import StoredRows
     from shardwright.loop import TrainingLoop
     from shardwright.xla.runtime import wait_for_devices
-    from transformers import PreTrainedTokenizerFast
 
     config = model_config(job)
     rows = random_rows(job, config.vocab_size)
@@ -320,6 +323,7 @@ def ours(job: dict[str, Any]) -> dict[str, float]:
 def product(job: dict[str, Any]) -> dict[str, float]:
     """GFLOP a CPU second of products of matrices, one after the other in a loop that each device runs."""
     import jax
+
     from shardwright.models.ops import cpu_matmul
 
     multiply = cpu_matmul.product if job["convolution"] else jax.numpy.matmul

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+
 from shardwright.arguments.command_line import Parser
-from shardwright.compile.hlo.schedule import CAUSES
+from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.hosts.output_streams import exit_code
 from shardwright.report.lines import say, waiting
 from shardwright.scripts.measure.tpu_tables import ROOT, compile_one
@@ -158,6 +159,7 @@ def _product_cycles() -> int:
     import jax
     import numpy as np
     from jax.experimental import topologies
+
     from shardwright.compile.hlo.cost import count
     from shardwright.compile.hlo.text import parse
 

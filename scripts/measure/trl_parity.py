@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
 from shardwright import TrainingArguments, train
 from shardwright.data.rows.batches import TrainingBatches
 

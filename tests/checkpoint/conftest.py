@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 
 import pytest
+
 from shardwright.files.folder import Folder
 from shardwright.layout.mesh import Mesh
 from shardwright.xla import sharding
-from shardwright.xla.mesh import build_mesh
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.checkpoints import SPECS, VALUES
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import LlamaConfig, TrainerState
+
 from shardwright.checkpoint import manifest, tensors
 from shardwright.checkpoint.host_state import set_random_state
 from shardwright.checkpoint.lineage import LINEAGE, folder_of, whole_steps
@@ -26,10 +28,8 @@ from shardwright.files.folder import Folder, StorageError
 from shardwright.layout.mesh import Mesh
 from shardwright.model.meta_model import meta_model
 from shardwright.xla import sharding
-from shardwright.xla.mesh import build_mesh
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import compile_count
-from transformers import LlamaConfig, TrainerState
-
 from tests.support.checkpoints import VALUES, anything, host, quiet, save, writer
 from tests.support.lives import TINY
 

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from shardwright.checkpoint.same_model import CHANGE_NO_NUMBER, differences
 from transformers import Gemma3Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
+from shardwright.checkpoint.same_model import CHANGE_NO_NUMBER, differences
 from tests.support.lives import TINY
 
 SIZES = {name: value for name, value in TINY.items() if name != "model_type"}

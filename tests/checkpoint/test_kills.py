@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import NAME, folder_of, live_steps, whole_steps
 from shardwright.files.folder import Folder
-
 from tests.support.lives import Lives, tiny_run, write_text
 
 KILLS = {"at start": 4, "training": 8, "in a save": 12}

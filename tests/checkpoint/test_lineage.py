@@ -7,13 +7,13 @@ import os
 import shutil
 
 import pytest
+from transformers import TrainerState
+
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import LINEAGE, folder_of, line_to, live_steps, noted_folder, whole_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
-from transformers import TrainerState
-
 from tests.support.checkpoints import anything, host, quiet, save, writer
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
 from shardwright.checkpoint import dcp_metadata, manifest
 from shardwright.checkpoint.dcp_metadata import tiles
 from shardwright.checkpoint.host_state import check_random_state, random_state
 from shardwright.checkpoint.plain_pickle import read_pickle
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
-from torch.distributed.checkpoint.metadata import Metadata
-
 from tests.support.fuzz import checkpoints
 from tests.support.fuzz.checkpoints import TENSORS, copied, opened, read_all
 from tests.support.fuzz.pickles import as_pickle, as_tree

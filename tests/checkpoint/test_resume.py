@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from rich.console import Console
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.lineage import whole_steps
 from shardwright.checkpoint.read import find_checkpoint, open_checked
@@ -23,7 +24,6 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.lock import LOCK
 from shardwright.run import train
-
 from tests.support.lives import TINY, Lives, tiny_run, write_text
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Resharding, Setting
 

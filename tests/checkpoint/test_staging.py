@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, TrainerState
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import manifest, write
 from shardwright.checkpoint.lineage import folder_of, live_steps, whole_steps
@@ -30,9 +32,7 @@ from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.mesh import Mesh
 from shardwright.xla import sharding
-from shardwright.xla.mesh import build_mesh
-from transformers import LlamaConfig, TrainerState
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.checkpoints import TEXTS, anything, host, quiet, save
 from tests.support.lives import TINY
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from shardwright.compile.hlo.cost import Cost, count
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.xla.chips import find_topology
-
 from tests.support.captured import MESH, V5P, captured, captured_step
 from tests.support.paths import CAPTURED
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from shardwright.compile.lowering import lower
 from shardwright.model.facts import training_flops
 from shardwright.models.adapters.lora import base_of
-
 from tests.support.jobs import job_of
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from shardwright.compile.hlo.collectives import Collective, Traffic
+
+from shardwright.compile.hlo.communication import Collective, Traffic
 from shardwright.compile.hlo.cost import count
 from shardwright.compile.hlo.text import parse
-from shardwright.compile.lowered import Argument, Lowered
+from shardwright.compile.lowered_graph import Argument, LoweredGraph
 from shardwright.compile.report.attribution import axes_of_dimensions, collective_lines
 from shardwright.compile.report.report import CompileReport
-
 from tests.support.captured import MESH, V5P
 
 
@@ -40,7 +40,7 @@ def test_collectives_name_the_parameters_they_are_about(report: CompileReport) -
 def test_an_exchange_of_parts_of_a_gradient_is_told_from_one_of_tokens(elements: int, why: str) -> None:
     weight = Argument("layers.*.weight", "weights", (3, 4096, 8192), "float32", "{devices=[1,8,1]<=[8]}", 0)
     exchange = Collective("all-to-all", "fsdp", "", f"bf16[{elements}]", 4, "ici")
-    lowered = Lowered(b"", (weight,), (), MESH, 3)
+    lowered = LoweredGraph(b"", (weight,), (), MESH, 3)
     (line,) = collective_lines({exchange: Traffic(1, 2**30, 2**30)}, lowered, exchange="expert")
     assert why in line.unplanned if why else not line.unplanned
 
@@ -68,7 +68,7 @@ ENTRY %main (a: bf16[3,4,1024,1024], b: bf16[4,1024,8192], c: bf16[8192,8192]) -
     )
     batch = Argument("input_ids", "batch", (8, 8192), "int32", "{devices=[8,1]<=[8]}", None)
     weight = Argument("layers.*.experts", "weights", (3, 4, 1024, 8192), "float32", "{devices=[1,1,1,8]<=[8]}", 0)
-    lowered = Lowered(b"", (weight, batch), (), MESH, 3)
+    lowered = LoweredGraph(b"", (weight, batch), (), MESH, 3)
     lines = collective_lines(count(module, MESH, 3, V5P).collectives, lowered, exchange="expert")
     flagged = [line.unplanned for line in lines]
     assert len(flagged) == 4

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shardwright.compile.command import DOES_NOT_FIT
-from shardwright.compile.job import compiler_flags
+
+from shardwright.compile.compile_command import DOES_NOT_FIT
+from shardwright.compile.compile_job import compiler_flags
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.xla.chips import CHIPS, FLAGS
-
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 
@@ -48,7 +48,7 @@ def run(script: str, *words: str, cache: Path) -> subprocess.CompletedProcess[st
 # All refusals in one process: starting one takes longer than refusing.
 _REFUSALS = """
 import json, sys
-from shardwright.compile.command import main
+from shardwright.compile.compile_command import main
 from shardwright.hosts.output_streams import exit_code
 for words in json.loads(sys.argv[1]):
     print("----", file=sys.stderr)

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.scripts.measure.count_hlo import axes, count_module, read_module
-
 from tests.support.captured import MESH, captured
 from tests.support.paths import CAPTURED, ROOT
 

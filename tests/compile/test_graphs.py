@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
 from shardwright.arguments.training import TrainingArguments
-from shardwright.compile import command
-from shardwright.compile.arguments import CompileArguments
-from shardwright.compile.command import DOES_NOT_FIT
-from shardwright.compile.libtpu import Target, compile_for
-from shardwright.compile.lowered import TRAIN_STEP, Lowered
+from shardwright.compile import compile_command
+from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.compile.compile_command import DOES_NOT_FIT
+from shardwright.compile.libtpu import CompileTarget, compile_for
+from shardwright.compile.lowered_graph import TRAIN_STEP, LoweredGraph
 from shardwright.compile.lowering import EVALUATION, LOADING, READING, graphs_of, lower, shorter_steps
 from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
 from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS
 from shardwright.evaluation.generate import GenerationShape
+from shardwright.evaluation.prompt_samples import expected_shape
 from shardwright.evaluation.reference_step import REFERENCE_PASS
-from shardwright.evaluation.samples import expected_shape
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.stacking import is_stacked
@@ -34,7 +35,6 @@ from shardwright.models.ops.jax_call import xla_client
 from shardwright.run import train
 from shardwright.weights.place import layer_batches
 from shardwright.xla.runtime import compile_count
-
 from tests.support.chats import byte_tokenizer, write_records
 from tests.support.jobs import job_of
 from tests.support.lives import TINY
@@ -136,7 +136,7 @@ def test_nor_does_one_on_pairs_that_have_rows_of_their_own(tmp_path: Path) -> No
     assert compiles == compiles_of(loop.job)
 
 
-def text_of(lowered: Lowered) -> str:
+def text_of(lowered: LoweredGraph) -> str:
     return str(xla_client.XlaComputation(lowered.hlo).as_hlo_text())
 
 
@@ -215,7 +215,7 @@ def test_a_tpu_writes_the_next_token_into_the_cache_in_place(name: str, tmp_path
     recipe = load_recipe(name)
     recipe = replace(recipe, model={**(recipe.model or {}), "num_hidden_layers": 2})
     job = job_of(recipe, sample_prompts=prompts_in(tmp_path), sample_tokens=50, sequence_length=64)
-    target = Target("v5e:2x4", timeout=600)
+    target = CompileTarget("v5e:2x4", timeout=600)
     first, following = (compile_for(lower(job, g), target, cache_dir=tmp_path) for g in (PROMPTS, NEXT_TOKEN))
     assert first.fits
     assert following.fits
@@ -239,7 +239,7 @@ def test_a_tpu_gathers_the_weights_of_a_layer_when_the_one_before_it_is_done(tmp
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}
     recipe = replace(recipe, model={**(recipe.model or {}), **sizes, **heads})
     job = job_of(recipe, sample_prompts=prompts_in(tmp_path), sequence_length=64)
-    report = compile_for(lower(job, NEXT_TOKEN), Target("v5e:2x4", timeout=600), cache_dir=tmp_path)
+    report = compile_for(lower(job, NEXT_TOKEN), CompileTarget("v5e:2x4", timeout=600), cache_dir=tmp_path)
     assert report.temp_bytes < 2 * (4 * hidden * hidden + 3 * hidden * inner), "a layer's, in bfloat16"
 
 
@@ -274,7 +274,7 @@ def test_a_step_that_fits_beside_an_evaluation_that_does_not_is_a_run_that_does_
         topology="v5p:2x2x2", report=str(tmp_path / "page.html"), json=str(tmp_path / "report.json")
     )
     out = StringIO()
-    assert command.run(ARGS, options, Console(file=out, width=200)) == DOES_NOT_FIT
+    assert compile_command.run(ARGS, options, Console(file=out, width=200)) == DOES_NOT_FIT
     assert asked == list(graphs_of(Job.resolve(ARGS, lambda: 8)))
     plain = json.loads((tmp_path / "report.json").read_text())
     assert plain["fits"] is False
@@ -320,7 +320,7 @@ def test_what_a_search_prints_as_fitting_was_asked_for_every_graph(
     asked = asked_of(monkeypatch, answer)
     out = StringIO()
     options = CompileArguments(topology="v5p:2x2x2", search=True)
-    assert command.run(ARGS, options, Console(file=out, width=200)) == 0
+    assert compile_command.run(ARGS, options, Console(file=out, width=200)) == 0
     assert "the largest batch found to fit: 2 rows a device" in out.getvalue()
     assert "3 rows a device: does not fit" in out.getvalue()
     assert asked.count(TRAIN_STEP) == asked.count(EVALUATION) == asked.count(READING)
@@ -329,7 +329,9 @@ def test_what_a_search_prints_as_fitting_was_asked_for_every_graph(
 def test_a_step_that_does_not_fit_settles_it(refused: CompileReport, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_of(monkeypatch, lambda *_: refused)
     out = StringIO()
-    assert command.run(ARGS, CompileArguments(topology="v5p:2x2x2"), Console(file=out, width=200)) == DOES_NOT_FIT
+    assert (
+        compile_command.run(ARGS, CompileArguments(topology="v5p:2x2x2"), Console(file=out, width=200)) == DOES_NOT_FIT
+    )
     assert asked == [TRAIN_STEP]
     assert "not asked" in out.getvalue()
 
@@ -343,7 +345,7 @@ def test_a_report_names_the_train_steps_on_shorter_rows_and_compiles_none(
         topology="v5p:2x2x2", report=str(tmp_path / "page.html"), json=str(tmp_path / "report.json")
     )
     out = StringIO()
-    assert command.run(args, options, Console(file=out, width=200)) == 0
+    assert compile_command.run(args, options, Console(file=out, width=200)) == 0
     assert asked == list(graphs_of(Job.resolve(args, lambda: 8)))
     assert json.loads((tmp_path / "report.json").read_text())["uncompiled"] == ["train step on rows of 32 tokens"]
     for text in (out.getvalue(), (tmp_path / "page.html").read_text()):
@@ -357,19 +359,19 @@ def test_prompts_that_cannot_be_read_are_refused_before_anything_is_compiled(
     asked = asked_of(monkeypatch, lambda *_: pytest.fail("compiled"))
     args = dataclasses.replace(ARGS, sample_prompts=str(tmp_path / "none.txt"))
     with pytest.raises(UserError, match="--sample_prompts"):
-        command.run(args, CompileArguments(topology="v5p:2x2x2"), Console(file=StringIO()))
+        compile_command.run(args, CompileArguments(topology="v5p:2x2x2"), Console(file=StringIO()))
     assert not asked
 
 
 def test_only_the_train_step_is_compiled_if_so_asked(report: CompileReport, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_of(monkeypatch, lambda *_: report)
     options = CompileArguments(topology="v5p:2x2x2", only_train_step=True)
-    assert command.run(ARGS, options, Console(file=StringIO())) == 0
+    assert compile_command.run(ARGS, options, Console(file=StringIO())) == 0
     assert asked == [TRAIN_STEP]
 
 
 def test_an_efficiency_that_cannot_be_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asked_of(monkeypatch, lambda *_: pytest.fail("compiled"))
     with pytest.raises(UserError, match="--efficiency"):
-        command.run(ARGS, CompileArguments(topology="v5p:2x2x2", efficiency="gmm=2"), Console(file=StringIO()))
+        compile_command.run(ARGS, CompileArguments(topology="v5p:2x2x2", efficiency="gmm=2"), Console(file=StringIO()))
     assert not asked

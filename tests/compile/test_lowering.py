@@ -19,22 +19,22 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from shardwright.compile.libtpu import Target, compile_for
-from shardwright.compile.lowered import Lowered
+
+from shardwright.compile.libtpu import CompileTarget, compile_for
+from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.lowering import lower
 from shardwright.compile.report.report import CompileReport
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.models.attention import interface, portable
+from shardwright.models.attention import attention_interface, portable
 from shardwright.models.ops import jax_call
 from shardwright.step.build import build
 from shardwright.step.train_step import TrainStep
-from shardwright.weights.sources import seeded_init
+from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla import sharding
-from shardwright.xla.mesh import build_mesh
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import relative
 from tests.support.jobs import job_of
 from tests.support.marking import InPlace, donating_no_base, in_place
@@ -49,7 +49,7 @@ class Both:
     """The live step on the 8 devices of this process, and the same one lowered."""
 
     step: TrainStep
-    lowered: Lowered
+    lowered: LoweredGraph
     constants: dict[int, np.ndarray]
     buffers: dict[str, np.ndarray]
     batch: dict[str, torch.Tensor]
@@ -145,7 +145,7 @@ def test_the_lowered_step_run_on_cpu_devices_gives_the_steps_own_numbers(
 
 def lowered_for(
     recipe: Recipe, devices: int, *, layers: int = 2, mesh: str | None = None, length: int = 256, **options: Any
-) -> tuple[Lowered, ShardingPlan]:
+) -> tuple[LoweredGraph, ShardingPlan]:
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}  # divisible by 256
     recipe = replace(recipe, model={**(recipe.model or {}), **sizes})
@@ -228,7 +228,7 @@ def test_a_lowering_leaves_nothing_behind_that_a_sync_would_compute() -> None:
     assert torch.ones(2, device=torch_xla.device()).sum().item() == 2
 
 
-def instructions(lowered: Lowered) -> int:
+def instructions(lowered: LoweredGraph) -> int:
     return jax_call.xla_client.XlaComputation(lowered.hlo).as_hlo_text().count(" = ")
 
 
@@ -247,7 +247,7 @@ def marked(how: str) -> Iterator[None]:
 
 def gradient_memory(
     name: str, how: str, *, scan: bool = False, layers: int = 1, length: int = 256, cache: Path | None = None
-) -> tuple[Lowered, CompileReport]:
+) -> tuple[LoweredGraph, CompileReport]:
     """The same step (one sequence a chip, v5e:2x4), marked as one of MARKINGS says, and what it takes."""
     recipe = load_recipe(name)
     recipe = replace(
@@ -258,7 +258,7 @@ def gradient_memory(
     job = job_of(recipe, sequence_length=length)
     with marked(how):
         lowered = donating_no_base(lower(job))
-    return lowered, compile_for(lowered, Target("v5e:2x4", timeout=600), cache_dir=cache)
+    return lowered, compile_for(lowered, CompileTarget("v5e:2x4", timeout=600), cache_dir=cache)
 
 
 @pytest.mark.slow
@@ -278,13 +278,15 @@ def test_attention_dropout_takes_a_tpu_no_more_memory_and_no_communication(
 ) -> None:
     monkeypatch.setattr(portable, "BLOCK", 64)
     monkeypatch.setattr(portable, "BANDS", 1)  # as many as there are with dropout
-    monkeypatch.setattr(interface, "target", lambda: "cpu")  # the step without dropout has the same loops, no kernel
+    monkeypatch.setattr(
+        attention_interface, "target", lambda: "cpu"
+    )  # the step without dropout has the same loops, no kernel
     recipe, reports = load_recipe("llama_fsdp"), []
     recipe = replace(recipe, compute=replace(recipe.compute, scan=False, remat="none"))
     for dropout in (0.0, 0.1):
         changes = {"intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256, "attention_dropout": dropout}
         job = job_of(replace(recipe, model={**(recipe.model or {}), **changes}), sequence_length=1024)
-        reports.append(compile_for(lower(job), Target("v5e:2x4", timeout=600), cache_dir=tmp_path))
+        reports.append(compile_for(lower(job), CompileTarget("v5e:2x4", timeout=600), cache_dir=tmp_path))
     plain, dropped = reports
     assert dropped.temp_bytes == pytest.approx(plain.temp_bytes, rel=0.1)
     assert dropped.collectives == plain.collectives

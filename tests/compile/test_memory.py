@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shardwright.compile.report.memory import is_out_of_hbm, parse_out_of_memory
 
+from shardwright.compile.report.memory import is_out_of_hbm, parse_out_of_memory
 from tests.support.captured import GIB
 from tests.support.paths import CAPTURED
 

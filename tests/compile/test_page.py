@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
+from shardwright.compile.report.compile_page import page, write_page
+from shardwright.compile.report.compile_terminal import print_report
 from shardwright.compile.report.efficiency import efficiencies
 from shardwright.compile.report.estimate import estimate
-from shardwright.compile.report.page import page, write_page
 from shardwright.compile.report.report import CompileReport
-from shardwright.compile.report.terminal import print_report
-
 from tests.support.captured import V5P
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from shardwright.compile.report.report import CompileReport
 from shardwright.xla.chips import find_topology
-
 from tests.support.captured import GIB
 
 KEYS = [

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
-from shardwright.compile import command
-from shardwright.compile.arguments import CompileArguments
-from shardwright.compile.command import DOES_NOT_FIT
-from shardwright.compile.lowered import TRAIN_STEP
+from shardwright.compile import compile_command
+from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.compile.compile_command import DOES_NOT_FIT
+from shardwright.compile.lowered_graph import TRAIN_STEP
 from shardwright.compile.lowering import EVALUATION
 from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.step.auto_remat import Platform, answer, with_remat
-
 from tests.support.tpu_compiler import asked_of
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
@@ -55,7 +55,7 @@ def taking(report: CompileReport) -> Callable[[float, float], CompileReport]:
 
 def run(args: TrainingArguments, **options: object) -> tuple[int, str]:
     out = StringIO()
-    return command.run(
+    return compile_command.run(
         args, CompileArguments(topology=TOPOLOGY, **options), Console(file=out, width=200)
     ), out.getvalue()
 
@@ -119,7 +119,7 @@ def test_a_search_that_is_stopped_tells_and_writes_what_it_tried(taking, monkeyp
     args = dataclasses.replace(ARGS, compute="remat=full", per_device_train_batch_size=2)
     options = CompileArguments(topology=TOPOLOGY, search=True, json=str(data), report=str(tmp_path / "page.html"))
     with pytest.raises(KeyboardInterrupt):
-        command.run(args, options, Console(file=out, width=200))
+        compile_command.run(args, options, Console(file=out, width=200))
     written = json.loads(data.read_text())
     assert "largest_batch" not in written
     tried = [each["what"] for each in written["tried"]]

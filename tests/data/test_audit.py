@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
 from shardwright.data.audit import Audit, audit, histogram
-from shardwright.data.command import ReadingBar
+from shardwright.data.audit_command import ReadingBar
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
-
 from tests.support.browser import Browser
 from tests.support.chats import CHAT, CHATML, ENDLESS, PARTING, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl, write_parquet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+
 from shardwright.data.rows.batches import TrainingBatches, heldout_batches
 from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.by_length import in_runs, used
@@ -20,7 +21,6 @@ from shardwright.data.rows.packing import IGNORE
 from shardwright.data.rows.rows import Rows
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
-
 from tests.data.test_fitting import TOKENIZER
 from tests.support.chats import write_records
 

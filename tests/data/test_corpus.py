@@ -13,14 +13,14 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pytest
-import shardwright.data
 from datasets import Dataset
+
+import shardwright.data
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.tokenizer import END_OF_TEXT, open_tokenizer
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
 from shardwright.files.cache import cached
-
 from tests.support.texts import TEXTS, documents_of, load_small, run_python, write_folder, write_jsonl
 
 EOS = 0  # the only special token of a tokenizer that is trained here

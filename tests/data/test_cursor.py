@@ -18,6 +18,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.records import documents
 from shardwright.data.rows import row_stream
@@ -26,11 +31,6 @@ from shardwright.data.rows.packing import Packer, as_table
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.rows.rows import Rows, StoredRows
 from shardwright.errors import UserError
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
-
 from tests.support.texts import write_jsonl, write_parquet, written
 
 WORDS, EOS = 4000, 0

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 from shardwright.data.corpus import Corpus
 from shardwright.data.records.document_stream import find_stream
-from shardwright.data.records.sources import locate
+from shardwright.data.records.record_sources import locate
 from shardwright.errors import UserError
-
 from tests.support.small_hub import write_hub_cache
 from tests.support.texts import (
     BAD,
@@ -123,7 +123,7 @@ def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -
     script = f"""if True:
         import pathlib
         from shardwright.data.records.documents import find_documents
-        from shardwright.data.rows.heldout import split_documents
+        from shardwright.data.rows.heldout_rows import split_documents
         documents = find_documents("someone/stories:default", "text")
         splits = split_documents(documents, pathlib.Path({str(tmp_path)!r}), 0.05)
         print(documents.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.shapes import PAIRS
 from shardwright.data.rows.packing import IGNORE
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
-
 from tests.data.test_fitting import pieces
 from tests.support.chats import CHAT, CHATML, byte_tokenizer, chats, write_records
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from shardwright.data.samples.prompts import prompt_tokens, read_prompts
 from shardwright.errors import UserError
-
 from tests.support.tasks import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '[a]' if add_generation_prompt }}"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from shardwright.data.corpus import Corpus
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.files import Unreadable, rows_of
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
-
 from tests.support.texts import TEXTS, load_small, one_bad_record, write_csv, write_jsonl, write_parquet
 
 SKIP = SampleOptions(on_bad_row="skip")

@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
 from shardwright.data.records.shapes import SHAPES, BadRecord
 from shardwright.data.samples.samples import Encoder, Sample
 from shardwright.errors import UserError
-
 from tests.support.chats import (
     CHAT,
     CHATML,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.errors import UserError
-
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+
 from shardwright.data.corpus import Corpus
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.records.documents import key_hash
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.packing import Packer
-from shardwright.data.rows.row_stream import Place, StreamedRows
+from shardwright.data.rows.row_stream import StreamedRows, StreamPosition
 from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
-
 from tests.support.small_hub import COMMIT, small_hub, write_hub_cache
 from tests.support.texts import (
     BAD,
@@ -186,7 +186,7 @@ def test_rows_are_mixed_within_a_window_and_parts_between_epochs(load: Callable[
         assert sorted(drawn) == sorted(window)
 
     parts = load(write_folder(tmp_path / "folder"), shuffle_rows=100_000).train
-    windows = list(itertools.islice(parts.windows(0, 0, 0, Place(), 1), 2))
+    windows = list(itertools.islice(parts.windows(0, 0, 0, StreamPosition(), 1), 2))
     first, second = ({tuple(row) for row in window.columns["input_ids"].tolist()} for window in windows)
     assert len(first & second) < len(first) / 2, "documents follow others, and rows cut them elsewhere"
 
@@ -227,7 +227,7 @@ def test_held_out_documents_are_never_trained_on_wherever_they_come_again(
 def test_held_out_rows_are_bounded_and_documents_beyond_them_are_trained_on(
     load: Callable[..., Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.data.rows.heldout.HELDOUT_ROWS", 7)
+    monkeypatch.setattr("shardwright.data.rows.heldout_rows.HELDOUT_ROWS", 7)
     corpus = load(write_jsonl(tmp_path / "texts.jsonl"))
     assert len(corpus.heldout) == 7
     assert 0 < len(corpus.train.left_out) < 20

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shardwright.data.corpus import Corpus
-from shardwright.data.tokenizer import END_OF_TEXT, check_vocabulary, plain_tokens
-from shardwright.errors import UserError
 from tokenizers import Tokenizer
 from tokenizers.models import Model, Unigram, WordLevel
 from tokenizers.pre_tokenizers import Metaspace, PreTokenizer, WhitespaceSplit
 from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from shardwright.data.corpus import Corpus
+from shardwright.data.tokenizer import END_OF_TEXT, check_vocabulary, plain_tokens
+from shardwright.errors import UserError
 from tests.support.texts import TEXTS, load_small, write_jsonl
 
 ODD = "before <|endoftext|> and </s> between<|endoftext|>after <pad></s>"

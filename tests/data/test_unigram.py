@@ -6,6 +6,7 @@ import math
 
 import pytest
 from datasets import Dataset
+
 from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 

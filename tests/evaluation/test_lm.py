@@ -10,11 +10,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from shardwright.errors import UserError
-from shardwright.evaluation.arguments import EvaluationArguments
-from shardwright.evaluation.score_step import UNSCORED, row_scores
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from shardwright.errors import UserError
+from shardwright.evaluation.evaluation_arguments import EvaluationArguments
+from shardwright.evaluation.score_step import UNSCORED, row_scores
 from tests.support.tasks import MOE, byte_tokenizer, save_tiny, write_tasks
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
@@ -23,9 +23,10 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
-from shardwright.evaluation import command
+
+from shardwright.evaluation import evaluation_command
 from shardwright.evaluation.lm import LM, bucket
-from shardwright.evaluation.opened import open_model
+from shardwright.evaluation.open_model import open_model
 
 TASKS = ["sums", "prose"]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21.2
@@ -123,7 +124,7 @@ def test_an_adapter_is_measured_on_top_of_its_model_and_the_table_is_the_harness
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
     given = options(here, adapter=str(tmp_path / "adapter"), tasks="prose", output_path=str(tmp_path / "r.json"))
-    found = command.run(given, console := Console(record=True, width=200))
+    found = evaluation_command.run(given, console := Console(record=True, width=200))
     _, expected = theirs(here, adapted, ["prose"])
     assert scores(found) == pytest.approx(scores(expected), rel=1e-4)
     _, without = theirs(here, AutoModelForCausalLM.from_pretrained(here / "model"), ["prose"])
@@ -146,7 +147,7 @@ def test_what_can_not_be_measured_is_refused_before_a_weight_is_read(here, wrong
         "task: broken\ndataset_path: json\ndataset_kwargs:\n  data_files: /no\n"
     )
     with pytest.raises(UserError) as refused:
-        command.run(options(here, **wrong), Console(quiet=True))
+        evaluation_command.run(options(here, **wrong), Console(quiet=True))
     assert said in str(refused.value)
 
 

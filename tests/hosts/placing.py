@@ -7,13 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from shardwright.errors import UserError
 from shardwright.files.folder import StorageError
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.mesh import Mesh
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_share, place_batch
-from shardwright.xla.mesh import build_mesh, local_devices
+from shardwright.xla.device_mesh import build_mesh, local_devices
 from shardwright.xla.runtime import init_runtime
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shardwright.checkpoint import manifest
 
+from shardwright.checkpoint import manifest
 from tests.support.hosts import HostLives, log_of, losses, wait_until
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import NAME, whole_steps
 from shardwright.errors import LOST
 from shardwright.files.folder import Folder
-
 from tests.support.hosts import SECONDS, HostLives, assert_same_losses, log_of, wait_until
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import whole_steps
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.errors import INTERRUPTED, PREEMPTED
 from shardwright.files.folder import Folder
-
 from tests.support.hosts import HostLives, assert_same_losses, close, log_of, same_weights, wait_until
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import Hosts
-
 from tests.support.hosts import HostLives, log_of
 from tests.support.tpu_compiler import needs_libtpu
 

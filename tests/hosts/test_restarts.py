@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.checkpoint import manifest
-from shardwright.report.goodput import read_lives
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from shardwright.checkpoint import manifest
+from shardwright.report.goodput import read_lives
 from tests.support.chats import byte_tokenizer, write_records
 from tests.support.hosts import HostLives, assert_same_losses, child_of, log_of, same_weights, wait_until
 from tests.support.lives import tiny_run, write_text

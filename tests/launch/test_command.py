@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from shardwright.errors import UserError
-from shardwright.launch.command import main
 
+from shardwright.errors import UserError
+from shardwright.launch.launch_command import main
 from tests.support.launching import stand_in
 from tests.support.paths import ROOT
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+
 from shardwright.launch.exits import CODES, RULES, Wanted, table
 from shardwright.launch.targets import TARGETS
 from shardwright.scripts.train import EXIT_CODES
-
 from tests.support.launching import jobset, planned, stand_in
 from tests.support.paths import ROOT
 

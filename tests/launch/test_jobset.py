@@ -10,9 +10,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+
 from shardwright.launch.slices import GENERATIONS
 from shardwright.xla.chips import CHIPS
-
 from tests.support.launching import jobset, pod, variables
 
 

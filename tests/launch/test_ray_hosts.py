@@ -11,10 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-from shardwright.launch.ray_hosts import Host, Place, environments, verdict
+
+from shardwright.launch.ray_hosts import Host, WorkerPlace, environments, verdict
 
 # Ray places workers in no order of the hosts' numbers
-PLACES = [Place(0, 1, "10.0.0.1"), Place(0, 0, "10.0.0.0"), Place(1, 0, "10.0.1.0"), Place(1, 1, "10.0.1.1")]
+PLACES = [
+    WorkerPlace(0, 1, "10.0.0.1"),
+    WorkerPlace(0, 0, "10.0.0.0"),
+    WorkerPlace(1, 0, "10.0.1.0"),
+    WorkerPlace(1, 1, "10.0.1.1"),
+]
 
 
 def test_each_worker_is_told_its_number_and_its_slices_hosts_in_their_order():

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from shardwright.launch import xpk
-from shardwright.launch.plan import script
+from shardwright.launch.launch_plan import script
 from shardwright.launch.request import IMAGE_FOLDER
 from shardwright.launch.targets import TARGETS
-
 from tests.support.launching import planned, request, stand_in
 from tests.support.paths import ROOT
 

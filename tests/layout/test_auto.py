@@ -12,6 +12,9 @@ import sys
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.job import Job
@@ -23,9 +26,6 @@ from shardwright.layout.recipe import layout_text, matches
 from shardwright.layout.recipe_source import recipe_source
 from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import load_config, meta_model
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from tests.support.paths import ROOT
 
 RECIPES = ("mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp", "llama_fsdp", "llama_tp")  # that it agrees with

@@ -1,6 +1,7 @@
 """A mesh's axes against a number of devices: sizes, slices, and what can't be."""
 
 import pytest
+
 from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+
 from shardwright import Shard
-from shardwright.arguments.optimizer import OPTIMIZERS
+from shardwright.arguments.optimizer_options import OPTIMIZERS
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.optimizer_state import TITLES, rule_of, state_tensors
 from shardwright.layout.plan import make_plan
 from shardwright.model.meta_model import load_config, meta_model
-
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 

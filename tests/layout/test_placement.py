@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch.distributed.tensor as dtensor
+
 from shardwright import Mesh, Recipe, Replicate, Shard
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.partition import partition_spec

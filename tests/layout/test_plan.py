@@ -9,6 +9,9 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig
+
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
@@ -17,9 +20,6 @@ from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.plan import make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.meta_model import load_config, meta_model
-from torch import nn
-from transformers import AutoConfig
-
 from tests.support.paths import ROOT
 
 

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.tensor import Partial
+
 import shardwright.recipes
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.recipe import Compute, Recipe, matches
-from torch.distributed.tensor import Partial
 
 SHIPPED = [
     "deepseek_v3_ep",

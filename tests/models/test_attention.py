@@ -12,14 +12,15 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.spmd as xs
-from shardwright.models.attention import portable as portable_kernel
-from shardwright.models.attention.interface import Attention
-from shardwright.models.ops.randomness import drawing
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
+
+from shardwright.models.attention import portable as portable_kernel
+from shardwright.models.attention.attention_interface import Attention
+from shardwright.models.ops.randomness import drawing
 
 B, H, K, S, D = 4, 4, 2, 70, 16
 SINGLE, LOOPED = 512, 16  # blocks for 70 positions: one, or five of which the last is not full

@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from shardwright.models.experts import dropless, dropless_rows, exchange, grouped
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from shardwright.models.experts import dropless, dropless_rows, exchange, grouped_matmul
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.ops.jax_call import jax, lowering_for
 from shardwright.models.ops.kernel_cost import Tiles, buffer_bytes
 from shardwright.xla.chips import CHIPS
-from transformers import GptOssConfig, MixtralConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 T, H, I, E, K = 128, 16, 32, 8, 2
 
@@ -210,9 +211,9 @@ def test_windows_end_where_the_slots_do_and_all_devices_run_the_rounds_of_the_on
     jnp, axes = jax.numpy, ("expert",)
     index = np.zeros((4, 100, 1), "int32")  # devices 0 and 1 want device 0 alone, 2 and 3 all in turn
     index[2:] = np.arange(100)[:, None] % 4
-    planned = exchange.Plan(rounds=2, window=50, slots=20, rows=80)
+    planned = exchange.ExchangePlan(rounds=2, window=50, slots=20, rows=80)
     if pairs:  # each token wants its device twice: room for 40 pairs ends a window as 20 slots do
-        index, planned = index.repeat(2, 2), exchange.Plan(rounds=2, window=50, slots=50, rows=200, pairs=40)
+        index, planned = index.repeat(2, 2), exchange.ExchangePlan(rounds=2, window=50, slots=50, rows=200, pairs=40)
 
     def run(index_Tk):
         tensors = (jnp.zeros((100, 8)), index_Tk, jnp.zeros(index_Tk.shape))
@@ -303,7 +304,7 @@ def test_tokens_cross_two_axes_by_need():
 
 
 def test_windows_that_tokens_do_not_fill():
-    assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.Plan(33, 3, None, 12)
+    assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.ExchangePlan(33, 3, None, 12)
 
 
 def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
@@ -314,9 +315,9 @@ def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
         for shape in ((256, 128), (256, 256), (4, 256, 128), (4, 256, 128))
     )
     sizes, tile = jax.numpy.asarray([70, 0, 100, 30]), Tiles(rows, gmm, tgmm)
-    yield grouped.multiply(x, w, sizes, tile, contract_last=True)[:200]
-    yield grouped.multiply(y, w, sizes, tile, contract_last=False)[:200]
-    yield grouped.outer(y, x, sizes, tile, into)
+    yield grouped_matmul.multiply(x, w, sizes, tile, contract_last=True)[:200]
+    yield grouped_matmul.multiply(y, w, sizes, tile, contract_last=False)[:200]
+    yield grouped_matmul.outer(y, x, sizes, tile, into)
 
 
 # all widths at once, and several tiles of each
@@ -327,7 +328,7 @@ def test_the_tpus_kernels_give_the_portable_loops_numbers(widths, monkeypatch):
     kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
-    monkeypatch.setattr(grouped, "target", lambda: "tpu")
+    monkeypatch.setattr(grouped_matmul, "target", lambda: "tpu")
     for ours, theirs in zip(_grouped_products(128, **widths), portable, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 

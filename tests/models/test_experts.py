@@ -6,17 +6,18 @@ import copy
 
 import pytest
 import torch
-from shardwright.models.experts import families
-from shardwright.models.experts.capacity import Capacity, _owners, _slots
-from shardwright.models.experts.dense import dense
-from shardwright.models.experts.dropless import Dropless
-from shardwright.models.experts.interface import bind
-from shardwright.models.layers import side_outputs
 from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from shardwright.models.experts import expert_families
+from shardwright.models.experts.capacity import Capacity, _owners, _slots
+from shardwright.models.experts.dense import dense
+from shardwright.models.experts.dropless import Dropless
+from shardwright.models.experts.experts_interface import bind
+from shardwright.models.layers import side_outputs
 
 T, H, E, K = 24, 16, 4, 2
 
@@ -88,7 +89,7 @@ def test_a_block_that_scales_its_experts_inputs_is_routed_and_gives_its_own_numb
     )
     plain = _drawn(Llama4TextMoe(config))
     routed = copy.deepcopy(plain)
-    families.adapt(routed)
+    expert_families.adapt(routed)
     routed.experts.implementation = kernel
     if kernel == "capacity":  # one call for each choice, and room for all tokens
         bind(routed, ["experts"], Capacity(factor=E))

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.recipe import Compute, Recipe
 from shardwright.model.attention_probe import leak, our_attention
 from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import meta_model
 from shardwright.models.attention import portable as portable_kernel
-from shardwright.models.attention.interface import MASKED, NAME, choose, masks_without_reads
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
+from shardwright.models.attention.attention_interface import MASKED, NAME, choose, masks_without_reads
 from tests.support.cases import make_batch, make_case, relative
 
 LENGTH = 24  # beyond every window, chunk, block and choice of keys below

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from shardwright.layout.stacking import layer_names
-from shardwright.model.meta_model import meta_model
-from shardwright.models.experts import interface as experts
-from shardwright.models.layers.decoder_layers import stack_layers
-from shardwright.models.layers.layer_inputs import as_given, as_passed
 from torch import nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
+from shardwright.layout.stacking import layer_names
+from shardwright.model.meta_model import meta_model
+from shardwright.models.experts import experts_interface as experts
+from shardwright.models.layers.decoder_layers import stack_layers
+from shardwright.models.layers.layer_inputs import as_given, as_passed
 from tests.support.random_layers import compare
 
 SMALL = {

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch_xla
+
 from shardwright.models.ops.torch_overrides import LocalOps
 from shardwright.xla.runtime import init_runtime
 

@@ -10,11 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from shardwright.layout.mesh import Mesh
-from shardwright.layout.recipe import Compute, Recipe
-from shardwright.models.mixers import bind, functions
-from shardwright.models.mixers.delta import delta_rule
-from shardwright.models.ops.jax_call import jax
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba import modeling_mamba
@@ -24,6 +19,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.models.rwkv import modeling_rwkv
 
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.recipe import Compute, Recipe
+from shardwright.models.mixers import bind, functions
+from shardwright.models.mixers.delta import delta_rule
+from shardwright.models.ops.jax_call import jax
 from tests.support.cases import make_batch, make_case, relative
 
 ROWS, HEADS, GROUPS, WIDTH, STATE, CHANNELS = 2, 4, 2, 8, 16, 8

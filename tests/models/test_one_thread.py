@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from shardwright.models.ops.cpu_matmul import product
 from shardwright.models.ops.jax_call import jax
 

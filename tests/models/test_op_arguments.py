@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
+
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Manual
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
+
 from shardwright.models.ops import random_bits
 
 KEY = torch.tensor(random_bits.key_of("a test"), dtype=torch.int32)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from shardwright.models.ops import random_bits
 from shardwright.models.ops.randomness import UnknownDraw, drawing
-from torch import nn
 
 KEY = torch.tensor(random_bits.key_of("a test"), dtype=torch.int32)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import register_flop_formula
+
 from shardwright.models.layers.graph import LayerGraph
 from shardwright.models.layers.remat import Keep, partitioner
 from shardwright.models.ops import scopes
-from torch.utils.flop_counter import register_flop_formula
 
 ROWS, WIDTH = 32, 8
 

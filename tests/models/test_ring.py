@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from shardwright.models.attention.interface import Attention, mark_chunks
+
+from shardwright.models.attention.attention_interface import Attention, mark_chunks
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.pieces import from_pieces, numbers, to_pieces
 

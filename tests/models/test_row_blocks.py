@@ -6,11 +6,12 @@ import types
 
 import numpy as np
 import pytest
+
 from shardwright.models.experts import exchange
-from shardwright.models.experts.row_blocks import Block, OwnBlock, Plan, in_order
+from shardwright.models.experts.row_blocks import Block, BlockPlan, OwnBlock, in_order
 from shardwright.models.ops.jax_call import jax
 
-CROSSING = exchange.Plan(rounds=1, window=0, slots=None, rows=0)
+CROSSING = exchange.ExchangePlan(rounds=1, window=0, slots=None, rows=0)
 
 
 @pytest.mark.parametrize("block", [2, 8])
@@ -27,7 +28,7 @@ CROSSING = exchange.Plan(rounds=1, window=0, slots=None, rows=0)
 def test_each_expert_has_blocks_of_its_own(experts, block):
     index_Tk = np.asarray(experts, np.int32).reshape(-1, 2)
     held = np.arange(4, 8, dtype=np.int32)
-    rows = in_order(jax.numpy.asarray(index_Tk), held, Plan(CROSSING, block, block, False, apart=True), False)
+    rows = in_order(jax.numpy.asarray(index_Tk), held, BlockPlan(CROSSING, block, block, False, apart=True), False)
     token_R, choice_R, row_kT, end_E = (np.asarray(x) for x in (rows.token_R, rows.choice_R, rows.row_kT, rows.end_E))
     is_held = (index_Tk >= 4).T
     assert len(token_R) % block == 0
@@ -47,7 +48,9 @@ def test_each_expert_has_blocks_of_its_own(experts, block):
 @pytest.mark.parametrize("block", [2, 8])
 def test_a_copy_weighs_nothing(block):
     index_Tk = np.asarray([[0, 1], [1, 0], [1, 0]], np.int32)
-    rows = in_order(jax.numpy.asarray(index_Tk), np.arange(2), Plan(CROSSING, block, block, False, apart=True), True)
+    rows = in_order(
+        jax.numpy.asarray(index_Tk), np.arange(2), BlockPlan(CROSSING, block, block, False, apart=True), True
+    )
     ones = jax.numpy.ones(index_Tk.size)
     starts = range(0, int(rows.end_E[-1]), block)
     weight_R = np.concatenate([np.asarray(OwnBlock(rows, jax.numpy.int32(start)).weights(ones)) for start in starts])
@@ -59,7 +62,7 @@ def test_a_copy_weighs_nothing(block):
 @pytest.mark.parametrize("room", [4, 8], ids=["room for one block", "room for all"])
 def test_what_is_kept_is_given_back_and_what_there_is_no_room_for_is_made_again(rounds, room):
     """Rounds of 8 rows, of which there is room for two, in blocks of 4; a row is the number of its round and block."""
-    jnp, plan = jax.numpy, Plan(CROSSING, 4, 4, False, room=room)
+    jnp, plan = jax.numpy, BlockPlan(CROSSING, 4, 4, False, room=room)
     all_rows = in_order(jnp.zeros((8, 1), "int32"), np.arange(1), plan, True)
 
     def round_of(number):
@@ -99,7 +102,7 @@ def test_what_is_made_again_stays_in_its_loop():
 def test_rows_are_sorted_by_expert_and_then_by_number(monkeypatch, most):
     monkeypatch.setattr(jax.numpy, "iinfo", lambda _: types.SimpleNamespace(max=most))
     index_Tk = np.random.default_rng(0).integers(0, 8, (64, 2)).astype(np.int32)
-    plan, held = Plan(CROSSING, 16, 16, False), np.arange(2, 6)
+    plan, held = BlockPlan(CROSSING, 16, 16, False), np.arange(2, 6)
 
     def function(index_Tk):
         rows = in_order(index_Tk, held, plan, False)
@@ -121,7 +124,7 @@ def test_rows_are_sorted_by_expert_and_then_by_number(monkeypatch, most):
 def test_a_weights_gradient_is_summed_in_float32(widths):
     out, inner = widths
     index_Tk = jax.numpy.zeros((16, 1), "int32")
-    rows = in_order(index_Tk, np.arange(1), Plan(CROSSING, 8, 8, False, apart=True), False)
+    rows = in_order(index_Tk, np.arange(1), BlockPlan(CROSSING, 8, 8, False, apart=True), False)
     out_R, in_R = (np.random.default_rng(width).normal(size=(16, width)).astype("bfloat16") for width in widths)
 
     def add(block, parameters, carry, sums):

@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-from shardwright.models.attention.interface import NAME, Attention, bind, mark_chunks
-from shardwright.models.attention.kernel_layout import KernelLayout
-from shardwright.models.ops.jax_call import lowering_for
-from shardwright.models.ops.randomness import drawing
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shardwright.models.attention.attention_interface import NAME, Attention, bind, mark_chunks
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.ops.jax_call import lowering_for
+from shardwright.models.ops.randomness import drawing
 
 MODULE = SimpleNamespace()
 # the sequence takes three blocks, of which the last is padded

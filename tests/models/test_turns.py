@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from shardwright.models.ops.loop import run_turns
+
+from shardwright.models.ops.while_loop import run_turns
 
 
 def turn(carry, x):

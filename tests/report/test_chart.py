@@ -8,6 +8,7 @@ from html import unescape
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shardwright.report.chart import html_chart, round_ticks, thinned
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+
 from shardwright.report.expert_load import ExpertLoad, as_record, labelled, load_picture, log_entries
 
 EVEN = ExpertLoad("model.layers.3.mlp.experts", (0.25, 0.25, 0.25, 0.25))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from shardwright.report.goodput import Clock, Life, goodput, lives_as_json, log_entries, read_lives, where_time_went
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say, waiting
 from shardwright.report.terminal import closing_table
-
 from tests.support.paths import ROOT
 
 NAMES = ["exp[lr=1e-3]", "run[/y]", "[bold]", "a\\[b]", ":smile:", "[link=x]", "[/]", "'x' 1 True"]

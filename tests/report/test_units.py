@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from shardwright.report.units import parse_size, size
 
 

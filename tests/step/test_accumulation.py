@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from shardwright.models.ops import partial_gradients
-from shardwright.models.ops.partial_gradients import SUFFIX
 from torch import nn
 
+from shardwright.models.ops import partial_gradients
+from shardwright.models.ops.partial_gradients import SUFFIX
 from tests.support.quick_compile import QUICK_COMPILE
 
 # (recipe, micro-batches, overrides of Compute); each is one compile in the one child process that runs them all
@@ -49,7 +49,6 @@ def gradient_reductions(hlo: str) -> dict[str, int]:
 def measure(folder: Path) -> dict[str, dict[str, object]]:
     """Gradients and compiled program of every case; the process must dump its HLO to ``folder``."""
     from shardwright.xla.runtime import init_runtime
-
     from tests.support.cases import ROWS, make_case, relative
 
     init_runtime()

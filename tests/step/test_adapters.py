@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from shardwright.layout.placement import Shard
 from shardwright.models.adapters.lora import base_of
-
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, relative
 from tests.support.jobs import job_of

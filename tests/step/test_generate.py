@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3NextConfig
+
 from shardwright.errors import UserError
 from shardwright.evaluation.build_generator import build_generator
 from shardwright.evaluation.decoders import CachedDecoder, RowDecoder
@@ -11,10 +13,8 @@ from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.step.build import build_evaluation
 from shardwright.weights.place import place_parameters
-from shardwright.weights.sources import state_dict_weights
-from shardwright.xla.mesh import build_mesh
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3NextConfig
-
+from shardwright.weights.weight_sources import state_dict_weights
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.adapters import make_adapted
 from tests.support.cases import plain_model
 from tests.support.jobs import job_of

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.optimization import Adafactor
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.tensors import StoredTensors, write_listing, write_part
 from shardwright.compile.lowering import lower
@@ -24,10 +26,8 @@ from shardwright.step.build import build
 from shardwright.step.optimizers.muon import Matrices, Muon
 from shardwright.step.train_step import TrainStep
 from shardwright.xla import sharding
-from shardwright.xla.mesh import build_mesh
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import run_now
-from transformers.optimization import Adafactor
-
 from tests.support.cases import Case, make_batch, make_case, reference_loss, relative
 from tests.support.jobs import job_of
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from shardwright.data.records.shapes import PAIRS
 from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import IGNORE, Columns
@@ -15,7 +16,6 @@ from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.evaluation.reference_step import ReferenceStep
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.step.objectives.preference import LOGGED, REFERENCE, Preference
-
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_case, relative, small_config

@@ -12,6 +12,8 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Starcoder2Config
+
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
@@ -21,8 +23,6 @@ from shardwright.models.layers.decoder_layers import number_layers
 from shardwright.models.ops import random_bits, randomness
 from shardwright.step.loss import scored_tokens
 from shardwright.xla import sharding
-from transformers import Starcoder2Config
-
 from tests.support.cases import Case, make_batch, make_case, relative, small_config
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
+
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.partition import partition_spec
 from shardwright.layout.placement import Shard
@@ -12,7 +13,7 @@ from shardwright.models.ops.collectives import rings
 from shardwright.step import gradient_reduction
 from shardwright.step.gradient_reduction import PartialGradient
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh, build_mesh
+from shardwright.xla.device_mesh import DeviceMesh, build_mesh
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
+from transformers import AfmoeConfig, DeepseekV3Config, PretrainedConfig
+
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.placement import Shard
@@ -18,13 +20,11 @@ from shardwright.models.experts.routing import routers
 from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import build
 from shardwright.step.prepare_parameters import Prepare
-from shardwright.step.routing import Routing, _order
-from shardwright.weights.sources import state_dict_weights
+from shardwright.step.router_load import Routing, _order
+from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
-from shardwright.xla.mesh import build_mesh
-from transformers import AfmoeConfig, DeepseekV3Config, PretrainedConfig
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import LENGTH, ROWS, Case, make_batch, make_case, relative, small_config
 from tests.support.jobs import job_of
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch_xla
+
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.step.spikes import MOST_IN_A_ROW, SpikeWatch, log_entries
 from shardwright.xla import sharding
-
 from tests.step.test_step import count, fallbacks
 from tests.support.cases import Case, make_batch, make_case, small_config
 

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from shardwright.errors import UserError
-from shardwright.layout.load_recipe import load_recipe
 from transformers import LlamaConfig
 
+from shardwright.errors import UserError
+from shardwright.layout.load_recipe import load_recipe
 from tests.support.cases import LENGTH, ROWS, SMALL, make_batch, make_case, relative, small_config
 from tests.support.jobs import job_of
 

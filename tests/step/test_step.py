@@ -10,12 +10,12 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
+
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.partition import partition_spec
 from shardwright.xla import sharding
 from shardwright.xla.runtime import run_now
-
 from tests.support.cases import make_batch, make_case, small_config
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AfmoeConfig, BartConfig, Ernie4_5_MoeConfig, LlamaConfig, MixtralConfig
+
 from shardwright import Compute, Mesh, Recipe
 from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
 from shardwright.model.unused_parameters import notice, unused_parameters
 from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.step.build import build
-from shardwright.xla.mesh import build_mesh
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.sharding import fetch
-from transformers import AfmoeConfig, BartConfig, Ernie4_5_MoeConfig, LlamaConfig, MixtralConfig
-
 from tests.support.cases import SMALL, after_steps, make_batch, make_case, relative, train_both
 from tests.support.jobs import job_of
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 
-from shardwright.compile.lowered import Argument, Lowered
+from shardwright.compile.lowered_graph import Argument, LoweredGraph
 from shardwright.xla.chips import CHIPS
-
 from tests.support.paths import CAPTURED
 
 MESH = {"fsdp": 2, "expert": 4}
@@ -20,8 +19,8 @@ def captured(name: str) -> str:
     return gzip.decompress((CAPTURED / f"{name}.gz").read_bytes()).decode()
 
 
-def captured_step() -> Lowered:
+def captured_step() -> LoweredGraph:
     """The small step, as it was lowered."""
     plain = json.loads((CAPTURED / "step.json").read_text())
     plain["arguments"] = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in plain["arguments"])
-    return Lowered(hlo=gzip.decompress((CAPTURED / "step.hlo.pb.gz").read_bytes()), **plain)
+    return LoweredGraph(hlo=gzip.decompress((CAPTURED / "step.hlo.pb.gz").read_bytes()), **plain)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch_xla
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
@@ -17,11 +19,9 @@ from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import build
 from shardwright.step.eval_step import EvalStep
 from shardwright.step.train_step import TrainStep
-from shardwright.weights.sources import state_dict_weights
+from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla.batch import place_batch
-from shardwright.xla.mesh import build_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 

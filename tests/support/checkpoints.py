@@ -6,13 +6,13 @@ import io
 
 import torch
 from rich.console import Console
+from transformers import LlamaConfig, TrainerState
+
 from shardwright.checkpoint.host_state import random_state
 from shardwright.checkpoint.lineage import folder_of
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.checkpoint.write import CheckpointWriter, run_texts
 from shardwright.files.folder import Folder
-from transformers import LlamaConfig, TrainerState
-
 from tests.support.lives import TINY
 
 LAYERS = 3

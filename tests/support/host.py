@@ -43,7 +43,6 @@ def become(index: int, count: int, port: int, devices: int) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port + 3}", count, index)
     from shardwright.hosts import watchdog
-
     from tests.support import pjrt_devices
 
     pjrt_devices.install()

@@ -20,7 +20,6 @@ from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import NAME, whole_steps
 from shardwright.errors import LOST
 from shardwright.files.folder import Folder
-
 from tests.support.hosts import HostLives, assert_same_losses, log_of, losses, same_weights, wait_until
 from tests.support.lives import tiny_run, write_text
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from shardwright.hosts.restarts import NOTES, asked_limit
 
+from shardwright.hosts.restarts import NOTES, asked_limit
 from tests.support.host import ENVIRONMENT, become, end, free_ports
 from tests.support.paths import ROOT
 from tests.support.quick_compile import QUICK_COMPILE
@@ -203,6 +203,7 @@ def serve() -> None:
 
     logging.disable(logging.WARNING)
     import jax  # noqa: F401
+
     import shardwright.run  # noqa: F401
     from shardwright.hosts import supervisor
     from shardwright.hosts.output_streams import exit_code

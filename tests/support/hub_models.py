@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import place_parameters
-from shardwright.weights.sources import Source
-from shardwright.xla.mesh import build_mesh
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
+from shardwright.weights.weight_sources import Source
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
 
 SMALL = {

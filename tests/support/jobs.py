@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
 from shardwright.model.meta_model import load_config, meta_model
-from transformers import PretrainedConfig
 
 
 def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices: int = 8, **options: Any) -> Job:

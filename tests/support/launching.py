@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from shardwright.launch.plan import Plan
+
+from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request
 from shardwright.launch.targets import TARGETS
 from shardwright.xla.chips import find_topology
@@ -25,7 +26,7 @@ def request(topology: str = "v5p:2x2x4", slices: int = 1, mount: str = "", **cha
     return Request(find_topology(topology, slices), tuple(train), output_dir, mount=where, **given)
 
 
-def planned(target: str, *arguments: Any, **changes: Any) -> Plan:
+def planned(target: str, *arguments: Any, **changes: Any) -> LaunchPlan:
     """The plan of ``target`` for :func:`request`."""
     return TARGETS[target].plan(request(*arguments, **changes))
 

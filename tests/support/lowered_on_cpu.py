@@ -24,6 +24,7 @@ import numpy as np
 from jax._src import compiler
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
+
 from shardwright.compile.libtpu_process import annotated
 
 jax.config.update("jax_enable_x64", True)  # torch's integers and scalars have 64 bits

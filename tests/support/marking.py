@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from shardwright.compile.lowered import Lowered
-from shardwright.step.loss import Tensors
-from shardwright.step.train_step import TrainStep
-from shardwright.xla import sharding
-from shardwright.xla.mesh import AbstractMesh
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from shardwright.compile.lowered_graph import LoweredGraph
+from shardwright.step.loss import Tensors
+from shardwright.step.train_step import TrainStep
+from shardwright.xla import sharding
+from shardwright.xla.device_mesh import AbstractMesh
 
 BASE = ", base"
 
@@ -101,7 +102,7 @@ def _after_a_step(name: str, placed: torch.Tensor, step: TrainStep) -> tuple[nn.
     return parameter, placed
 
 
-def donating_no_base(lowered: Lowered) -> Lowered:
+def donating_no_base(lowered: LoweredGraph) -> LoweredGraph:
     """``lowered``, with a base's buffer not donated: torch_xla donates only the buffer that the optimizer reads."""
     arguments = (replace(a, output=None) if a.name.endswith(BASE) else a for a in lowered.arguments)
     return replace(lowered, arguments=tuple(arguments))

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch_xla
+from torch import nn
+
 from shardwright.layout.stacking import layer_names
 from shardwright.models.layers.decoder_layers import DecoderLayers, stack_layers, wrap_layers
-from torch import nn
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 2, 8, 8, 16
 

@@ -39,6 +39,7 @@ def outcome(root: Path, options: dict[str, Any]) -> dict[str, Any]:
     """What became of a run with ``options``: its error, what it read and wrote under ``root``, was a device opened."""
     import torch_xla
     from rich.console import Console
+
     from shardwright.arguments.training import TrainingArguments
     from shardwright.errors import UserError
     from shardwright.run import train

@@ -116,6 +116,7 @@ def _losses(output: Path) -> list[float]:
 def main() -> None:
     from rich.console import Console
     from rich.table import Table
+
     from shardwright.report.bars import tracked
 
     console = Console(width=140)

@@ -14,10 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.records.documents import find_documents
-from shardwright.data.rows.heldout import split_documents
-from transformers import PreTrainedTokenizerBase
+from shardwright.data.rows.heldout_rows import split_documents
 
 TEXTS = [f"Story {i}.\n" + " ".join(f"{i * j % 97} is a number," for j in range(5 + i % 11)) for i in range(300)]
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from shardwright.compile import job as compile_job
-from shardwright.compile.lowered import TRAIN_STEP
+
+from shardwright.compile import compile_job as compile_job
+from shardwright.compile.lowered_graph import TRAIN_STEP
 from shardwright.compile.report.report import CompileReport
 from shardwright.job import Job
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
+
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model.lora import CONFIG, WEIGHTS, read_config
-from shardwright.weights.adapters import check_adapter, files_of, merged
+from shardwright.model.lora_options import CONFIG, WEIGHTS, read_config
+from shardwright.weights.adapter_weights import check_adapter, files_of, merged
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.peft_files import open_adapter, prove, save_adapter
-from shardwright.weights.sources import state_dict_weights
-from transformers import AutoModelForCausalLM, GptOssConfig
-
+from shardwright.weights.weight_sources import state_dict_weights
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_batch, plain_model, reference_loss
 from tests.support.jobs import job_of

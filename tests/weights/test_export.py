@@ -8,6 +8,8 @@ import weakref
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.layout.stacking import is_stacked
@@ -16,9 +18,7 @@ from shardwright.weights import hub_read
 from shardwright.weights.hub_write import ExportFormat, export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import layer_batches
-from shardwright.weights.sources import seeded_init
-from transformers import AutoModelForCausalLM, GenerationConfig
-
+from shardwright.weights.weight_sources import seeded_init
 from tests.support.fuzz import checkpoints
 from tests.support.hub_models import FAMILIES, config_of, place, same, save_theirs, tensors_in
 

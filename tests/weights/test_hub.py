@@ -10,14 +10,14 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import make_plan
 from shardwright.model.meta_model import meta_model
 from shardwright.weights import hub_read
 from shardwright.xla import sharding
-from shardwright.xla.mesh import build_mesh
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.hub_models import FAMILIES, config_of, place, save_theirs
 
 FORMATS = {"old keys": {}, "new keys": {"save_original_format": False}, "sharded": {"max_shard_size": "60KB"}}

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch_xla
 from rich.console import Console
+from transformers import AutoModelForImageTextToText, BlipConfig
+
 from shardwright import Compute, Mesh, Recipe
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
@@ -20,11 +22,9 @@ from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import build
 from shardwright.weights import hub_read
 from shardwright.weights.hub_write import export
-from shardwright.weights.sources import part_and_rest, part_of, seeded_init, state_dict_weights
+from shardwright.weights.weight_sources import part_and_rest, part_of, seeded_init, state_dict_weights
 from shardwright.xla.batch import place_batch
-from shardwright.xla.mesh import build_mesh
-from transformers import AutoModelForImageTextToText, BlipConfig
-
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import LENGTH, ROWS, relative
 from tests.support.hub_models import tensors_in
 from tests.support.jobs import job_of

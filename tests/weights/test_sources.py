@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
+
 from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
 from shardwright.scripts.measure.tiny import families, tiny_config
-from shardwright.weights.sources import seeded_init
-from torch import nn
+from shardwright.weights.weight_sources import seeded_init
 
 
 def learned_and_saved(model):

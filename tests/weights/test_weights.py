@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from shardwright.layout.auto import auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.stacking import is_stacked
@@ -15,10 +17,8 @@ from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import place_parameters
-from shardwright.weights.sources import seeded_init
-from shardwright.xla.mesh import build_mesh
-from transformers import AutoModelForCausalLM
-
+from shardwright.weights.weight_sources import seeded_init
+from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import make_batch, make_case, small_config
 from tests.support.jobs import job_of
 

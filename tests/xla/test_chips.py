@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from shardwright.errors import UserError
 from shardwright.xla.chips import CHIPS, find_topology, topologies
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+
 from shardwright.data.rows.batches import TrainingBatches, heldout_batches
 from shardwright.data.rows.rows import StoredRows
 from shardwright.errors import UserError
@@ -18,7 +19,7 @@ from shardwright.layout.mesh import Mesh
 from shardwright.step.train_step import _by_micro_batch
 from shardwright.xla import runtime, sharding
 from shardwright.xla.batch import HostRows, batch_share, batch_spec
-from shardwright.xla.mesh import AbstractMesh, build_mesh
+from shardwright.xla.device_mesh import AbstractMesh, build_mesh
 from shardwright.xla.sharding import shard_slices
 
 ROWS = StoredRows(Dataset.from_dict({"input_ids": torch.arange(100 * 3).view(100, 3).tolist()}))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
+
 from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
 from shardwright.xla.chips import FLAGS
-from shardwright.xla.mesh import build_mesh, check_mesh
+from shardwright.xla.device_mesh import build_mesh, check_mesh
 from shardwright.xla.runtime import init_runtime
 
 
@@ -121,7 +122,7 @@ def test_virtual_devices_take_any_mesh_of_their_number_and_are_not_asked():
 
 GRID = """
 import warnings
-from shardwright.xla.mesh import build_mesh
+from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.runtime import init_runtime
 from shardwright.layout.mesh import Mesh
 print(init_runtime())
@@ -175,7 +176,7 @@ def test_a_number_of_virtual_devices_that_cannot_be_is_refused(monkeypatch, coun
 
 def test_devices_that_are_not_there_are_one_message_and_exit_code_2():
     code = "import sys\nfrom shardwright.hosts.output_streams import exit_code\n"
-    code += "from shardwright.xla.mesh import init_runtime\n"
+    code += "from shardwright.xla.device_mesh import init_runtime\n"
     result = run(code + "sys.exit(exit_code(init_runtime))", PJRT_DEVICE="TPU", TPU_SKIP_MDS_QUERY="1")
     assert result.returncode == 2
     assert "error: PJRT_DEVICE=TPU" in result.stderr  # after a line of libtpu's own, where that is installed

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 import pytest
-from shardwright.xla.pjrt import FUNCTIONS, PjrtError, Table
 
+from shardwright.xla.pjrt import FUNCTIONS, PjrtError, Table
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
+from torch import nn
+
 from shardwright.errors import UserError
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.partition import partition_spec
@@ -14,8 +16,7 @@ from shardwright.layout.plan import make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
-from shardwright.xla.mesh import build_mesh
-from torch import nn
+from shardwright.xla.device_mesh import build_mesh
 
 BATCH = ("fsdp", "tensor")
 

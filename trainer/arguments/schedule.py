@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from shardwright.errors import UserError, did_you_mean
 from torch import nn
 from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
+
+from shardwright.errors import UserError, did_you_mean
 
 # these two ask for a loss at every step, which the host does not read
 _ADAPTIVE = {SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY}

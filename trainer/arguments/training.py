@@ -8,16 +8,16 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwright.arguments.adapter import AdapterArguments
-from shardwright.arguments.data import DataArguments
-from shardwright.arguments.model import ModelArguments
-from shardwright.arguments.objective import ObjectiveArguments
-from shardwright.arguments.optimizer import OptimizerArguments
-from shardwright.arguments.output import OutputArguments
-from shardwright.arguments.recovery import RecoveryArguments
-from shardwright.arguments.samples import SampleArguments
+from shardwright.arguments.adapter_options import AdapterArguments
+from shardwright.arguments.data_options import DataArguments
+from shardwright.arguments.model_options import ModelArguments
+from shardwright.arguments.objective_options import ObjectiveArguments
+from shardwright.arguments.optimizer_options import OptimizerArguments
+from shardwright.arguments.option_values import check_values, option
+from shardwright.arguments.output_options import OutputArguments
+from shardwright.arguments.recovery_options import RecoveryArguments
+from shardwright.arguments.sample_options import SampleArguments
 from shardwright.arguments.schedule import KINDS, Schedule
-from shardwright.arguments.values import check_values, option
 from shardwright.errors import UserError
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from shardwright.checkpoint.plain_pickle import Made, Name, read_pickle
 from shardwright.layout.stacking import is_stacked, numbers_of
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from shardwright.hosts.versions import versions
 
 _NUMPY_WORDS = 624  # of the Mersenne Twister's state

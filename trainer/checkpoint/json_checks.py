@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shardwright.checkpoint.host_state import check_random_state
 from transformers import TrainerState
+
+from shardwright.checkpoint.host_state import check_random_state
 
 _MOST = 1 << 53  # no count is as large
 

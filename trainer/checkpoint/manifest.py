@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
+
 from shardwright.errors import UserError
 from shardwright.files.folder import TEMPORARY, Folder, StorageError
 

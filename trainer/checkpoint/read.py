@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
 from shardwright.checkpoint import json_checks, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from shardwright.checkpoint.same_model import differences
@@ -27,8 +30,6 @@ from shardwright.model.meta_model import config_of
 from shardwright.models.adapters.lora import own_parameters
 from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
-from torch import nn
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
 BUFFER = " buffer"  # what follows a buffer's name, as the names of optimizer state follow a parameter's

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import xxhash
 from rich.console import Console
+
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.lineage import NAME, folder_of, live_steps, run_of, whole_steps, write_lineage
 from shardwright.errors import UserError

@@ -13,6 +13,7 @@ import zipfile
 from typing import IO, Any
 
 import torch
+
 from shardwright.checkpoint.plain_pickle import Made, read_pickle
 
 # semi-private: torch/serialization.py and torch/_utils.py, torch 2.9; the classes by which a pickle names a dtype

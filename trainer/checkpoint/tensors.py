@@ -17,13 +17,6 @@ from typing import IO, Any
 
 import torch
 import xxhash
-from shardwright.checkpoint.dcp_metadata import Chunk, Entry, read_listing
-from shardwright.checkpoint.manifest import METADATA, Checksum, damaged
-from shardwright.checkpoint.tensor_records import read_record
-from shardwright.files.arrays import Array, Layer, Slices, Stack
-from shardwright.files.folder import Folder, StorageError
-from shardwright.hosts.hosts import hosts
-from shardwright.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     _StorageInfo,  # semi-private: torch/distributed/checkpoint/filesystem.py, torch 2.9
@@ -36,12 +29,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardwright.checkpoint.dcp_metadata import Chunk, Entry, read_listing
+from shardwright.checkpoint.manifest import METADATA, Checksum, damaged
+from shardwright.checkpoint.tensor_records import read_record
+from shardwright.files.arrays import Array, Layer, Slices, Stack
+from shardwright.files.folder import Folder, StorageError
+from shardwright.hosts.hosts import hosts
+from shardwright.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
+
 Shards = list[tuple[Slices, torch.Tensor]]  # (where it lies in the whole, values) of each shard of a tensor
 Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What one process wrote of a checkpoint's tensors.
 
     Args:
@@ -53,7 +54,7 @@ class Part:
     records: list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], _StorageInfo]]
 
 
-def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> Part:
+def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPart:
     """Writes the shards of ``snapshot`` into a file of this process's own.
 
     DCP's own `save` is not used: its planners want the live tensors, and these are copies on the host.
@@ -64,7 +65,7 @@ def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> Part:
     Raises:
         StorageError: the disk or the store did not take it.
     """
-    name, part = f"__{process}_0.distcp", Part({}, [])
+    name, part = f"__{process}_0.distcp", TensorPart({}, [])
     with _hashed(folder, name, part.files) as stream:
         for tensor, shards in snapshot.items():
             for offsets, values in layer_shards(tensor, shards):
@@ -77,7 +78,9 @@ def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> Part:
     return part
 
 
-def write_listing(folder: Folder, parts: Sequence[Part], shapes: Mapping[str, Sequence[int]]) -> dict[str, Checksum]:
+def write_listing(
+    folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Checksum]:
     """Writes what makes one checkpoint of the parts; returns the manifest's entries of all files of tensors.
 
     Args:

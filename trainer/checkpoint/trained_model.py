@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from shardwright.checkpoint.read import open_checked, saved_buffers
 from shardwright.files.folder import Folder, UnwrittenFolder
 from shardwright.hosts.hosts import hosts
 from shardwright.job import Job
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.weights.adapters import weights_of
+from shardwright.weights.adapter_weights import weights_of
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import place_parameters
 from shardwright.weights.placed_parameters import Placed
-from shardwright.weights.sources import Source
+from shardwright.weights.weight_sources import Source
 from shardwright.weights.write_model import write_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

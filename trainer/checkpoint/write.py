@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
+
 from shardwright.checkpoint import manifest, tensors
 from shardwright.checkpoint.lineage import NAME, Lineage, folder_of, line_to, whole_steps, write_lineage
 from shardwright.checkpoint.read import RunCheckpoint
@@ -30,7 +32,6 @@ from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.files.lock import TakenOver
 from shardwright.hosts.hosts import Hosts, LostHost, hosts
 from shardwright.xla import sharding
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 T = TypeVar("T")
 
@@ -349,7 +350,7 @@ class CheckpointWriter:
 
 
 def _write_rest(
-    folder: Folder, parts: Sequence[tensors.Part], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
+    folder: Folder, parts: Sequence[tensors.TensorPart], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
 ) -> dict[str, manifest.Checksum]:
     """What there is one of, once every host has written its tensors; returns the manifest's entries."""
     files = tensors.write_listing(folder, parts, shapes)

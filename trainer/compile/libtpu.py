@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.compile.lowered import Lowered
+from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.memory import is_out_of_hbm
 from shardwright.compile.report.report import CompileReport, Expected, make_report
 from shardwright.errors import UserError
@@ -38,7 +38,7 @@ _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """What a step is compiled for, and how.
 
     Args:
@@ -62,7 +62,7 @@ class Target:
 
 
 def compile_for(
-    lowered: Lowered, target: Target, expected: Expected | None = None, cache_dir: Path | None = None
+    lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
 ) -> CompileReport:
     """Compiles a graph for a slice of TPUs, or takes what was compiled before, and reports what it would take there.
 
@@ -98,7 +98,7 @@ def compile_for(
     return make_report(lowered, where, result, hlo, buffers, expected or Expected(), factors)
 
 
-def _check_size(lowered: Lowered, target: Target, where: Topology) -> None:
+def _check_size(lowered: LoweredGraph, target: CompileTarget, where: Topology) -> None:
     size = math.prod(lowered.mesh.values())
     if size != where.devices:
         raise UserError(
@@ -109,7 +109,7 @@ def _check_size(lowered: Lowered, target: Target, where: Topology) -> None:
         )
 
 
-def _dcn_factors(mesh: dict[str, int], target: Target) -> dict[str, int]:
+def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
     """How many slices each axis spans; unless told, the outermost axes, which communicate least, span them."""
     dcn, slices = target.dcn, target.slices
     if dcn is None:
@@ -147,7 +147,7 @@ def libtpu_version() -> str:
         ) from error
 
 
-def _key(lowered: Lowered, request: dict[str, Any]) -> str:
+def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
     """A name for all that the compiler's result depends on."""
     versions = [_FORMAT, libtpu_version(), importlib.metadata.version("jaxlib")]
     key = hashlib.sha256(json.dumps([versions, request]).encode())
@@ -162,7 +162,7 @@ def _key(lowered: Lowered, request: dict[str, Any]) -> str:
     return key.hexdigest()[:32]
 
 
-def _compile(lowered: Lowered, request: dict[str, Any], target: Target, folder: Path) -> None:
+def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarget, folder: Path) -> None:
     """Runs the compiling process and puts what it leaves into ``folder``, in one piece."""
     shutil.rmtree(folder, ignore_errors=True)  # if it is there, it has lost its result
     folder.parent.mkdir(exist_ok=True)
@@ -221,7 +221,7 @@ def _run(work: Path, timeout: float) -> int | None:
                 child.wait()
 
 
-def _no_result(ended: int | None, log: str, target: Target, graph: str) -> UserError:
+def _no_result(ended: int | None, log: str, target: CompileTarget, graph: str) -> UserError:
     """Says how the compiling process ended, with the last lines of its log."""
     last = _said(log)[-_LINES_SHOWN:]
     if ended is None:
@@ -237,7 +237,7 @@ def _said(text: str) -> list[str]:
     return [x for x in lines if x.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", x)]
 
 
-def _failure(target: Target, graph: str, lines: list[str], instead: str = "") -> UserError:
+def _failure(target: CompileTarget, graph: str, lines: list[str], instead: str = "") -> UserError:
     unknown = "; flags that this chip does not know are refused by name" if target.flags else ""
     return UserError(
         asked=f"compiling the {graph} for {target.name}" + (f" with {target.flags}" if target.flags else ""),

@@ -27,6 +27,7 @@ from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax.experimental import topologies
+
 from shardwright.compile.hlo.buffers import fullest
 from shardwright.xla.device_order import in_mesh_order
 

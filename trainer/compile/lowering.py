@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import torch
 import torch_xla
-from shardwright.compile.lowered import TRAIN_STEP, Argument, Lowered
+
+from shardwright.compile.lowered_graph import TRAIN_STEP, Argument, LoweredGraph
 from shardwright.evaluation.build_generator import build_generator
 from shardwright.evaluation.decoders import NEXT_TOKEN, PROMPTS, CachedDecoder
 from shardwright.evaluation.generate import Decoder, can_cache
+from shardwright.evaluation.prompt_samples import expected_shape, sampling_of
 from shardwright.evaluation.reference_step import REFERENCE_PASS, ReferenceStep
-from shardwright.evaluation.samples import expected_shape, sampling_of
 from shardwright.job import Job
 from shardwright.layout.optimizer_state import STATE_NAMES
 from shardwright.layout.partition import PartitionSpec, axes_of
@@ -33,10 +34,10 @@ from shardwright.step.build import build, build_evaluation
 from shardwright.step.objectives.preference import REFERENCE
 from shardwright.step.train_step import step_name
 from shardwright.weights.place import layer_batches, read_layer, write_layer
-from shardwright.weights.sources import state_dict_weights
+from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla.batch import batch_spec
 from shardwright.xla.chips import Chip
-from shardwright.xla.mesh import AbstractMesh
+from shardwright.xla.device_mesh import AbstractMesh
 from shardwright.xla.runtime import init_runtime
 
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
@@ -45,7 +46,7 @@ BATCH = ("input_ids", "labels", "segment_ids", "position_ids", REFERENCE)
 
 
 class Traced(NamedTuple):
-    """A graph of lazy tensors: what it computes, the layouts of what is no placeholder, and as in `Lowered`."""
+    """A graph of lazy tensors: what it computes, the layouts of what is no placeholder, and as in `LoweredGraph`."""
 
     results: Tensors
     layouts: Mapping[str, PartitionSpec]
@@ -77,7 +78,7 @@ def shorter_steps(job: Job) -> tuple[str, ...]:
 
 def lower(
     job: Job, graph: str = TRAIN_STEP, *, platform: str = "tpu", compiler_flags: str = "", chip: Chip | None = None
-) -> Lowered:
+) -> LoweredGraph:
     """One of the job's graphs as HLO.
 
     Args:
@@ -100,7 +101,7 @@ def lower(
         gc.collect()
 
 
-def _lower(job: Job, graph: str, mesh: AbstractMesh) -> Lowered:
+def _lower(job: Job, graph: str, mesh: AbstractMesh) -> LoweredGraph:
     results, layouts, values = _TRACED[graph](job, mesh)
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     context = torch_xla._XLAC.lowering.LoweringContext(graph.replace(" ", "_"))
@@ -123,7 +124,7 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh) -> Lowered:
                 output=outputs.get(name),
             )
         )
-    return Lowered(
+    return LoweredGraph(
         hlo=hlo,
         arguments=tuple(arguments),
         outputs=tuple(sharding_text(job.plan.mesh, specs[name]) for name in results),

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.data.corpus import DataOptions, check_samples
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.records.documents import has_text
-from shardwright.data.records.shapes import BadRecord, Shape
+from shardwright.data.records.shapes import BadRecord, RecordShape
 from shardwright.data.rows.mixture import BLOCK, shares, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import Encoder, Sample, joined
-from transformers import PreTrainedTokenizerBase
 
 LISTED = 1000  # places of a finding that are kept; all are counted
 
@@ -75,7 +76,7 @@ class SourceAudit:
     """
 
     name: str
-    shape: Shape
+    shape: RecordShape
     heldout: bool
     share: float
     tally: Counter[str] = field(default_factory=Counter)
@@ -227,7 +228,7 @@ def _read(
 
 
 def _adder(
-    shape: Shape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
+    shape: RecordShape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Callable[[list[str]], None], int]:
     """What takes a group of documents, and how many there are in one."""
     options, tally = auditor.options, auditor.source.tally

@@ -22,10 +22,12 @@ import numpy as np
 import tokenizers
 import transformers
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.documents import find_documents
-from shardwright.data.records.shapes import Shape
-from shardwright.data.rows.heldout import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
+from shardwright.data.records.shapes import RecordShape
+from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
 from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
 from shardwright.data.rows.row_stream import StreamedRows
@@ -37,7 +39,6 @@ from shardwright.data.samples.tally import notes, unread_notes
 from shardwright.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
-from transformers import PreTrainedTokenizerBase
 
 Found = TypeVar("Found")
 CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
@@ -81,7 +82,7 @@ class DataOptions:
     samples: SampleOptions = SampleOptions()  # noqa: RUF009  (it is frozen)
     labels: bool = False
 
-    def makes_samples(self, shape: Shape) -> bool:
+    def makes_samples(self, shape: RecordShape) -> bool:
         """Whether records of ``shape`` become samples, each whole; texts are joined, and rows cut from them."""
         return not shape.is_text or not self.samples.packing
 
@@ -252,7 +253,7 @@ def load_rows_of(
     return rows["test"]
 
 
-def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
+def _packers(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
     """Makes the packer of documents of ``shape``."""
     if not options.makes_samples(shape):
         return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
@@ -273,7 +274,7 @@ def _packers(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerB
     )
 
 
-def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def _packing_key(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """What rows depend on besides the documents."""
     key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
     if options.makes_samples(shape):
@@ -286,7 +287,7 @@ def _packing_key(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokeni
     return key
 
 
-def check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuse samples that can't be made, before more of them is read than their columns."""
     if not options.makes_samples(shape):
         return
@@ -308,7 +309,7 @@ def check_samples(options: DataOptions, shape: Shape, tokenizer: PreTrainedToken
         Template(tokenizer, frozenset())
 
 
-def _notes(options: DataOptions, shape: Shape, tally: Mapping[str, int]) -> tuple[str, ...]:
+def _notes(options: DataOptions, shape: RecordShape, tally: Mapping[str, int]) -> tuple[str, ...]:
     if not options.makes_samples(shape):
         return tuple(unread_notes(tally))
     trained = "every token" if options.samples.train_on_prompt else shape.trained

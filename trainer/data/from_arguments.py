@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def asked_tokenizer(

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from datasets.fingerprint import Hasher  # semi-private: datasets/fingerprint.py, datasets 5.2
-from shardwright.errors import UserError
-from shardwright.files.cache import cached, digest
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardwright.errors import UserError
+from shardwright.files.cache import cached, digest
 
 END_OF_TEXT = "<|endoftext|>"
 

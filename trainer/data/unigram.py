@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import IGNORE
 from shardwright.data.rows.rows import Rows, StoredRows

@@ -8,7 +8,7 @@ from shardwright.evaluation.decoders import CachedDecoder, RowDecoder, unstacked
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, can_cache, check_positions
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
-from shardwright.models.attention import interface as attention
+from shardwright.models.attention import attention_interface as attention
 from shardwright.models.layers.prefetch_barrier import prepare_in_turn
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.build import _make_loss, _on_mesh

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
+
 from shardwright.evaluation.generate import TOKEN, GenerationShape, Sampling, choose
 from shardwright.layout.partition import PartitionSpec
 from shardwright.layout.plan import ShardingPlan
@@ -20,8 +22,7 @@ from shardwright.step.loss import Loss
 from shardwright.weights.placed_parameters import Placed
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
-from shardwright.xla.mesh import DeviceMesh
-from transformers.cache_utils import Cache, DummyLayer, StaticLayer, get_layer_types_and_kwargs
+from shardwright.xla.device_mesh import DeviceMesh
 
 PROMPTS, NEXT_TOKEN = "prompts of a generation", "next token of a generation"  # names of the graphs
 

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
+
+# semi-private: transformers/cache_utils.py, transformers 5.23
+from transformers.cache_utils import get_layer_types_and_kwargs
+
 from shardwright.errors import UserError
 from shardwright.layout.partition import PartitionSpec
 from shardwright.model.facts import most_positions
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.xla.runtime import run_now
-from transformers import PreTrainedModel
-
-# semi-private: transformers/cache_utils.py, transformers 5.23
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 TOKEN = "next token"  # the name of what a graph computes
 _CACHED = {"full_attention", "sliding_attention", "dummy"}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from rich.console import Console
+
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import Batch, heldout_batches
 from shardwright.data.rows.rows import StoredRows

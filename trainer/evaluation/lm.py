@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.errors import UserError
 from shardwright.evaluation.build_generator import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
@@ -14,7 +16,6 @@ from shardwright.evaluation.score_step import UNSCORED, ScoreStep
 from shardwright.job import Job
 from shardwright.report.bars import tracked
 from shardwright.step.eval_step import EvalStep
-from transformers import PreTrainedTokenizerBase
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import Corpus
 from shardwright.data.rows.batches import heldout_batches

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec
+
 from shardwright.errors import TransientError, UserError
 
 TEMPORARY = ".tmp"  # a file that is being written has a name that ends so

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError, UnwrittenFolder, errors
 from shardwright.report.lines import say

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
 from shardwright.errors import LOST, TransientError, UserError, exit_code_of
 from shardwright.hosts.restarts import note
 from shardwright.hosts.watchdog import CONNECT, Watchdog

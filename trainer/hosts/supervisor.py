@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
+
 from shardwright.errors import LOST, UserError
 from shardwright.hosts.restarts import NOTES, Ended, Restarted, Verdict, decide, read_notes, wait_before, write_notes
 from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT
@@ -35,7 +36,7 @@ _SOON = 0.2  # seconds between two looks where nothing else is left to do
 _TRY = 2.0  # seconds for one try to reach the first host
 
 
-class Run(Protocol):
+class ChildRun(Protocol):
     """A training that was started, with a process group of its own: what is used of subprocess.Popen."""
 
     @property
@@ -45,11 +46,11 @@ class Run(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[Sequence[str], str], Run]  # of a command's words, and the path of the notes
+Start = Callable[[Sequence[str], str], ChildRun]  # of a command's words, and the path of the notes
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """A host in its job.
 
     Args:
@@ -73,7 +74,7 @@ def supervise(limit: int, words: Sequence[str]) -> int:
     # a group of its own: what a terminal, or `timeout`, sends to this process's group reaches the run once, from here
     command = own_command(words)
 
-    def start(more: Sequence[str], notes: str) -> Run:
+    def start(more: Sequence[str], notes: str) -> ChildRun:
         environment = {**os.environ, NOTES: notes}
         return subprocess.Popen([*command, *words, *more], env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
@@ -109,7 +110,7 @@ class Supervisor:
         self.limit, self.start, self.console = limit, start, console or Console()
         self.meeting = Meeting()
         self.told = 0  # the signal that asked this process to end
-        self._child: Run | None = None
+        self._child: ChildRun | None = None
         self._kept_back = False  # that signal has not been passed on: there was no child
 
     def run(self) -> int:
@@ -201,16 +202,16 @@ class Supervisor:
             self._child.send_signal(self.told)
 
 
-def _code(child: Run, seconds: float) -> int | None:
+def _code(child: ChildRun, seconds: float) -> int | None:
     try:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
 
 
-def _place(notes: str) -> Place | None:
+def _place(notes: str) -> HostPlace | None:
     job = read_notes(notes).get("job")
-    return None if job is None else Place(*job)
+    return None if job is None else HostPlace(*job)
 
 
 class Meeting:
@@ -222,7 +223,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.lost = ""
-        self._place: Place | None = None
+        self._place: HostPlace | None = None
         self._store: Any = None
         self._problem = ""  # of the last try to reach the store
         self._beats = 0
@@ -240,7 +241,7 @@ class Meeting:
         life, since = self._failed
         return life == self._life and time.monotonic() - since > PATIENCE
 
-    def look(self, life: int, found: Place | None) -> None:
+    def look(self, life: int, found: HostPlace | None) -> None:
         """Say that this supervisor lives, once the job is ``found``, and hear whether another host's run failed."""
         self._place, self._life = self._place or found, life
         if self._place is not None and not self.lost:

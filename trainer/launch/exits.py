@@ -53,7 +53,7 @@ SKYPILOT = (PREEMPTED, LOST, 143)
 
 
 @dataclass(frozen=True)
-class Rule:
+class ExitRule:
     """How an engine decides.
 
     Args:
@@ -72,12 +72,12 @@ def ours(code: int) -> bool:
     return code not in (0, *FINAL)
 
 
-RULES: dict[str, Rule] = {
-    "xpk": Rule(lambda code: code in XPK_ALWAYS or code in XPK_TOO, True, "`--restart-on-exit-codes`"),
-    "jobset": Rule(ours, True, "`podFailurePolicy`: FailJob; `failurePolicy`: FailJobSet"),
-    "skypilot": Rule(lambda code: code in SKYPILOT, False, "`job_recovery`: recover_on_exit_codes"),
-    "tpu-vm": Rule(ours, True, "the loop in `host.sh`"),
-    "ray": Rule(ours, True, "the loop of `shardwright.launch.ray_hosts`"),
+RULES: dict[str, ExitRule] = {
+    "xpk": ExitRule(lambda code: code in XPK_ALWAYS or code in XPK_TOO, True, "`--restart-on-exit-codes`"),
+    "jobset": ExitRule(ours, True, "`podFailurePolicy`: FailJob; `failurePolicy`: FailJobSet"),
+    "skypilot": ExitRule(lambda code: code in SKYPILOT, False, "`job_recovery`: recover_on_exit_codes"),
+    "tpu-vm": ExitRule(ours, True, "the loop in `host.sh`"),
+    "ray": ExitRule(ours, True, "the loop of `shardwright.launch.ray_hosts`"),
 }
 
 
@@ -93,7 +93,7 @@ def table() -> str:
     return "\n".join([*lines, "| | *where that stands* | " + " | ".join(r.written for r in RULES.values()) + " |"])
 
 
-def _cell(code: int, rule: Rule) -> str:
+def _cell(code: int, rule: ExitRule) -> str:
     if code == 0:
         return "done"
     return ("again, counted" if rule.bounded else "again") if rule.restarts(code) else "fails"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.launch.exits import FINAL
-from shardwright.launch.plan import Plan, as_yaml
+from shardwright.launch.launch_plan import LaunchPlan, as_yaml
 from shardwright.launch.request import Mount, Request
 from shardwright.launch.slices import chips_per_host, generation, shape
 
 _SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> LaunchPlan:
     """The JobSet, and ``kubectl`` to make it."""
     name = request.name
-    return Plan(
+    return LaunchPlan(
         files={_FILE: as_yaml(manifest(request))},
         commands=[["kubectl", "apply", "--filename", _FILE]],
         afterwards=[

@@ -27,7 +27,7 @@ _PORT = 8081  # of the slices' coordinator
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where a worker has come to be: its slice's number, its host's number in that slice, and its address."""
 
     slice_index: int
@@ -41,12 +41,12 @@ class Host:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def where(self, slice_index: int) -> Place:
+    def where(self, slice_index: int) -> WorkerPlace:
         import ray
 
         labels = ray.get_runtime_context().get_node_labels()
         worker = int(labels.get("ray.io/tpu-worker-id", "0"))
-        return Place(slice_index, worker, ray.util.get_node_ip_address())
+        return WorkerPlace(slice_index, worker, ray.util.get_node_ip_address())
 
     def run(self, command: list[str], environment: dict[str, str]) -> int:
         """The command's exit code; 128 + N where signal N ended it, as a shell says it."""
@@ -67,7 +67,7 @@ class Host:
             self._process.kill()
 
 
-def environments(places: Sequence[Place]) -> list[dict[str, str]]:
+def environments(places: Sequence[WorkerPlace]) -> list[dict[str, str]]:
     """The variables of the worker in each of ``places``, beside those of the job."""
     slices = 1 + max(place.slice_index for place in places)
     first = next(place for place in places if (place.slice_index, place.host_index) == (0, 0))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.launch.plan import Plan, as_yaml
+from shardwright.launch.launch_plan import LaunchPlan, as_yaml
 from shardwright.launch.request import Request
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FILE = "runtime_env.yaml"
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> LaunchPlan:
     """The environment of the job's processes, and ``ray job submit``; RAY_API_SERVER_ADDRESS says where."""
     environment = {
         "working_dir": str(_ROOT),
@@ -22,7 +22,7 @@ def plan(request: Request) -> Plan:
     hosts += ["--slices", str(request.topology.slices)]
     hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]
     submit = ["ray", "job", "submit", "--no-wait", "--submission-id", request.name, "--runtime-env", _FILE]
-    return Plan(
+    return LaunchPlan(
         files={_FILE: as_yaml(environment)},
         commands=[[*submit, "--", *hosts, "--", *request.command]],
         afterwards=[["ray", "job", "logs", "--follow", request.name], ["ray", "job", "stop", request.name]],

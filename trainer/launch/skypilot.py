@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from shardwright.launch.exits import SKYPILOT
-from shardwright.launch.plan import Plan, as_yaml
+from shardwright.launch.launch_plan import LaunchPlan, as_yaml
 from shardwright.launch.request import IMAGE_FOLDER, Request
 from shardwright.launch.slices import accelerator_type, generation
 
@@ -14,9 +14,9 @@ _FILE = "skypilot.yaml"
 _PYTHON = "/usr/local/bin/python"  # the image's: SkyPilot puts one of its own first in PATH
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> LaunchPlan:
     """The task, and ``sky jobs launch``."""
-    return Plan(
+    return LaunchPlan(
         files={_FILE: as_yaml(task(request))},
         commands=[["sky", "jobs", "launch", "--yes", "--detach-run", "--name", request.name, _FILE]],
         afterwards=[

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from shardwright.errors import UserError, did_you_mean
 from shardwright.launch import jobset, ray_job, skypilot, tpu_vm, xpk
-from shardwright.launch.arguments import LaunchArguments
-from shardwright.launch.plan import Plan
+from shardwright.launch.launch_arguments import LaunchArguments
+from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request, check_train
 from shardwright.launch.slices import as_large
 from shardwright.xla.chips import Topology, find_topology
 
 
 @dataclass(frozen=True)
-class Target:
+class LaunchTarget:
     """Where a run can be started.
 
     Args:
@@ -24,7 +24,7 @@ class Target:
         one_slice: it can't join several.
     """
 
-    plan: Callable[[Request], Plan]
+    plan: Callable[[Request], LaunchPlan]
     needs: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     by_size: bool = False
@@ -32,16 +32,16 @@ class Target:
 
 
 TARGETS = {
-    "xpk": Target(xpk.plan, ("image", "cluster"), ("project", "zone", "mount", "spot")),
-    "jobset": Target(jobset.plan, ("image",), ("queue", "mount", "spot")),
-    "skypilot": Target(skypilot.plan, ("image",), ("zone", "mount", "spot"), by_size=True, one_slice=True),
-    "tpu-vm": Target(tpu_vm.plan, ("image", "zone"), ("project", "mount", "spot"), by_size=True),
-    "ray": Target(ray_job.plan),
+    "xpk": LaunchTarget(xpk.plan, ("image", "cluster"), ("project", "zone", "mount", "spot")),
+    "jobset": LaunchTarget(jobset.plan, ("image",), ("queue", "mount", "spot")),
+    "skypilot": LaunchTarget(skypilot.plan, ("image",), ("zone", "mount", "spot"), by_size=True, one_slice=True),
+    "tpu-vm": LaunchTarget(tpu_vm.plan, ("image", "zone"), ("project", "mount", "spot"), by_size=True),
+    "ray": LaunchTarget(ray_job.plan),
 }
 _SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # options that not every target takes
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> LaunchTarget:
     """The target called ``name``.
 
     Raises:
@@ -90,7 +90,7 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
     )
 
 
-def _check_options(name: str, target: Target, options: LaunchArguments) -> None:
+def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:
     """Refuse a target without what it needs, or with what it has no use for."""
     missing = [key for key in target.needs if not getattr(options, key)]
     if missing:
@@ -112,7 +112,7 @@ def _check_options(name: str, target: Target, options: LaunchArguments) -> None:
         )
 
 
-def _topology(name: str, target: Target, options: LaunchArguments) -> Topology:
+def _topology(name: str, target: LaunchTarget, options: LaunchArguments) -> Topology:
     if options.topology is None:
         raise UserError(
             asked=f"target {name}",

@@ -6,7 +6,7 @@ import shlex
 from string import Template
 
 from shardwright.launch.exits import FINAL
-from shardwright.launch.plan import Plan
+from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Request
 from shardwright.launch.slices import accelerator_type, generation
 
@@ -16,7 +16,7 @@ _HOST, _WAIT = "host.sh", "wait.sh"
 _START = f"nohup bash {_HOST} > host.log 2>&1 < /dev/null & tail --pid=$! --lines=+1 --follow host.log; wait $!"
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> LaunchPlan:
     """The hosts' loop, a script that waits for the hosts, and gcloud to make, fill and start them."""
     where = [f"--zone={request.zone}", *([f"--project={request.project}"] if request.project else [])]
     every = ["--node=all", "--worker=all", *where]
@@ -24,7 +24,7 @@ def plan(request: Request) -> Plan:
     nodes = [f"--node-id={request.name}"] if slices == 1 else [f"--node-count={slices}"]
     size = [f"--accelerator-type={accelerator_type(request.topology)}"]
     size += [f"--runtime-version={generation(request.topology).runtime}", *(["--spot"] if request.spot else [])]
-    return Plan(
+    return LaunchPlan(
         files={_HOST: host_script(request), _WAIT: _wait_script(request, where)},
         commands=[
             [*_GCLOUD, "create", request.name, *size, *nodes, *where],

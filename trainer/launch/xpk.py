@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from shardwright.launch.exits import XPK_TOO
-from shardwright.launch.plan import Plan
+from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Request
 from shardwright.launch.slices import generation, shape
 
@@ -13,7 +13,7 @@ _ENV = "xpk.env"
 _POLL = 5  # seconds between two looks of xpk's shell at the run: so late a SIGTERM is handed on
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> LaunchPlan:
     """The environment's file, and ``xpk workload create``."""
     where = ["--cluster", request.cluster]
     where += ["--project", request.project] if request.project else []
@@ -28,7 +28,7 @@ def plan(request: Request) -> Plan:
     command += ["--env-file", _ENV, "--command", shell(request)]
     command += ["--storage", request.mount.source] if request.mount else []
     command += ["--spot"] if request.spot else []
-    return Plan(
+    return LaunchPlan(
         files={_ENV: "".join(f"{name}={value}\n" for name, value in variables.items())},
         commands=[command],
         afterwards=[

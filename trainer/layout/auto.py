@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+
 from shardwright.errors import UserError, did_you_mean
-from shardwright.layout.checks import collapse
 from shardwright.layout.mesh import SEQUENCE, Mesh
 from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.placement import Placement, Shard
+from shardwright.layout.plan_checks import collapse
 from shardwright.layout.recipe import Compute, Recipe
 from shardwright.layout.roles import Role, Roles
-from torch import nn
-from transformers import PreTrainedModel
 
 AUTO = "auto"
 UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # stands for it until there is a model

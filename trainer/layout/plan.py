@@ -9,15 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+
 from shardwright.errors import UserError
-from shardwright.layout.checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.optimizer_state import StateTensor, state_tensors
 from shardwright.layout.partition import PartitionSpec, partition_spec, shards_of
 from shardwright.layout.placement import Placement, Shard
+from shardwright.layout.plan_checks import check_activations, check_dimensions, check_divisible, check_tied, match_lines
 from shardwright.layout.recipe import Layout, Recipe, layout_text
 from shardwright.layout.stacking import layer_names, numbers_of, stack_name
-from torch import nn
 
 
 @dataclass(frozen=True)

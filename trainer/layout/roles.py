@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from shardwright.layout.checks import collapse
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from shardwright.layout.plan_checks import collapse
 
 # What has but one dimension longer than that is too small to cut: a projection to few gates, and, of what is no
 # projection, a convolution's kernels or a state of each channel.

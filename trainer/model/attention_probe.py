@@ -16,14 +16,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
 from shardwright.errors import UserError
 from shardwright.model.facts import experts_modules, in_short
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole
-from shardwright.models.attention.interface import MASKED, NAME, Unsupported, bind, choose, masks_without_reads
+from shardwright.models.attention.attention_interface import (
+    MASKED,
+    NAME,
+    Unsupported,
+    bind,
+    choose,
+    masks_without_reads,
+)
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.pieces import from_pieces, to_pieces
-from shardwright.models.experts import interface as experts
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from shardwright.models.experts import experts_interface as experts
 
 _TOKENS = 6  # of each of the two documents
 _HEAD = 16  # the narrowest head of the small model

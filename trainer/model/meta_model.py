@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardwright.errors import UserError
-from shardwright.layout.recipe import Recipe
-from shardwright.model.facts import in_short
-from shardwright.models.experts import families
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -27,6 +23,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+
+from shardwright.errors import UserError
+from shardwright.layout.recipe import Recipe
+from shardwright.model.facts import in_short
+from shardwright.models.experts import expert_families
 
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
@@ -285,7 +286,7 @@ def _on_meta(
         with _parameters_on_meta(real), _bounded(), _LargeOnMeta():
             # a copy: choosing a model's kernels writes into its config
             model = build(copy.deepcopy(config), dtype=torch.float32)
-        families.adapt(model)
+        expert_families.adapt(model)
         model.tie_weights()  # each assignment has made a new parameter, and ties are lost
         # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight

@@ -11,11 +11,12 @@ import re
 from collections import Counter
 
 import torch
+from transformers import PreTrainedModel
+
 from shardwright.errors import UserError
 from shardwright.model.facts import experts_modules, in_short
-from shardwright.models.attention.interface import masks_without_reads
-from shardwright.models.experts import interface as experts
-from transformers import PreTrainedModel
+from shardwright.models.attention.attention_interface import masks_without_reads
+from shardwright.models.experts import experts_interface as experts
 
 _ROWS, _TOKENS = 2, 8
 _LISTED = 6  # patterns in a notice

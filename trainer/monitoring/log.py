@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from transformers import TrainerState
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.write import Saved
 from shardwright.monitoring import messages
-from shardwright.monitoring.run_page import Watch
+from shardwright.monitoring.run_page import RunPage
 from shardwright.monitoring.throughput import Meter
 from shardwright.report.lines import say
 from shardwright.xla.program_cache import KEPT
-from transformers import TrainerState
 
 
 class RunLog:
@@ -27,7 +28,7 @@ class RunLog:
         self,
         state: TrainerState,
         meter: Meter,
-        watch: Watch,
+        watch: RunPage,
         args: TrainingArguments,
         console: Console,
         event: Callable[..., None],

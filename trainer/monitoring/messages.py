@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from transformers import TrainerState
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.lineage import folder_of, noted
 from shardwright.checkpoint.read import RunCheckpoint
@@ -12,7 +14,6 @@ from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.step.spikes import Spike
 from shardwright.step.step_metrics import StepMetrics
-from transformers import TrainerState
 
 
 def other_devices(job: Job, devices: int) -> UserError:

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
+from torch import nn
+from transformers import TrainerState
+
 from shardwright.checkpoint.output_folder import COMPILE_PAGE
 from shardwright.checkpoint.read import RunCheckpoint
-from shardwright.evaluation.samples import SAMPLES, Samples
+from shardwright.evaluation.prompt_samples import SAMPLES, Samples
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.job import Job
 from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
@@ -17,11 +20,9 @@ from shardwright.report.curve import loss_curve
 from shardwright.report.expert_load import ExpertLoad, as_record, load_picture
 from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
 from shardwright.report.lines import say
-from shardwright.report.page import RunView, run_page
+from shardwright.report.run_view import RunView, run_page
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
-from torch import nn
-from transformers import TrainerState
 
 PAGE, LIVES = "report.html", "lives.json"
 _SHARE = 0.02  # of a run's time may go to its page
@@ -39,7 +40,7 @@ _FILES = {
 }
 
 
-class Watch:
+class RunPage:
     """A run's page, and the clock that its goodput is read from. The life begins when this is made.
 
     The page is one for all lives of the run: its curves are those of the log, which goes on from a checkpoint, and

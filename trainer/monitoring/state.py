@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from rich.table import Table
+from transformers import TrainerState
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.data.corpus import Corpus
@@ -22,7 +24,6 @@ from shardwright.step.eval_step import Evaluation, PreferenceEvaluation, prefix_
 from shardwright.step.loss import LossFunction
 from shardwright.step.objectives.preference import LOGGED
 from shardwright.xla.runtime import compile_count
-from transformers import TrainerState
 
 
 def settled(

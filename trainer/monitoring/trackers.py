@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from shardwright.errors import UserError, did_you_mean
-from shardwright.report.lines import say
 from transformers import TrainerCallback
 
 # semi-private: transformers/integrations/integration_utils.py, transformers 5.23
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from shardwright.errors import UserError, did_you_mean
+from shardwright.report.lines import say
 
 
 class Tracker(TrainerCallback):

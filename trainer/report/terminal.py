@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
+from transformers import TrainerCallback
+
 from shardwright.report.bars import step_bar
 from shardwright.report.goodput import WHAT
 from shardwright.report.lines import say
-from transformers import TrainerCallback
 
 # log key → how a person reads it
 _FORMATS = {

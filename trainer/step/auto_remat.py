@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 from shardwright.files.cache import cache_root, digest
 from shardwright.job import Job
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked
 from shardwright.models.layers.decoder_layers import DecoderLayers
 from shardwright.report.units import size
-from torch import nn
 
 AUTO = "auto"
 # what changes the memory of a step, beside the recipe and the model

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+
 from shardwright.files.arrays import Array, Stack
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
@@ -20,9 +23,9 @@ from shardwright.layout.recipe import Layout, matches
 from shardwright.model.facts import experts_modules
 from shardwright.models import mixers
 from shardwright.models.adapters.int8 import SCALE
-from shardwright.models.attention import interface as attention
+from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
-from shardwright.models.experts import interface as experts
+from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.layers.decoder_layers import DecoderLayers, number_layers
@@ -35,17 +38,15 @@ from shardwright.step.loss import Loss, LossFunction
 from shardwright.step.objectives.preference import Preference
 from shardwright.step.optimizers.optimizer import make_optimizer
 from shardwright.step.prepare_parameters import Prepare
-from shardwright.step.routing import make_routing, router_losses, watch_routing
+from shardwright.step.router_load import make_routing, router_losses, watch_routing
 from shardwright.step.spikes import spike_watch
 from shardwright.step.split_rows import RowPieces
 from shardwright.step.train_step import StepOptions, TrainStep
 from shardwright.weights.place import place_parameters
 from shardwright.weights.placed_parameters import Placed
-from shardwright.weights.sources import Source
+from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh, chip_of, device_order
-from torch import nn
-from transformers import PreTrainedModel
+from shardwright.xla.device_mesh import DeviceMesh, chip_of, device_order
 
 _LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
 

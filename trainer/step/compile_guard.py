@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+
 from shardwright.errors import UserError
 from shardwright.xla.runtime import program_count
 

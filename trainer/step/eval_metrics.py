@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+
 from shardwright.errors import UserError
 from shardwright.model.facts import in_short
 from shardwright.models.ops.partial_gradients import Tensors

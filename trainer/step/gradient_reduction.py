@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from transformers import PreTrainedModel
+
 from shardwright.job import Job
 from shardwright.layout.partition import PartitionSpec, axes_of, partition_spec, shards_of
 from shardwright.layout.placement import Shard
@@ -24,8 +26,7 @@ from shardwright.models.ops import jax_call, partial_gradients
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Manual
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh, device_order
-from transformers import PreTrainedModel
+from shardwright.xla.device_mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16  # libtpu would turn a reduce-scatter over all the chips of a torus into an all-reduce
 _LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
 from shardwright.errors import UserError
-from shardwright.models.attention.interface import masks_without_reads
+from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses
 from shardwright.models.layers import side_outputs
 from shardwright.models.layers.layer_inputs import LoopChanged
@@ -18,8 +21,6 @@ from shardwright.models.ops.torch_overrides import LocalOps
 from shardwright.step.gradient_reduction import PartialGradient
 from shardwright.step.objectives.preference import REFERENCE
 from shardwright.step.split_rows import RowPieces
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 IGNORE = -100  # the label of what is not scored
 CORRECT = "correct_tokens"

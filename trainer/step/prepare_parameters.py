@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import partition_spec
@@ -16,7 +17,7 @@ from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.stored_layout import as_stored
 from shardwright.step.gradient_reduction import PartialGradient, token_axes
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh, device_order
+from shardwright.xla.device_mesh import DeviceMesh, device_order
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from shardwright.arguments.training import TrainingArguments
 
 MOST_IN_A_ROW = 16  # so many steps above the limit one after another are no spike: that is the level now

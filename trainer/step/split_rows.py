@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
+
 from shardwright.models.attention.pieces import from_pieces, to_pieces
 from shardwright.models.ops.head_loss import TokenLayout, head_loss
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh, device_order
-from torch.nn.functional import pad
+from shardwright.xla.device_mesh import DeviceMesh, device_order
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from shardwright.files.arrays import Array
 from shardwright.report.expert_load import ExpertLoad
-from shardwright.step.routing import Routing
+from shardwright.step.router_load import Routing
 from shardwright.step.spikes import Spike, SpikeWatch
 
 # behind them stand what a preference objective logs, the shares of `Routing.shares`, the run's steps without a scored

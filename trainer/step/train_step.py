@@ -13,24 +13,25 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
+
 from shardwright.files.arrays import Array
 from shardwright.layout.optimizer_state import StateTensor
 from shardwright.layout.partition import PartitionSpec
 from shardwright.models.ops import random_bits, scopes
-from shardwright.models.ops.loop import run_turns
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
+from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss, scored_tokens
 from shardwright.step.objectives.preference import LOGGED, Preference
 from shardwright.step.optimizers.optimizer import Optimizer, clip_factor, global_norm
-from shardwright.step.routing import Routing, totals
+from shardwright.step.router_load import Routing, totals
 from shardwright.step.spikes import SpikeWatch
 from shardwright.step.step_metrics import METRICS, MetricsLayout, StepMetrics
 from shardwright.weights.placed_parameters import Placed
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
 from shardwright.xla.runtime import run_now
-from torch import nn
 
 
 @dataclass(frozen=True)

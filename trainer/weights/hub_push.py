@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi
+
 from shardwright.errors import UserError
 from shardwright.model.facts import in_short
 

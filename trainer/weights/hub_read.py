@@ -22,16 +22,17 @@ import torch
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from safetensors import safe_open
-from shardwright.errors import UserError
-from shardwright.files.arrays import Array, Slices
-from shardwright.report.bars import byte_bar
-from shardwright.weights.lazy_tensors import Lazy, Values
 from torch import nn
 from transformers import PreTrainedModel
 
 # semi-private: transformers/conversion_mapping.py and transformers/core_model_loading.py, transformers 5.23
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from shardwright.errors import UserError
+from shardwright.files.arrays import Array, Slices
+from shardwright.report.bars import byte_bar
+from shardwright.weights.lazy_tensors import Lazy, Values
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the files to fetch of a repository: some hold the weights a second time, in another format

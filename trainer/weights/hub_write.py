@@ -22,18 +22,19 @@ from pathlib import Path
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from rich.console import Console
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# semi-private: transformers/core_model_loading.py, transformers 5.23
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
+
 from shardwright.errors import UserError
 from shardwright.files.arrays import Slices
 from shardwright.files.folder import Folder
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import DTYPES, INDEX, WEIGHTS
 from shardwright.weights.lazy_tensors import Lazy
-from shardwright.weights.sources import Source
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-# semi-private: transformers/core_model_loading.py, transformers 5.23
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import cached_file
+from shardwright.weights.weight_sources import Source
 
 KEY_FORMATS = ("original", "new")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from shardwright.files.arrays import Array, Slices
 from torch.utils._pytree import tree_map_only  # semi-private: torch/utils/_pytree.py, torch 2.9
+
+from shardwright.files.arrays import Array, Slices
 
 # writes the values at the wanted slices into a tensor of their shape
 Fill: TypeAlias = Callable[[Slices, torch.Tensor], None]

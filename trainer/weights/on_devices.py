@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
 from shardwright.files.arrays import Array, Layer, Slices
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
 from shardwright.weights.place import layer_batches, read_layer
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh
+from shardwright.xla.device_mesh import DeviceMesh
 from shardwright.xla.runtime import run_now
-from torch import nn
 
 
 class LiveWeights:

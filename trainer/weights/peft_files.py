@@ -20,20 +20,21 @@ from typing import Any
 import torch
 from rich.console import Console
 from safetensors import safe_open
-from shardwright.errors import UserError
-from shardwright.files.folder import Folder
-from shardwright.hosts.hosts import hosts
-from shardwright.model.lora import CONFIG, WEIGHTS, adapted_shapes, as_config
-from shardwright.models.adapters.lora import A, B, Lora
-from shardwright.report.bars import byte_bar
-from shardwright.weights.hub_write import write_files
-from shardwright.weights.lazy_tensors import Lazy
-from shardwright.weights.sources import Source
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import revert_weight_conversion
+
+from shardwright.errors import UserError
+from shardwright.files.folder import Folder
+from shardwright.hosts.hosts import hosts
+from shardwright.model.lora_options import CONFIG, WEIGHTS, adapted_shapes, as_config
+from shardwright.models.adapters.lora import A, B, Lora
+from shardwright.report.bars import byte_bar
+from shardwright.weights.hub_write import write_files
+from shardwright.weights.lazy_tensors import Lazy
+from shardwright.weights.weight_sources import Source
 
 _PROBES = 4  # columns that a saved adapter is tried on
 _PREFIX, _TAILS = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
@@ -222,7 +223,7 @@ def open_adapter(folder: Folder, lora: Lora, model: PreTrainedModel, names: Mapp
     """A source of the factors that lie in ``folder`` in PEFT's format; they are held on the host.
 
     Args:
-        lora: what its config says (`shardwright.model.lora.read_config`).
+        lora: what its config says (`shardwright.model.lora_options.read_config`).
         model: transformers' own, on meta.
 
     Raises:

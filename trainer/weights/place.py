@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+
 from shardwright.files.arrays import Array, Stack
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
-from shardwright.weights.int8 import with_int8
-from shardwright.weights.sources import Source
+from shardwright.weights.int8_weights import with_int8
+from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
-from shardwright.xla.mesh import AbstractMesh, DeviceMesh
+from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh
 from shardwright.xla.runtime import device_kind, run_now, wait_for_devices
-from torch import nn
 
 
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:

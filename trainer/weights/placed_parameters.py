@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.layout.partition import PartitionSpec
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.xla.mesh import DeviceMesh
+from shardwright.xla.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)

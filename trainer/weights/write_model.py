@@ -6,13 +6,14 @@ import copy
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.files.folder import Folder
 from shardwright.report.lines import waiting
-from shardwright.weights.adapters import files_of
+from shardwright.weights.adapter_weights import files_of
 from shardwright.weights.hub_write import export
 from shardwright.weights.peft_files import save_adapter
-from shardwright.weights.sources import Source, part_and_rest
-from transformers import PreTrainedTokenizerBase
+from shardwright.weights.weight_sources import Source, part_and_rest
 
 if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
     from shardwright.job import Job

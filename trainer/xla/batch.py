@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+
 from shardwright.errors import UserError
 from shardwright.files.arrays import Slices
 from shardwright.layout.partition import PartitionSpec
-from shardwright.xla.mesh import AbstractMesh, DeviceMesh, local_devices
+from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh, local_devices
 from shardwright.xla.sharding import place, shard_slices
 
 

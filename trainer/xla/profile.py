@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch_xla.debug.profiler as xp
+from transformers import TrainerCallback
+
 from shardwright.files.folder import Folder
 from shardwright.xla.runtime import wait_for_devices
-from transformers import TrainerCallback
 
 FOLDER = "profile"  # in the output folder
 

@@ -12,12 +12,13 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
+from torch_xla.experimental import plugins
+
 from shardwright.errors import UserError
 from shardwright.hosts.hosts import connect, hosts
 from shardwright.xla.chips import CHIPS, Chip
 from shardwright.xla.program_cache import KEPT
-from torch_xla._internal import tpu  # semi-private: torch_xla/_internal/tpu.py, torch_xla 2.9
-from torch_xla.experimental import plugins
 
 VIRTUAL_DEVICES = 8
 MEETING_PORT = 8546  # torch_xla's own coordinator has 8547 by default, and gets the next one here

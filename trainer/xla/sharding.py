@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch_xla
+
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, Slices
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.xla.mesh import AbstractMesh, DeviceMesh, device_order, local_devices
+from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh, device_order, local_devices
 from shardwright.xla.runtime import device_count, run_now, wait_for_devices
 
 REPLICATED = "{replicated}"

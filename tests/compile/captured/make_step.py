@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from shardwright.compile.lowered import Argument, Lowered
+
+from shardwright.compile.lowered_graph import Argument, LoweredGraph
 
 LARGE = "--large" in sys.argv
 # layers, hidden, intermediate, experts, vocabulary, batch, sequence
@@ -89,7 +90,7 @@ arguments = [
     for number, (name, shape, sharding) in enumerate(zip(WEIGHTS, shapes, shardings, strict=True))
 ]
 arguments.append(Argument("input_ids", "batch", (B, S), "int32", text(P(BATCH, None), 2), None))
-lowered = Lowered(hlo, tuple(arguments), ("{replicated}", *shardings, *shardings), dict(mesh.shape), L)
+lowered = LoweredGraph(hlo, tuple(arguments), ("{replicated}", *shardings, *shardings), dict(mesh.shape), L)
 here, name = Path(__file__).parent, "step_large" if LARGE else "step"
 (here / f"{name}.hlo.pb.gz").write_bytes(gzip.compress(hlo, mtime=0))
 rest = {key: value for key, value in asdict(lowered).items() if key != "hlo"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shardwright.compile.hlo.collectives import axes_of_group, module_of, replica_groups
+
+from shardwright.compile.hlo.communication import axes_of_group, module_of, replica_groups
 
 
 @pytest.mark.parametrize(

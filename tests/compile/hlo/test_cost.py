@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from shardwright.compile.hlo.collectives import Collective, Traffic
+
+from shardwright.compile.hlo.communication import Collective, Traffic
 from shardwright.compile.hlo.cost import Cost, count
 from shardwright.compile.hlo.text import parse
-
 from tests.support.captured import MESH, V5P
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shardwright.compile.hlo.cost import count
-from shardwright.compile.hlo.loops import trip_count
 from shardwright.compile.hlo.text import Module, parse
-
+from shardwright.compile.hlo.trip_counts import trip_count
 from tests.support.captured import V5P, captured
 
 

@@ -6,16 +6,16 @@ import itertools
 import math
 
 import pytest
+
 from shardwright.compile.hlo.cost import Counter
 from shardwright.compile.hlo.kernels import kernel_work
 from shardwright.compile.hlo.links import Links, Ring
-from shardwright.compile.hlo.schedule import seconds_of
 from shardwright.compile.hlo.text import parse
+from shardwright.compile.hlo.timeline import seconds_of
 from shardwright.compile.report.efficiency import EFFICIENCIES, efficiencies
 from shardwright.errors import UserError
 from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
 from shardwright.xla.chips import find_topology
-
 from tests.support.captured import V5P
 from tests.support.paths import ROOT
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from shardwright.compile.hlo.text import dtype_bits, leaves, parse
 
 

@@ -17,6 +17,11 @@ import torch
 from datasets import Dataset
 from hypothesis import strategies as st
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.checkpoint.metadata import Metadata
+from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainerState
+
 from shardwright.checkpoint import dcp_metadata, manifest, tensor_records
 from shardwright.checkpoint.host_state import random_state, set_random_state
 from shardwright.checkpoint.plain_pickle import read_pickle
@@ -28,11 +33,6 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.files.folder import Folder, as_json
 from shardwright.model.meta_model import meta_model
 from shardwright.report.curve import loss_curve
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from torch.distributed.checkpoint.metadata import Metadata
-from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainerState
-
 from tests.support.fuzz.edits import MILD, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.fuzz.pickles import EVIL, as_pickle, as_tree

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import AutoConfig
+
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights.hub_read import INDEX, WEIGHTS, open_hub_weights
-from transformers import AutoConfig
-
 from tests.support.fuzz.edits import MILD, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.lives import TINY

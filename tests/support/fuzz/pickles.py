@@ -11,7 +11,6 @@ import struct
 from typing import Any
 
 from shardwright.checkpoint.plain_pickle import Made, Name
-
 from tests.support.fuzz.edits import WICKED
 
 

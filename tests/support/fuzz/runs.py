@@ -10,16 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from shardwright.arguments.command_line import parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.output_folder import find_output
 from shardwright.data.corpus import DataOptions, load_corpus
-from shardwright.data.records.sources import locate
+from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.job import Job
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from tests.support.fuzz.edits import MILD, NUMBERS, WICKED, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.fuzz.models import LLAMA

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
-from shardwright.errors import UserError
 
+from shardwright.errors import UserError
 from tests.support.fuzz.kind import Kind
 
 SECONDS = 60  # of one case; a machine that does other work too takes a second for one that takes the longest

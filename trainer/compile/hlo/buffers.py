@@ -15,7 +15,7 @@ _VALUE = re.compile(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
 
 
 @dataclass(frozen=True)
-class _Value:
+class _BufferValue:
     """A value in HBM: its name, its bytes, and its place, which it may share with others that are the same buffer."""
 
     name: str
@@ -29,8 +29,8 @@ def fullest(assignment: str) -> str:
     The step's arguments have memory of their own all along, so they are always among them.
     """
     allocations: list[str] = []
-    arguments: list[_Value] = []
-    values: list[_Value] = []
+    arguments: list[_BufferValue] = []
+    values: list[_BufferValue] = []
     argument = in_hbm = False
     for line in assignment.splitlines():
         if line.startswith("allocation "):
@@ -39,14 +39,14 @@ def fullest(assignment: str) -> str:
         elif in_hbm and (found := _VALUE.match(line)):
             name = found[1] if found[1].endswith("}") else found[1] + "{}"
             place = len(allocations), int(found[3]), int(found[2])
-            (arguments if argument else values).append(_Value(name, int(found[2]), place))
+            (arguments if argument else values).append(_BufferValue(name, int(found[2]), place))
     held = {value.place: value for value in reversed(arguments)}  # of an allocation the first, the argument itself
     alive = {value.place: value for value in reversed(_most(assignment, values))}
     lines = [f"    {value.name}: {value.bytes} bytes" for value in (*alive.values(), *held.values())]
     return "\n".join([*allocations, "peak:", *lines])
 
 
-def _most(assignment: str, values: list[_Value]) -> list[_Value]:
+def _most(assignment: str, values: list[_BufferValue]) -> list[_BufferValue]:
     """Those of ``values`` that are alive when they take most bytes; what shares a place counts once."""
     ranges = {name: (int(start), int(end)) for name, start, end in _RANGE.findall(assignment)}
     begins, ends = defaultdict(list), defaultdict(list)

@@ -18,12 +18,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardwright.compile.hlo.collectives import Collective, Traffic, collective, module_of
+from shardwright.compile.hlo.communication import Collective, Traffic, collective, module_of
 from shardwright.compile.hlo.flops import convolution_flops, dot_flops
 from shardwright.compile.hlo.kernels import is_kernel
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.loops import trip_count
 from shardwright.compile.hlo.text import Computation, Instruction, Leaf, Module
+from shardwright.compile.hlo.trip_counts import trip_count
 from shardwright.xla.chips import Chip
 
 _FREE = {  # opcodes that move no bytes of their own

@@ -11,6 +11,7 @@ import re
 from functools import lru_cache
 
 import numpy as np
+
 from shardwright.compile.hlo.text import Instruction
 
 

@@ -76,7 +76,7 @@ class Links:
         """How long a collective takes that has the links to itself.
 
         Args:
-            wire_bytes: what a chip sends if its group forms a ring (shardwright.compile.hlo.collectives).
+            wire_bytes: what a chip sends if its group forms a ring (shardwright.compile.hlo.communication).
         """
         chip = self.topology.chip
         if network == "dcn":

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from shardwright.compile.hlo.collectives import Collective, Traffic
-from shardwright.compile.lowered import Argument, Lowered
+
+from shardwright.compile.hlo.communication import Collective, Traffic
+from shardwright.compile.lowered_graph import Argument, LoweredGraph
 from shardwright.layout.stacking import is_stacked
 
 _NOTABLE_BYTES = 64 * 2**20  # a step; a collective that moves less is not flagged
@@ -28,7 +29,7 @@ class CollectiveLine:
     Args:
         axis: mesh axes, ``fsdp×expert``; ``slices`` for what goes over DCN between slices.
         count: how many run in a step.
-        bytes: as shardwright.compile.hlo.collectives counts them.
+        bytes: as shardwright.compile.hlo.communication counts them.
         wire_bytes: what a chip sends when its group forms a ring.
         exposed_bytes: of those, what all links at once have still to send when the work beside it is done.
         module: the module that the compiler's metadata names; without one, the parameter that fits, or the operation.
@@ -53,7 +54,7 @@ class CollectiveLine:
 
 
 def collective_lines(
-    collectives: Mapping[Collective, Traffic], lowered: Lowered, exchange: str | None
+    collectives: Mapping[Collective, Traffic], lowered: LoweredGraph, exchange: str | None
 ) -> list[CollectiveLine]:
     """One line for each kind, axis, module and purpose; those that send most come first.
 
@@ -119,7 +120,7 @@ def _unplanned(
 class Parameters:
     """The step's weights, found by the shapes and sizes of what the compiler made of them."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: LoweredGraph) -> None:
         self.mesh = lowered.mesh
         self.weights = [a for a in lowered.arguments if a.kind == "weights" and len(a.shape) > 1]
         batches = [a for a in lowered.arguments if a.kind == "batch"]

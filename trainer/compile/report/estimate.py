@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwright.compile.hlo.schedule import CAUSES
+from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.efficiency import changed
 from shardwright.xla.chips import Chip
 
@@ -18,7 +18,7 @@ class Estimate:
         seconds: of one step; the sum of ``shares``.
         tokens_per_second: of one chip; None if it is not known how many tokens a step takes.
         mfu: model FLOPs over the chip's peak in that time; None without model FLOPs.
-        shares: cause → seconds, in the order of :data:`shardwright.compile.hlo.schedule.CAUSES`.
+        shares: cause → seconds, in the order of :data:`shardwright.compile.hlo.timeline.CAUSES`.
         efficiency: the efficiencies that are not the stated ones.
     """
 

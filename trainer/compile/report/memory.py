@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.compile.hlo.collectives import module_of
+from shardwright.compile.hlo.communication import module_of
 from shardwright.compile.hlo.text import Computation, Instruction, Module, leaves
-from shardwright.compile.lowered import Lowered
+from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.report.units import parse_size
 
 LARGEST = 20  # buffers in a report
@@ -28,7 +28,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MemorySizes:
     """Bytes a chip.
 
     Args:
@@ -68,7 +68,7 @@ class Memory:
         refused: the largest buffers of a step that does not fit.
     """
 
-    sizes: Sizes
+    sizes: MemorySizes
     limit: int = 0
     refused: tuple[Buffer, ...] = ()
 
@@ -94,7 +94,7 @@ class OutOfMemory:
     buffers: tuple[Buffer, ...]
 
 
-def memory_of(result: dict[str, Any], buffers: str, lowered: Lowered) -> Memory:
+def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> Memory:
     """The memory of a step: from statistics if it fits, from the error if not.
 
     Args:
@@ -110,7 +110,7 @@ def memory_of(result: dict[str, Any], buffers: str, lowered: Lowered) -> Memory:
     required = arguments + temp + max(outputs - alias, 0)
     # with temporaries on the host the compiler's peak counts those too
     peak = required if result["host_temp"] else result["peak"]
-    sizes = Sizes(
+    sizes = MemorySizes(
         peak_bytes=peak,
         required_bytes=max(peak, required),
         argument_bytes=arguments,
@@ -126,12 +126,12 @@ def memory_of(result: dict[str, Any], buffers: str, lowered: Lowered) -> Memory:
     return Memory(sizes)
 
 
-def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> Sizes:
+def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> MemorySizes:
     """The larger of what the error says, in numbers that it rounds, and what was allocated before it."""
     arguments = max(sum(kinds.values()), refusal.arguments)
     temp = max(heap, refusal.program)
     required = max(temp + arguments + refusal.outputs - refusal.shared, refusal.used)
-    return Sizes(
+    return MemorySizes(
         peak_bytes=required,
         required_bytes=required,
         argument_bytes=arguments,
@@ -147,12 +147,12 @@ def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> Si
 
 
 def _by_kind(kinds: dict[str, int], arguments: int) -> dict[str, int]:
-    """The fields of `Sizes` that divide ``arguments`` bytes by kind; what no allocation tells is ``other_bytes``."""
+    """Fields of `MemorySizes` that divide ``arguments`` bytes by kind; what no allocation tells is ``other_bytes``."""
     told = {kind: kinds[kind] for kind in ("weights", "optimizer", "batch")}
     return {f"{kind}_bytes": count for kind, count in (told | {"other": arguments - sum(told.values())}).items()}
 
 
-def _assigned(buffers: str, lowered: Lowered) -> tuple[int, dict[str, int]]:
+def _assigned(buffers: str, lowered: LoweredGraph) -> tuple[int, dict[str, int]]:
     """(bytes of the temporaries' heap, bytes of arguments by kind), both in HBM."""
     kinds = {"weights": 0, "optimizer": 0, "batch": 0, "other": 0}
     heap = 0
@@ -167,7 +167,7 @@ def _assigned(buffers: str, lowered: Lowered) -> tuple[int, dict[str, int]]:
     return heap, kinds
 
 
-def largest_buffers(lowered: Lowered, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
+def largest_buffers(lowered: LoweredGraph, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
     """The largest in HBM of those alive at the peak; none without a module."""
     if module is None:
         return ()
@@ -185,7 +185,7 @@ def largest_buffers(lowered: Lowered, module: Module | None, buffers: str) -> tu
     return tuple(sorted(found, key=lambda b: -b.bytes)[:LARGEST])
 
 
-def _owner(lowered: Lowered, module: Module, home: Computation, instruction: Instruction | None) -> str:
+def _owner(lowered: LoweredGraph, module: Module, home: Computation, instruction: Instruction | None) -> str:
     """The module that an instruction's metadata names, or the argument that it is; else those of its first operand."""
     for _ in range(_LOOK_BACK):
         if instruction is None:

@@ -15,13 +15,13 @@ from typing import Any
 
 from shardwright.compile.hlo.cost import Cost, Counter
 from shardwright.compile.hlo.links import Links
-from shardwright.compile.hlo.schedule import seconds_of
 from shardwright.compile.hlo.text import Module, parse
-from shardwright.compile.lowered import Lowered
+from shardwright.compile.hlo.timeline import seconds_of
+from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
 from shardwright.compile.report.efficiency import efficiencies
 from shardwright.compile.report.estimate import Estimate, estimate
-from shardwright.compile.report.memory import Buffer, Memory, Sizes, largest_buffers, memory_of
+from shardwright.compile.report.memory import Buffer, Memory, MemorySizes, largest_buffers, memory_of
 from shardwright.step.auto_remat import LayerValue
 from shardwright.xla.chips import Chip, Topology
 
@@ -92,7 +92,7 @@ class GraphMemory:
     Args:
         graph: ``train step``, ``evaluation``, …
         fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
-        required_bytes: as in :class:`shardwright.compile.report.memory.Sizes`.
+        required_bytes: as in :class:`shardwright.compile.report.memory.MemorySizes`.
         held_bytes: the part of the run's state that lies there meanwhile and is no argument of this graph: optimizer
             state beside an evaluation.
         error: why the compiler refused it; empty if it did not.
@@ -115,7 +115,7 @@ class GraphMemory:
 
 
 @dataclass(frozen=True)
-class CompileReport(Sizes):
+class CompileReport(MemorySizes):
     """All numbers of a compiled train step, per chip and step, and the memory of the run's other graphs.
 
     Args:
@@ -137,7 +137,7 @@ class CompileReport(Sizes):
         graphs: the train step first, then those that were asked beside it (:meth:`beside`).
         estimate: the train step's time; without a compiled step it is 0.
         uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
-        values: as in :class:`shardwright.compile.lowered.Lowered`.
+        values: as in :class:`shardwright.compile.lowered_graph.LoweredGraph`.
     """
 
     fits: bool
@@ -202,7 +202,7 @@ class CompileReport(Sizes):
 
 
 def make_report(
-    lowered: Lowered,
+    lowered: LoweredGraph,
     where: Topology,
     result: dict[str, Any],
     hlo: str,
@@ -258,7 +258,7 @@ def make_report(
 
 
 def _measure(
-    module: Module, lowered: Lowered, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
+    module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
 ) -> tuple[Cost, dict[str, float]]:
     """What one execution costs a chip, and its seconds by cause."""
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
@@ -273,7 +273,7 @@ def _usable_hbm(said: int, chip: Chip) -> int:
     return chip.hbm_bytes if abs(said - chip.hbm_bytes) < 2**24 or not said else said
 
 
-def _largest(lowered: Lowered, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
+def _largest(lowered: LoweredGraph, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
     parameters = Parameters(lowered)
 
     def named(buffer: Buffer) -> Buffer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.compile.hlo.schedule import CAUSES
+from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
 from shardwright.compile.report.efficiency import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rich.console import Console
-from shardwright.compile.job import CompileJob
+
+from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.report.lines import say, waiting

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from shardwright.compile.job import CompileJob
+
+from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.report.report import CompileReport
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.compile.search.remat_share import compile_auto

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
+
 from shardwright.arguments.training import TrainingArguments
-from shardwright.compile.arguments import CompileArguments
-from shardwright.compile.job import CompileJob
+from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.search.remat_share import MARGIN
 from shardwright.compile.search.search import Tried
 from shardwright.errors import UserError

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+
 from shardwright.data.records.documents import text_documents
+from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, cause, locate, not_utf8, pick_splits
 from shardwright.data.records.records import columns_of, identity_of, open_records, shape_of_files, texts_of_file
-from shardwright.data.records.shapes import Shape, no_pairs, recognise, text_shape
-from shardwright.data.records.sources import Files, Given, HubDataset, cause, locate, not_utf8, pick_splits
+from shardwright.data.records.shapes import RecordShape, no_pairs, recognise, text_shape
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import UserError
 
@@ -37,7 +38,7 @@ class DocumentStream:
     identity: str
     parts: int
     read: Callable[[int, int], Iterator[tuple[str, str | None]]]
-    shape: Shape = text_shape()  # noqa: RUF009  (it is frozen)
+    shape: RecordShape = text_shape()  # noqa: RUF009  (it is frozen)
     sizes: Mapping[str, int] = field(default_factory=dict)
     heldout: DocumentStream | None = None
     unread: Unread = Unread("a stream", "error")  # noqa: RUF009  (it counts nothing)
@@ -76,7 +77,7 @@ def find_stream(
     """
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
-    if isinstance(where, HubDataset | Given):
+    if isinstance(where, HubDataset | HeldRecords):
         return _of_records(where, text_column, pairs)
     identity, names = identity_of(where), list(where.files)
     if where.kind == "text":
@@ -94,7 +95,7 @@ def find_stream(
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _of_files(where: Files, names: list[str], known: tuple[Shape, str], unread: Unread) -> DocumentStream:
+def _of_files(where: Files, names: list[str], known: tuple[RecordShape, str], unread: Unread) -> DocumentStream:
     """The stream of the rows of files of one split; a row that has no text, or can't be read, is None."""
     shape, identity = known
 
@@ -109,7 +110,7 @@ def _sizes(where: Files, names: list[str]) -> dict[str, int]:
     return {name: where.files[name].stat().st_size for name in names}
 
 
-def _of_records(where: HubDataset | Given, text_column: str | None, pairs: bool) -> DocumentStream:
+def _of_records(where: HubDataset | HeldRecords, text_column: str | None, pairs: bool) -> DocumentStream:
     splits, identity = open_records(where)
     train, heldout = pick_splits(splits, where.asked)
     shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
@@ -117,7 +118,7 @@ def _of_records(where: HubDataset | Given, text_column: str | None, pairs: bool)
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _records(where: HubDataset | Given, split: IterableDataset, known: tuple[Shape, str]) -> DocumentStream:
+def _records(where: HubDataset | HeldRecords, split: IterableDataset, known: tuple[RecordShape, str]) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
     recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked, shape.is_pair)

@@ -11,10 +11,19 @@ from typing import Any
 import datasets
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, Value
+
 from shardwright.data.records.files import Unreadable
+from shardwright.data.records.record_sources import (
+    Files,
+    HeldRecords,
+    HubDataset,
+    locate,
+    not_utf8,
+    pick_splits,
+    unreadable,
+)
 from shardwright.data.records.records import shape_of_files, texts_of_file
-from shardwright.data.records.shapes import Shape, no_pairs, recognise, text_shape
-from shardwright.data.records.sources import Files, Given, HubDataset, locate, not_utf8, pick_splits, unreadable
+from shardwright.data.records.shapes import RecordShape, no_pairs, recognise, text_shape
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
@@ -41,7 +50,7 @@ class Documents:
 
     asked: str
     fingerprint: str
-    shape: Shape
+    shape: RecordShape
     read: Callable[[Path], Mapping[str, Dataset]]
     unread: Unread
 
@@ -59,7 +68,7 @@ def find_documents(
     """
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
-    if isinstance(where, Given):
+    if isinstance(where, HeldRecords):
         return _given_documents(where, text_column, unread, pairs)
     if isinstance(where, HubDataset):
         return _hub_documents(where, text_column, unread, pairs)
@@ -158,7 +167,7 @@ def _line_groups(path: Path, unread: Unread) -> Iterator[str]:
             yield "".join(map(decoded, lines))
 
 
-def _record_documents(where: Files, shape: Shape, unread: Unread) -> Documents:
+def _record_documents(where: Files, shape: RecordShape, unread: Unread) -> Documents:
     def read(scratch: Path) -> Mapping[str, Dataset]:
         splits = where.by_split()
         train, heldout = pick_splits(splits, where.asked)
@@ -193,7 +202,7 @@ def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread, p
     return Documents(where.asked, fingerprint, shape, read, unread)
 
 
-def _given_documents(where: Given, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
+def _given_documents(where: HeldRecords, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
     if not isinstance(where.records, Dataset):
         raise UserError(
             asked=f"rows of {where.asked} that are stored",
@@ -211,7 +220,7 @@ def _given_documents(where: Given, text_column: str | None, unread: Unread, pair
     return Documents(where.asked, identity, shape, read, unread)
 
 
-def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str, Dataset]:
+def _picked(splits: Mapping[str, Dataset], shape: RecordShape, asked: str) -> dict[str, Dataset]:
     """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
     for name in [train, *heldout]:
@@ -224,7 +233,7 @@ def _picked(splits: Mapping[str, Dataset], shape: Shape, asked: str) -> dict[str
     }
 
 
-def _texts(splits: Mapping[str, Dataset], shape: Shape, scratch: Path) -> dict[str, Dataset]:
+def _texts(splits: Mapping[str, Dataset], shape: RecordShape, scratch: Path) -> dict[str, Dataset]:
     """Splits with the one column ``text``: each record as its one string."""
     if shape.is_text:
         return {name: split.rename_columns({shape.required[0]: "text"}) for name, split in splits.items()}
@@ -240,7 +249,7 @@ def _texts(splits: Mapping[str, Dataset], shape: Shape, scratch: Path) -> dict[s
     }
 
 
-def _checked(splits: dict[str, Dataset], where: HubDataset | Given) -> dict[str, Dataset]:
+def _checked(splits: dict[str, Dataset], where: HubDataset | HeldRecords) -> dict[str, Dataset]:
     """``splits``, whose texts are UTF-8: Arrow files and Parquet hold whatever bytes were written as text."""
     for split in splits.values():
         for table in split.with_format("arrow").iter(RECORDS_AT_ONCE):

@@ -8,9 +8,10 @@ from typing import Any
 
 import datasets
 from datasets import Dataset, Features, IterableDataset, List, Value
+
 from shardwright.data.records.files import Unreadable, rows_of
-from shardwright.data.records.shapes import Shape, no_pairs, recognise, text_shape
-from shardwright.data.records.sources import Files, Given, HubDataset, locate, pick_splits, unreadable
+from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, locate, pick_splits, unreadable
+from shardwright.data.records.shapes import RecordShape, no_pairs, recognise, text_shape
 from shardwright.data.records.unreadable import Unread
 from shardwright.files.cache import digest
 
@@ -18,7 +19,9 @@ LOOKED_AT = 100  # first rows of a split's files, which show its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
-def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False) -> Shape:
+def find_shape(
+    dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False
+) -> RecordShape:
     """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text, ``pairs`` that it is
     pairs of answers.
 
@@ -37,7 +40,7 @@ def find_shape(dataset: str | Dataset | IterableDataset | None, text_column: str
     return recognise(columns_of(where, splits[train]), None, where.asked, pairs)
 
 
-def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -> Shape:
+def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -> RecordShape:
     """The shape of the records of files, by the split to train on.
 
     Raises:
@@ -52,7 +55,7 @@ def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -
     return shape
 
 
-def texts_of_file(where: Files, name: str, shape: Shape, unread: Unread, start: int = 0) -> Iterator[str | None]:
+def texts_of_file(where: Files, name: str, shape: RecordShape, unread: Unread, start: int = 0) -> Iterator[str | None]:
     """Each row of a file of records as its one string, from number ``start`` (from 0) on.
 
     None for rows without text, and those that can't be read, where they are skipped.
@@ -67,7 +70,7 @@ def texts_of_file(where: Files, name: str, shape: Shape, unread: Unread, start: 
             yield None
 
 
-def _text_of(row: Any, shape: Shape) -> str | None:
+def _text_of(row: Any, shape: RecordShape) -> str | None:
     """Raises Unreadable: a text that is no text, or holds what UTF-8 can't."""
     if shape.is_text and shape.required[0] not in row:
         raise Unreadable(f"no column {shape.required[0]}")
@@ -81,13 +84,13 @@ def _text_of(row: Any, shape: Shape) -> str | None:
     return text
 
 
-def open_records(where: HubDataset | Given) -> tuple[dict[str, IterableDataset], str]:
+def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDataset], str]:
     """The splits by name, and a name for them that is the same on every machine.
 
     Raises:
         UserError: they can't be opened.
     """
-    if isinstance(where, Given):
+    if isinstance(where, HeldRecords):
         return {"train": where.stream()}, where.identity
     try:
         builder = datasets.load_dataset_builder(where.name, where.configuration, revision=where.revision)
@@ -104,7 +107,7 @@ def identity_of(where: Files) -> str:
     return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
 
 
-def columns_of(where: HubDataset | Given, split: IterableDataset) -> dict[str, Any]:
+def columns_of(where: HubDataset | HeldRecords, split: IterableDataset) -> dict[str, Any]:
     """Column name -> feature. Where they are not known before the files are read, they are those of the first record.
 
     Raises:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Value
+
 from shardwright.errors import UserError
 
 
 @dataclass(frozen=True)
-class Shape:
+class RecordShape:
     """What a record is made of.
 
     Args:
@@ -69,23 +70,25 @@ class BadRecord(ValueError):
 _TURNS = "the assistant's turns"
 # in this order: a set with a rendered `text` beside its messages is a set of messages
 SHAPES = (
-    Shape("messages", ("messages",), ("tools",), _TURNS),
-    Shape("conversations", ("conversations",), ("system", "tools"), _TURNS),
-    Shape("prompt/completion", ("prompt", "completion"), ("tools",), "the completion"),
-    Shape("instruction/output", ("instruction", "output"), ("input", "system"), "the output"),
-    Shape("text", ("text",)),
-    Shape("input_ids", ("input_ids",), ("labels",), "every token, or its labels"),
+    RecordShape("messages", ("messages",), ("tools",), _TURNS),
+    RecordShape("conversations", ("conversations",), ("system", "tools"), _TURNS),
+    RecordShape("prompt/completion", ("prompt", "completion"), ("tools",), "the completion"),
+    RecordShape("instruction/output", ("instruction", "output"), ("input", "system"), "the output"),
+    RecordShape("text", ("text",)),
+    RecordShape("input_ids", ("input_ids",), ("labels",), "every token, or its labels"),
 )
 # recognised where an objective asks for pairs, and nowhere else: many sets of pairs can be trained on as messages too
-PAIRS = Shape("chosen/rejected", ("chosen", "rejected"), ("prompt", "tools"), "the chosen answer against the rejected")
+PAIRS = RecordShape(
+    "chosen/rejected", ("chosen", "rejected"), ("prompt", "tools"), "the chosen answer against the rejected"
+)
 
 
-def text_shape(column: str = "text") -> Shape:
+def text_shape(column: str = "text") -> RecordShape:
     """The shape of records with a text in ``column``."""
-    return Shape("text", (column,))
+    return RecordShape("text", (column,))
 
 
-def recognise(columns: Mapping[str, Any], text_column: str | None, asked: str, pairs: bool = False) -> Shape:
+def recognise(columns: Mapping[str, Any], text_column: str | None, asked: str, pairs: bool = False) -> RecordShape:
     """The shape of records with these columns (name -> feature of `datasets`); ``text_column`` names it as text.
 
     Args:

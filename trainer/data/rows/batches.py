@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from shardwright.data.rows.by_length import OrderByLength, RowsByLength
 from shardwright.data.rows.packing import IGNORE
 from shardwright.data.rows.rows import Order, Rows, StoredRows

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from shardwright.data.rows.packing import IGNORE, Columns
 from shardwright.data.rows.rows import Order, Rows, count_in
 

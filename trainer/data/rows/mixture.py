@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+
 from shardwright.data.records.records import find_shape
-from shardwright.data.records.shapes import Shape
+from shardwright.data.records.shapes import RecordShape
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
 from shardwright.errors import UserError
@@ -83,7 +84,7 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
 
 def shapes_of(
     dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False
-) -> list[Shape]:
+) -> list[RecordShape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
     return [find_shape(source.dataset, text_column, pairs) for source in sources_of(dataset)]
 

@@ -11,9 +11,10 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.data.records.documents import has_text
 from shardwright.data.tokenizer import plain_tokens
-from transformers import PreTrainedTokenizerBase
 
 Columns = dict[str, np.ndarray]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.records.documents import has_text, key_hash
 from shardwright.data.records.prefetch import Ahead, stop_if_the_program_ends
@@ -24,7 +25,7 @@ from shardwright.hosts.hosts import hosts
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a row begins in an epoch. To start there, nothing before it has to be read again.
 
     Args:
@@ -46,7 +47,7 @@ class Window:
 
     epoch: int
     number: int
-    start: Place
+    start: StreamPosition
     columns: Columns
 
     def __len__(self) -> int:
@@ -86,9 +87,9 @@ class StreamedRows:
 
     def first(self, count: int) -> Columns:
         """The first ``count`` rows, or all if there are fewer, not shuffled. [rows, S]"""
-        return _EpochReader(self, range(self.documents.parts), Place()).take(count)
+        return _EpochReader(self, range(self.documents.parts), StreamPosition()).take(count)
 
-    def windows(self, seed: int, epoch: int, number: int, start: Place, at_least: int) -> Iterator[Window]:
+    def windows(self, seed: int, epoch: int, number: int, start: StreamPosition, at_least: int) -> Iterator[Window]:
         """Windows without end, from window ``number`` of ``epoch`` on, which began at ``start``.
 
         Tokens that fill no row at an epoch's end begin the next epoch.
@@ -106,13 +107,13 @@ class StreamedRows:
                 rows, number, start = rows + len(order), number + 1, reader.place
             if rows < at_least:
                 raise too_few_rows(at_least, f"{self.documents.asked} ended after {rows} rows")
-            epoch, number, start = epoch + 1, 0, Place(rest=reader.place.rest)
+            epoch, number, start = epoch + 1, 0, StreamPosition(rest=reader.place.rest)
 
 
 class _EpochReader:
     """The rows of one epoch, in the order of its documents, from ``start`` on."""
 
-    def __init__(self, rows: StreamedRows, parts: Sequence[int], start: Place) -> None:
+    def __init__(self, rows: StreamedRows, parts: Sequence[int], start: StreamPosition) -> None:
         self._rows, self._packer = rows, rows.new_packer()
         self._packer.rest = np.array(start.rest, dtype=np.int32)
         self._documents = _documents(rows.documents, parts, start.part, start.document)
@@ -123,7 +124,7 @@ class _EpochReader:
             self._skip = start.skip
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StreamPosition:
         """Where the next row begins."""
         return replace(self._group, skip=self._skip)
 
@@ -143,7 +144,7 @@ class _EpochReader:
 
     def _next_group(self) -> bool:
         """Pack the next group of documents; False: there are none."""
-        self._group, self._skip = Place(*self._read, rest=self._packer.rest.tolist()), 0
+        self._group, self._skip = StreamPosition(*self._read, rest=self._packer.rest.tolist()), 0
         texts: list[str] = []
         characters = 0
         for read, key, text in self._documents:
@@ -171,13 +172,13 @@ def _documents(
         document = 0
 
 
-def _place(values: Mapping[str, Any]) -> Place:
+def _place(values: Mapping[str, Any]) -> StreamPosition:
     """The place that a cursor holds.
 
     Raises:
         ValueError, TypeError: there is none.
     """
-    place = Place(**values)
+    place = StreamPosition(**values)
     for name in ("part", "document", "skip"):
         count_in(vars(place), name)
     if not isinstance(place.rest, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in place.rest):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
+
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasets import Dataset
+
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.records.documents import Documents
-from shardwright.data.records.shapes import Shape
+from shardwright.data.records.shapes import RecordShape
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
 
@@ -64,7 +65,7 @@ def stream_evaluated_on(stream: DocumentStream, others: DocumentStream) -> Docum
     return replace(stream, identity=f"{stream.identity}, evaluated on {others.identity}", heldout=others)
 
 
-def _check_same(shape: Shape, other: Shape, asked: str) -> None:
+def _check_same(shape: RecordShape, other: RecordShape, asked: str) -> None:
     if shape != other:
         raise UserError(
             asked=f"to evaluate on {asked}",

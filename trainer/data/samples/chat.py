@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from shardwright.data.records.shapes import BadRecord
 from shardwright.errors import UserError
-from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 ASSISTANT = "assistant"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+
 from shardwright.errors import UserError
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]

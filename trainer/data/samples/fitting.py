@@ -16,11 +16,12 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
-from shardwright.data.records.shapes import BadRecord, Shape
+from transformers import PreTrainedTokenizerBase
+
+from shardwright.data.records.shapes import BadRecord, RecordShape
 from shardwright.data.rows.packing import IGNORE, Columns, as_table
 from shardwright.data.samples.samples import Encoder, Sample, joined
 from shardwright.errors import UserError
-from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SampleOptions:
 
     Args:
         train_on_prompt: the loss is on every token, not on the answers alone.
-        overflow: what becomes of a sample longer than a row: one of ``shardwright.arguments.data.OVERFLOW``.
+        overflow: what becomes of a sample longer than a row: one of ``shardwright.arguments.data_options.OVERFLOW``.
         packing: several samples share a row; else each has its own.
         on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
         stops: tokens that end a generation, beside the tokenizer's end-of-text token.
@@ -48,7 +49,7 @@ class SampleOptions:
 Group = tuple[Sample, ...]
 
 
-class Watch(Protocol):
+class FittingObserver(Protocol):
     """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it.
 
     Of a pair the two answers are told as one sample.
@@ -77,12 +78,12 @@ class SamplePacker:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        shape: Shape,
+        shape: RecordShape,
         sequence_length: int,
         options: SampleOptions,
         isolate: bool = True,
         place_of: Callable[[str], str] = lambda document: f"a record that begins {document[:60]!r}",
-        watch: Watch | None = None,
+        watch: FittingObserver | None = None,
     ) -> None:
         self.watch, self._documents = watch, list[str]()
         self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of

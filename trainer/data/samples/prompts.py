@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import UserError
 from transformers import PreTrainedTokenizerBase
+
+from shardwright.errors import UserError
 
 MOST = 1000  # prompts of a file: they are answered at each evaluation, and read by a person
 Prompt = str | list[dict[str, Any]]

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from shardwright.data.records.shapes import BadRecord, Shape
+from transformers import PreTrainedTokenizerBase
+
+from shardwright.data.records.shapes import BadRecord, RecordShape
 from shardwright.data.rows.packing import IGNORE
 from shardwright.data.samples.chat import Chat, Template, chat_of, with_prompt
 from shardwright.data.tokenizer import plain_tokens, special_ids
-from transformers import PreTrainedTokenizerBase
 
 # how a record of instruction, input and output is asked where there is no chat template
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -47,7 +48,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Pair:
+class AnswerPair:
     """Two answers to one prompt, each behind the whole prompt: they go into one row, the chosen first."""
 
     chosen: Sample
@@ -90,7 +91,7 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        shape: Shape,
+        shape: RecordShape,
         tally: Counter[str],
         on_bad: Callable[[int, BadRecord], None],
         train_on_prompt: bool = False,
@@ -104,7 +105,7 @@ class Encoder:
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
-    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Pair]]:
+    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | AnswerPair]]:
         """The samples or pairs of ``documents``, each a record's one string, with its number; without those that are
         bad.
         """
@@ -120,7 +121,7 @@ class Encoder:
         # verbose=False: no warning that a text is longer than the model's context
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
-        samples: list[tuple[int, Sample | Pair]] = []
+        samples: list[tuple[int, Sample | AnswerPair]] = []
         for number, (texts, make) in drafts:
             made = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
             if made is not None:
@@ -207,8 +208,8 @@ class Encoder:
             drafts = [self._chat(chat_of(whole, name)) for name in names]
         (first, chosen), (second, rejected) = drafts
 
-        def make(tokens: list[list[int]]) -> Pair:
-            pair = Pair(chosen(tokens[: len(first)]), rejected(tokens[len(first) :]))
+        def make(tokens: list[list[int]]) -> AnswerPair:
+            pair = AnswerPair(chosen(tokens[: len(first)]), rejected(tokens[len(first) :]))
             if texts:  # the prompt's last token may run on into one answer alone: then both are scored from it on
                 start = min(int(np.argmax(sample.labels != IGNORE)) for sample in pair.segments)
                 for sample in pair.segments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwright.data.records.shapes import Shape
+from shardwright.data.records.shapes import RecordShape
 
 _CUT = {
     "truncate_right": "cut at their end",
@@ -14,7 +14,7 @@ _CUT = {
 }
 
 
-def notes(shape: Shape, tally: Mapping[str, int], length: int) -> list[str]:
+def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str]:
     """Lines for a person: how many samples, what was left of them, and what would train otherwise than they may think.
 
     Args:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
 from shardwright.models.ops.partial_gradients import Tensors
 
 IGNORE = -100

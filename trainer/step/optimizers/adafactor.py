@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from shardwright.step.optimizers.rule import State, decayed
 
 _SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # of squared gradients, and the least scale of a parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from shardwright.step.optimizers.rule import State, decayed
 
 

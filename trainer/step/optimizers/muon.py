@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
+
 from shardwright.layout.partition import PartitionSpec, axes_of
-from shardwright.models.ops.loop import run_turns
+from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.optimizers.rule import State, decayed
 from shardwright.xla import sharding
-from shardwright.xla.mesh import DeviceMesh
-from torch.nn.functional import pad
+from shardwright.xla.device_mesh import DeviceMesh
 
 # of Newton and Schulz's quintic iteration, and the least norm: those of torch/optim/_muon.py, torch 2.9
 _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
 from shardwright.arguments.training import TrainingArguments
 from shardwright.layout.optimizer_state import StateTensor, rule_of
 from shardwright.layout.partition import PartitionSpec, partition_spec
@@ -15,10 +18,8 @@ from shardwright.step.optimizers.adafactor import Adafactor
 from shardwright.step.optimizers.adamw import AdamW
 from shardwright.step.optimizers.lion import Lion
 from shardwright.step.optimizers.muon import Matrices, Muon
-from shardwright.step.optimizers.rule import Rule, State
-from shardwright.xla.mesh import DeviceMesh
-from torch import nn
-from transformers.trainer_pt_utils import get_parameter_names
+from shardwright.step.optimizers.rule import State, UpdateRule
+from shardwright.xla.device_mesh import DeviceMesh
 
 # The names that transformers' own Trainer keeps weight decay away from (`Trainer.get_decay_parameter_names`, 5.23).
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -35,7 +36,7 @@ class Optimizer:
         decay: names of the parameters that weight decay applies to.
     """
 
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, UpdateRule]
     state: Mapping[str, tuple[StateTensor, ...]]
     specs: Mapping[str, tuple[PartitionSpec, ...]]
     weight_decay: float
@@ -70,7 +71,7 @@ def make_optimizer(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh
     return Optimizer(rules, state, specs, args.weight_decay, decay_names(model))
 
 
-def _rule(args: TrainingArguments, entry: ParameterPlan, plan: ShardingPlan, mesh: DeviceMesh) -> Rule:
+def _rule(args: TrainingArguments, entry: ParameterPlan, plan: ShardingPlan, mesh: DeviceMesh) -> UpdateRule:
     rule, stacked = rule_of(args.optim, entry.name, entry.shape), is_stacked(entry.name)
     if rule == "adamw":
         return AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon)

@@ -15,7 +15,7 @@ import torch
 State = tuple[torch.Tensor, ...]
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """See the module."""
 
     def __call__(

@@ -1,0 +1,339 @@
+"""Causal attention for transformers' attention interface, under the names ``portable`` and ``portable_masked``.
+
+Both are registered once, at import. Under the first, models build no mask, and causality, windows and chunks are said
+by numbers. Under the second they build transformers' own masks, as tensors ``[batch, 1, sequence, keys]``, and make of
+them what they like: an indexer's choice of keys, a bias of their own, keys beyond the sequence's.
+
+ How the kernel's inputs lie on the mesh is said by an attribute of the attention
+module (:func:`bind`), so models with different layouts can live in one process. A graph built for a TPU gets the Pallas
+kernel of :mod:`shardwright.models.attention.splash`, any other the tensor operations of
+:mod:`shardwright.models.attention.portable`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+
+from shardwright.models.attention import pieces, ring, splash
+from shardwright.models.attention.attention_families import FORWARDS
+from shardwright.models.attention.kernel_layout import KernelLayout
+from shardwright.models.attention.portable import Scoring, portable
+from shardwright.models.ops.jax_call import target
+from shardwright.models.ops.randomness import active
+
+# The first name stays out of transformers' mask registry, so that models build no mask: it has as many numbers as the
+# sequence's square. An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
+NAME = "portable"
+MASKED = "portable_masked"
+ONE_DEVICE = KernelLayout()
+# attributes of a module: its kernel layout, and the positions of a chunk in its layer (0: all are one)
+_LAYOUT = "_shardwright_kernel_layout"
+_CHUNK = "_shardwright_chunk"
+# keyword arguments that reach every attention function and change no score
+_HARMLESS = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "use_cache",
+    "return_dict",
+    "deterministic",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+}
+_UNDERSTOOD = {
+    "attention_mask",
+    "segment_ids",
+    "sliding_window",
+    "position_bias",
+    "indices",
+    "block_indices",
+    "is_causal",
+    "output_attentions",
+}
+# the documents of the rows that a model runs on, for the masks that it builds
+_segments: ContextVar[torch.Tensor | None] = ContextVar("segments", default=None)
+
+
+class Unsupported(ValueError):
+    """Attention was asked for something that changes its numbers and that ours does not do."""
+
+
+def choose(model: PreTrainedModel, name: str) -> None:
+    """Make ``model`` run the attention ``name``, of ours or of transformers' own."""
+    model.set_attn_implementation(name)
+    mark_chunks(model.modules())
+    for module in model.modules():
+        family: Any = type(module)
+        if name in (NAME, MASKED) and family.__name__ in FORWARDS:
+            module.__class__ = _with_our_forward(family)  # not an attribute: equal layers stay equal
+
+
+@functools.cache
+def _with_our_forward(family: Any) -> Any:
+    forward = FORWARDS[family.__name__]
+    return family if family.forward is forward else type(family.__name__, (family,), {"forward": forward})
+
+
+def mark_chunks(modules: Iterable[Any]) -> None:
+    """Note on each module of a layer how many positions attend to each other alone, which no argument ever says.
+
+    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``. As an attribute it
+    also tells apart layers that are equal in all else.
+    """
+    for module in modules:
+        config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        types = getattr(config, "layer_types", None)
+        if config is not None and types is not None and layer is not None and layer < len(types):
+            setattr(module, _CHUNK, config.attention_chunk_size if types[layer] == "chunked_attention" else 0)
+
+
+def bind(model: nn.Module, layout: KernelLayout) -> None:
+    """Make the attention ``portable`` of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
+
+    A model that is not bound runs as on one device.
+    """
+    for module in model.modules():  # all of them: families don't mark which of their modules are attention
+        setattr(module, _LAYOUT, layout)
+
+
+@contextmanager
+def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+    """Inside, transformers builds masks without reading a value back, and those of ``portable_masked`` by segments.
+
+    Otherwise it asks the device on every step whether positions are packed and whether anything is padding. That costs
+    a graph of its own and a transfer. Under a compiler it does not ask, so this says that there is one.
+
+    Args:
+        segment_ids: ``[batch, sequence]``, those that the model is given; None: one segment a row, no padding.
+    """
+    token = _segments.set(segment_ids)
+    own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
+    masking_utils.is_tracing = lambda *_: True
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = own
+        _segments.reset(token)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
+
+    A graph built for a TPU (:func:`shardwright.models.ops.jax_call.target`) gets the kernel. Any other graph, and
+    tensors that are not on XLA, get the portable operations; so does dropout, which the kernel has not. Both support
+    all else that :meth:`__call__` accepts, at any length and head dimension.
+
+    Args:
+        layout: how the kernel's inputs lie on the mesh. The partitioner cannot split a kernel: without a layout every
+            device would do all of the work. The portable operations don't use it.
+        interpret: for tests. Not 0: the kernel runs on any platform, by Pallas's interpreter, in blocks of so many
+            tokens.
+        masked: accept masks, which then say alone what a token sees. They are tensors [batch, heads or 1, sequence,
+            keys]: memory quadratic in the sequence. The portable operations run them, on a TPU too.
+    """
+
+    layout: KernelLayout = ONE_DEVICE
+    interpret: int = 0
+    masked: bool = False
+
+    # transformers' signature of an attention function
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        segment_ids: torch.Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of one layer.
+
+        Args:
+            module: the attention layer. Its ``is_causal`` and ``config`` are checked.
+            query: ``[batch, query heads, sequence, head dimension]``.
+            key: ``[batch, key heads, sequence, head dimension]``; key heads divide query heads.
+            value: ``[batch, key heads, sequence, value dimension]``.
+            attention_mask: ``[batch or 1, query heads or 1, sequence, keys]``, what is added to the scores (or bool:
+                whether a query sees a key); keys may outnumber the sequence. None unless ``masked``. Padding and
+                packing are said by ``segment_ids``.
+            scaling: factor on the scores; None: ``head dimension ** -0.5``.
+            dropout: the probability with which a weight is left out, and the others divided by 1 minus it. Above 0, the
+                call must stand inside :func:`shardwright.models.ops.randomness.drawing`.
+            segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally
+                within their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
+            softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
+            s_aux: ``[query heads]``, logits that take part in the softmax and have no value (GPT-OSS's sinks).
+            sinks: ``[batch, query heads, sequence, 1]``, likewise, one for each query (Inkling 2).
+            **kwargs: ``sliding_window``: how many positions a token sees, itself included (None or 0: all).
+                ``position_bias``: like a mask that is added, but causality and the window hold beside it; it gets a
+                gradient. ``indices``: ``[batch, sequence, n]``, the only keys that a query sees (an indexer's choice).
+                ``block_indices``: ``[batch, heads, sequence, n]``, likewise, for each group of heads blocks of
+                ``module.indexer.block_size`` keys; -1 is none.
+
+        Returns:
+            ``[batch, sequence, query heads, value dimension]``, and None for the attention weights.
+
+        Raises:
+            Unsupported: something was asked that changes the numbers and is not supported.
+        """
+        asked = {**kwargs, "segment_ids": segment_ids, "attention_mask": attention_mask}
+        _refuse_unsupported(module, query, key, asked, masked=self.masked)
+        random_key, site = active().site("attention dropout", query.device) if dropout else (None, 0)
+        by_mask = attention_mask is not None
+        scoring = Scoring(
+            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap,
+            None if by_mask else kwargs.get("sliding_window") or None,
+            None if by_mask else getattr(module, _CHUNK, 0) or None,
+            causal=not by_mask,
+            dropout=float(dropout),
+            site=site,
+        )
+        bias = _bias(module, query, key.shape[2], asked)
+        if self.layout.sequence_axis is not None and not self.masked:  # masks are made for a row in one piece
+            if dropout or bias is not None or sinks is not None:
+                raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
+            return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
+        on_tpu = query.device.type == "xla" and (self.interpret > 0 or target() == "tpu")
+        if not on_tpu or dropout or bias is not None or sinks is not None:
+            s_aux = sinks if s_aux is None else s_aux
+            return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
+        settings = splash.Settings(scoring, self.layout, self.interpret)
+        return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
+
+    def _of_pieces(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segment_ids: torch.Tensor | None,
+        s_aux: torch.Tensor | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Attention of tokens that lie in `pieces` order: in a ring; off XLA, in a row's own order."""
+        if query.device.type == "xla":
+            settings = splash.Settings(scoring, self.layout, self.interpret)
+            return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
+        count = self.layout.sequence_shards
+        rows = [pieces.from_pieces(t, count, 2) for t in (query, key, value)]
+        segments = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
+        return pieces.to_pieces(portable(rows[0], rows[1], rows[2], segments, s_aux, scoring), count, 1)
+
+
+def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls: :class:`Attention` under the module's own layout."""
+    return Attention(getattr(module, _LAYOUT, ONE_DEVICE))(module, *args, **kwargs)
+
+
+def _bound_masked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return Attention(getattr(module, _LAYOUT, ONE_DEVICE), masked=True)(module, *args, **kwargs)
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of transformers' eager attention, with the segments of :func:`masks_without_reads`."""
+    mask, segments = masking_utils.eager_mask(*args, **kwargs), _segments.get()
+    if mask is None or segments is None:
+        return mask
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, :, None]
+    return torch.where(same[:, None], mask, torch.finfo(mask.dtype).min)
+
+
+AttentionInterface.register(NAME, _bound)
+AttentionInterface.register(MASKED, _bound_masked)
+AttentionMaskInterface.register(MASKED, _mask)
+
+
+def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, Any]) -> torch.Tensor | None:
+    """What is added to the scores, ``[batch or 1, query heads or 1, sequence, keys]``, of all that was asked."""
+    mask, bias, lowest = asked["attention_mask"], asked.get("position_bias"), torch.finfo(query.dtype).min
+    indices, block_indices = asked.get("indices"), asked.get("block_indices")
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, lowest).to(query.dtype)
+    if bias is not None:
+        mask = bias if mask is None else mask + bias
+    seen = None
+    if indices is not None:
+        seen = _named(indices.unsqueeze(1), keys)
+    if block_indices is not None:
+        indexer: Any = module.indexer
+        size: int = indexer.block_size
+        blocks = _named(block_indices, -(-keys // size)).repeat_interleave(query.shape[1] // block_indices.shape[1], 1)
+        seen = blocks.repeat_interleave(size, -1)[..., :keys]
+    if seen is None:
+        return mask
+    return torch.where(seen, query.new_zeros(()) if mask is None else mask, lowest)
+
+
+def _named(index: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of ``count`` numbers are in the last dimension of ``index``; the others there are -1."""
+    named = torch.zeros(*index.shape[:-1], count + 1, dtype=torch.int32, device=index.device)
+    index = torch.where(index < 0, count, index).long()
+    return named.scatter(-1, index, torch.ones_like(index, dtype=torch.int32))[..., :count] > 0
+
+
+def _refuse_unsupported(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    kwargs: dict[str, Any],
+    *,
+    masked: bool,
+) -> None:
+    """Raise :class:`Unsupported` for what :class:`Attention` was asked and lacks; what changes no number passes."""
+    length, mask, segment_ids = query.shape[2], kwargs["attention_mask"], kwargs["segment_ids"]
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    shape = [query.shape[0], length]
+    checks = [
+        (
+            mask is not None and not masked,
+            "an attention mask",
+            "pass segment_ids [batch, sequence]: 0 for padding, one id for each packed sequence",
+        ),
+        (not causal and mask is None, "attention that is not causal", "use 'eager' or 'sdpa' for this model"),
+        (
+            key.shape[2] != length and (mask is None or segment_ids is not None),
+            f"{length} queries against {key.shape[2]} keys (a cache)",
+            "pass use_cache=False, or generate with 'sdpa'",
+        ),
+        (
+            query.shape[1] % key.shape[1],
+            f"{query.shape[1]} query heads over {key.shape[1]} key heads",
+            "the one must be a multiple of the other",
+        ),
+        (
+            segment_ids is not None and list(segment_ids.shape) != shape,
+            f"segment_ids that are not {shape}",
+            "give one id for each token",
+        ),
+        (kwargs.get("output_attentions"), "output_attentions", "use 'eager', which holds the weights"),
+    ]
+    known = _HARMLESS | _UNDERSTOOD
+    for name in sorted(kwargs.keys() - known):
+        checks.append((kwargs[name] is not None, repr(name), "it may change the scores; use 'eager' for this model"))
+    # some families say their window by the mask alone
+    unsaid = {"sliding_window"} - kwargs.keys() | ({"attention_chunk_size"} if not hasattr(module, _CHUNK) else set())
+    for name in sorted(unsaid):
+        limit = getattr(getattr(module, "config", None), name, None)
+        found = mask is None and limit and limit < length
+        checks.append((found, f"{name}={limit} said by a mask", f"use at most {limit} positions"))
+    for wrong, found, instead in checks:
+        if wrong:
+            raise Unsupported(f"attention {NAME!r} does not support {found}: {instead}")

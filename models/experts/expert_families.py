@@ -1,0 +1,26 @@
+"""Families whose experts need more than their structure: one entry a line, by the name of a class of transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from shardwright.models.experts import expert_loops, input_scaling
+
+# class of a block with experts → what puts these under transformers' experts interface, or makes their shapes static
+EXPERTS: dict[str, Callable[[nn.Module], None]] = {
+    "Llama4TextMoe": input_scaling.route,
+    "DbrxExperts": partial(input_scaling.swap_methods, mixin=expert_loops.Glu),
+    "JetMoeParallelExperts": partial(input_scaling.swap_methods, mixin=expert_loops.RowsProducts),
+    "JetMoeTopKGating": partial(input_scaling.swap_methods, mixin=expert_loops.JetMoeRows),
+    "LongcatFlashExperts": partial(input_scaling.swap_methods, mixin=expert_loops.SomeIdentity),
+}
+
+
+def adapt(model: nn.Module) -> None:
+    """Make all experts of ``model`` such as XLA can run. Parameters keep names and shapes, results their values."""
+    for module in list(model.modules()):
+        if entry := EXPERTS.get(type(module).__name__):
+            entry(module)

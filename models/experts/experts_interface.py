@@ -1,0 +1,63 @@
+"""Experts for transformers' experts interface, under the names ``dense``, ``capacity`` and ``dropless``.
+
+They are registered once, at import, and serve every model under that interface (about 60 families). Which kernel a
+module runs is said by an attribute of the module (:func:`bind`), so models with different layouts can live in one
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from shardwright.models.experts.capacity import Capacity
+from shardwright.models.experts.dense import dense
+from shardwright.models.experts.dropless import Dropless
+from shardwright.models.experts.input_scaling import ScaledExperts
+
+# the attribute of an experts module that holds its kernel
+_KERNEL = "_shardwright_experts_kernel"
+
+
+def choose(model: PreTrainedModel, name: str) -> None:
+    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity``, ``dropless`` or transformers' ``eager``.
+
+    transformers refuses a name that is not registered; who calls this has imported the module that registers it.
+    """
+    scaled = [module for module in model.modules() if isinstance(module, ScaledExperts)]
+    for experts in scaled:
+        experts.implementation = "dense" if name == "eager" else name  # exact too; transformers has no eager for them
+    if not scaled:
+        model.set_experts_implementation(name)
+
+
+def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) -> None:
+    """Make the experts modules ``names`` of ``model`` run ``kernel``. A copy of the model keeps it.
+
+    The model must also be told the kernel's name (:func:`choose`). A module that is not bound runs the kernel of that
+    name for one device, ``capacity`` with a capacity factor of 1.25.
+    """
+    for name in names:
+        setattr(model.get_submodule(name), _KERNEL, kernel)
+
+
+def _bound(name: str, default: Capacity | Dropless) -> Callable[..., torch.Tensor]:
+    """The experts function ``name`` that transformers calls: it calls the kernel of the module it is given."""
+
+    def run(experts: Any, *args: torch.Tensor) -> torch.Tensor:
+        kernel = getattr(experts, _KERNEL, default)
+        if type(kernel) is not type(default):
+            raise ValueError(f"experts {name!r} on a module that is bound to {type(kernel).__name__}: bind it anew")
+        return kernel(experts, *args)
+
+    return run
+
+
+ALL_EXPERTS_FUNCTIONS.register("dense", dense)
+ALL_EXPERTS_FUNCTIONS.register("capacity", _bound("capacity", Capacity(factor=1.25)))
+ALL_EXPERTS_FUNCTIONS.register("dropless", _bound("dropless", Dropless()))

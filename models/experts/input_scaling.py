@@ -1,0 +1,68 @@
+"""Blocks that scale a token by its router's score before an expert, put under transformers' experts interface.
+
+Their own forward gives every expert all tokens, scaled by zero where a token goes elsewhere: E times the work. Here an
+expert gets the tokens that go to it, by any of this package's kernels, and the numbers are the same.
+
+Shape suffixes: T tokens, H hidden width, k experts a token, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+# semi-private: transformers/integrations/moe.py, transformers 5.23
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+
+def route(block: nn.Module) -> None:
+    """Have ``block``, of the structure of Llama-4's `Llama4TextMoe`, route tokens to its experts, in place."""
+    swap_methods(block, ScaledBlock)
+    swap_methods(block.get_submodule("experts"), ScaledExperts)
+
+
+def swap_methods(module: nn.Module, mixin: type) -> None:
+    """Give ``module`` the methods of ``mixin`` before those of its class, in place."""
+    original: Any = type(module)
+    module.__class__ = _with(mixin, original)
+
+
+@functools.cache
+def _with(mixin: type, original: type) -> type:
+    """The class ``original`` with the methods of ``mixin``; one class however often, so that layers stay equal."""
+    return type(original.__name__, (mixin, original), {})
+
+
+class ScaledExperts(nn.Module):
+    """Experts with gate and up projections in one, [E, H, 2I], as the experts interface knows them."""
+
+    # as `use_experts_implementation` says them (transformers/integrations/moe.py, transformers 5.23)
+    has_gate, has_bias, has_post_expert_norm = True, False, False
+    is_transposed, is_concatenated = True, True
+    _is_expert_parallel = False
+    _apply_gate = _default_apply_gate
+    implementation = "dense"  # a name that `shardwright.models.experts.experts_interface` registers
+
+    def forward(self, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
+        run: Any = ALL_EXPERTS_FUNCTIONS[self.implementation]
+        result: torch.Tensor = run(self, x_TH, index_Tk, weight_Tk)
+        return result
+
+
+class ScaledBlock(nn.Module):
+    """The block's forward: a shared expert, and each token's k experts on the token times the sigmoid of its score."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        this: Any = self
+        x_TH = hidden_states.reshape(-1, this.hidden_dim)
+        logits_TE = nn.functional.linear(x_TH, this.router.weight)
+        value_Tk, index_Tk = torch.topk(logits_TE, this.top_k, dim=1)
+        score_Tk = torch.sigmoid(value_Tk.float()).to(x_TH.dtype)
+        out_TH = this.shared_expert(x_TH)
+        one_T1 = torch.ones_like(score_Tk[:, :1])
+        for score_T1, index_T1 in zip(score_Tk.split(1, dim=1), index_Tk.split(1, dim=1), strict=True):
+            out_TH = out_TH + this.experts(x_TH * score_T1, index_T1, one_T1)
+        return out_TH, logits_TE

@@ -1,0 +1,316 @@
+"""The layers that a decoder's loop calls: one by one with remat, or a run of layers that repeat as one scan.
+
+The loop calls one callable for each layer. Those of a run only note what they are given, up to the last, which runs
+all. So each layer gets what its decoder gives it and no other: its mask, its positions, its part of a tensor. What all
+layers of a run are given is passed once, and what differs between them is stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# semi-private: torch/utils/_pytree.py, torch 2.9
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwright.models.layers import side_outputs
+from shardwright.models.layers.decoder_loop import UNUSED, LayerOutput
+from shardwright.models.layers.graph import Flat, LayerGraph
+from shardwright.models.layers.kv_sharing import shared_in, stored
+from shardwright.models.layers.layer_inputs import Call, Input, LoopChanged, Sorted, as_given, as_passed, sort_calls
+from shardwright.models.layers.remat import REMAT, Value
+from shardwright.models.layers.scan import Stage, run_stages
+from shardwright.models.ops import partial_gradients, randomness, scopes
+from shardwright.models.ops.jax_call import lowered_for
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.models.ops.while_loop import Known
+
+# parameters by full name -> what the layer uses, by full name: each, and perhaps its partial gradient's leaf
+Prepare = Callable[[Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """One layer of a run's period.
+
+    Args:
+        name: its dotted name in the model, as ``model.layers.*``.
+        layer: if the run has more than one turn, with parameters that are stacked along dimension 0.
+        stacked: the names of its buffers that are stacked likewise.
+        shape: of what it returns; a run of one layer may do without.
+    """
+
+    name: str
+    layer: nn.Module
+    stacked: frozenset[str] = frozenset()
+    shape: LayerOutput | None = None
+
+    @property
+    def used(self) -> list[int] | None:
+        """The numbers of the tensors of its output that may be used; None: of any may."""
+        if self.shape is None:
+            return None
+        tensors = [path for path in self.shape.leaves if path is not None]
+        return [number for number, path in enumerate(tensors) if path != UNUSED]
+
+
+class LayerRun:
+    """A run of a decoder's layers: the layers of ``parts``, ``count`` times over.
+
+    Args:
+        first: the number of the run's first layer among the decoder's.
+    """
+
+    def __init__(self, parts: Sequence[LayerPart], first: int, count: int = 1) -> None:
+        self.parts, self.first, self.count = tuple(parts), first, count
+        self.prepare: Prepare = lambda parameters: parameters
+        self.partition: Callable[..., Any] = REMAT["none"]
+        # for each kind of call: the period's layers, traced
+        self.graphs: dict[Any, list[_Traced]] = {}
+        self.loops: dict[Any, Known] = {}  # and their loops, by platform and flags too
+        self._calls: list[Call] = []
+        # What the layer called last returned, which stands for what is not computed yet: id -> number in its output
+        self._promised: dict[int, int] = {}
+        self._kept: list[torch.Tensor | None] = []  # the same, so that no id is given to another tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes for a copy. It has no graphs, because those here run this run's layers."""
+        return {**vars(self), "graphs": {}, "loops": {}, "_calls": [], "_promised": {}, "_kept": []}
+
+    @property
+    def values(self) -> list[Value]:
+        """The values that the backward of one turn could be given; see :attr:`DecoderLayers.values`."""
+        trained = next((turn for turn in self.graphs.values() if turn[0].training), [])
+        return [value for layer in trained for value in layer.stage.graph.values]
+
+    @property
+    def size(self) -> int:
+        """How many layers the run has."""
+        return len(self.parts) * self.count
+
+    def take(self, offset: int, args: Any, kwargs: Any) -> Any:
+        """What layer ``offset`` of the run returns. For the last it is the result, for others what stands for it.
+
+        Raises:
+            LoopChanged: the decoder's loop is not as it was when the layers were grouped.
+        """
+        if offset == 0:
+            self._calls, self._promised, self._kept = [], {}, []
+        if offset != len(self._calls):
+            raise LoopChanged(f"layer {self.first + offset} is not called after the layer before it")
+        call = Call(args, kwargs, self._promised)
+        self._calls.append(call)
+        if offset + 1 < self.size:
+            return self._promise(self.parts[offset % len(self.parts)], call)
+        calls, self._calls, self._promised, self._kept = self._calls, [], {}, []
+        return self._run(calls)
+
+    def _promise(self, part: LayerPart, call: Call) -> Any:
+        """Output that stands for one to be computed. It is NaN, so that a use before is seen in the loss."""
+        assert part.shape is not None
+        given = dict(zip(call.paths, call.leaves, strict=True))
+        leaves = [_stand_in(given[path]) if path else None for path in part.shape.leaves]
+        tensors = [leaf for leaf, path in zip(leaves, part.shape.leaves, strict=True) if path is not None]
+        self._promised = {id(tensor): k for k, tensor in enumerate(tensors) if tensor is not None}
+        self._kept = tensors
+        return tree_unflatten(leaves, part.shape.spec)
+
+    def _run(self, calls: list[Call]) -> Any:
+        tensors = sort_calls(calls, len(self.parts))
+        real = side_outputs.real_tokens()
+        for j, part in enumerate(self.parts):
+            _add_state(tensors, j, part)
+            if real is not None:
+                tensors.inputs[j].append(tensors.share(real, "tokens", None))
+        shared = (*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own))
+        key = (
+            [part.layer.training for part in self.parts],
+            side_outputs.wanted(),
+            str([call.settings() for call in calls[: len(self.parts)]]),
+            str(tensors.inputs),
+            [(t.shape, t.dtype, t.requires_grad) for t in shared],
+        )
+        if str(key) not in self.graphs:
+            self.graphs[str(key)] = self._trace(calls, tensors)
+        traced = self.graphs[str(key)]
+        if any(stage.keyed for stage in traced):
+            keys = randomness.active().layer_keys(self.first, self.size)
+            for j, stage in enumerate(traced):
+                if stage.keyed:
+                    tensors.give(j, keys[j :: len(self.parts)] if self.count > 1 else keys[j], "key")
+        known = self.loops.setdefault((str(key), *lowered_for()), {}) if self.count > 1 else None
+        last, sides = run_stages([stage.stage for stage in traced], tensors, known)
+        side_outputs.replay([stage.side(side) for stage, side in zip(traced, sides, strict=True)], self.count)
+        output, stores = traced[-1].output(last, tensors.loop if self.count > 1 else None)
+        for mapping, entries in zip(calls[-1].shared, stores, strict=True):
+            mapping.update(entries)
+        return output
+
+    def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
+        """Each of the period's layers, traced on what ``tensors`` gives it."""
+        traced = []
+        for j, part in enumerate(self.parts):
+            if self.size == 1:
+                outputs = part.used
+            else:
+                after = tensors.inputs[j + 1] if j + 1 < len(self.parts) else []
+                outputs = sorted({i.index for i in after if i.source == "chain"}) if after else sorted({*tensors.loop})
+            sources = {
+                "slot": [_computed(t) for t in tensors.slots],
+                "learned": tensors.learned,
+                "fixed": tensors.fixed,
+                "own": [_of_a_turn(t) for t in tensors.own[j]] if self.count > 1 else tensors.own[j],
+            }
+            given = [
+                _computed(calls[j].leaves[i.name]) if i.source == "chain" else sources[i.source][i.index]
+                for i in tensors.inputs[j]
+            ]
+            layer = _Traced(part, calls[j], tensors.inputs[j], outputs, self.size == 1)
+            layer.trace(given, self.prepare, self.partition, self.first + j)
+            traced.append(layer)
+        return traced
+
+
+class _Traced:
+    """A layer, traced.
+
+    Args:
+        outputs: the numbers of the tensors of its output that are wanted; None: all.
+        single: whether it is a run by itself, so that it may store what later layers read.
+
+    Attributes:
+        keyed: whether it takes a key of random numbers, as its last input. Only a layer that draws does.
+        training: whether the layer was.
+    """
+
+    def __init__(
+        self, part: LayerPart, call: Call, inputs: Sequence[Input], outputs: Sequence[int] | None, single: bool
+    ) -> None:
+        self.part, self.inputs, self.outputs, self.single = part, list(inputs), outputs, single
+        self.settings, self.call_spec = call.settings(), call.spec
+        self.keyed, self.training = False, part.layer.training
+        self._leaves: list[Any] = []  # of the output: a number for each tensor, or what else there is
+        self._specs: tuple[Any, Any] = (None, None)  # of the output with what is stored, and of side outputs
+
+    def trace(self, given: Flat, prepare: Prepare, partition: Callable[..., Any], number: int) -> None:
+        """Trace the layer, the decoder's layer ``number``, on tensors like those ``given``."""
+
+        def graph(keys: Flat) -> LayerGraph:
+            with scopes.tracing():
+                return LayerGraph(lambda flat: self._function(flat, prepare), [*given, *keys], scopes.scoped(partition))
+
+        try:
+            made = graph([])
+        except randomness.UnknownDraw:
+            if randomness.active().key is None:
+                raise
+            self.keyed = True
+            made = graph([randomness.active().layer_keys(number, 1)[0]])
+        inputs = [*self.inputs]
+        if self.keyed:
+            last_own = max((i.index for i in inputs if i.source == "own"), default=-1)
+            inputs.append(Input("own", last_own + 1, "key"))
+        assert self.outputs is not None
+        self.stage = Stage(made, inputs, self.outputs)
+
+    def side(self, flat: Flat) -> Any:
+        """The side outputs as :func:`shardwright.models.layers.side_outputs.collect` gave them."""
+        return tree_unflatten(flat, self._specs[1])
+
+    def output(self, last: Flat, loop: Sequence[int] | None) -> tuple[Any, list[dict[Any, Any]]]:
+        """The layer's output, and what it stores for later layers.
+
+        Args:
+            last: tensors of both.
+            loop: the numbers of those; None: all are there. Nobody uses the others, which are NaN.
+        """
+        numbers = self.outputs if loop is None else loop
+        assert numbers is not None
+        found = dict(zip(numbers, last, strict=True))
+        leaves = [
+            found.get(leaf.number, _stand_in(last[0])) if isinstance(leaf, _Number) else leaf for leaf in self._leaves
+        ]
+        output: tuple[Any, list[dict[Any, Any]]] = tree_unflatten(leaves, self._specs[0])
+        return output
+
+    def _function(self, flat: Flat, prepare: Prepare) -> Flat:
+        """The layer as a function of its inputs: the outputs that are wanted, what it stores, and side outputs."""
+        leaves, weights, buffers, real = list(self.settings), {}, {}, None
+        for i, t in zip(self.inputs, flat, strict=False):
+            if i.target == "leaf":
+                leaves[i.name] = as_given(t, i.dtype)
+            elif i.target == "weight":
+                weights[i.name] = t
+            elif i.target == "tokens":
+                real = t
+            else:
+                buffers[i.name] = as_given(t, i.dtype)
+        args, kwargs = tree_unflatten(leaves, self.call_spec)
+        shared = shared_in(args, kwargs)
+        before = [dict(mapping) for mapping in shared]
+        with randomness.drawing(*flat[len(self.inputs) :]), side_outputs.given(real):
+            output, side = self._run_once(weights, buffers, args, kwargs, prepare)
+        stores = stored(before, shared)
+        for mapping, known in zip(shared, before, strict=True):
+            mapping.data = known
+        after = tree_flatten((args, kwargs))
+        if [*map(id, after[0])] != [*map(id, leaves)] or (any(stores) and not self.single):
+            raise LoopChanged(f"{self.part.name} changes an argument that it is given")
+        found, spec = tree_flatten((output, stores))
+        tensors = [t for t in found if isinstance(t, torch.Tensor)]
+        numbers = iter(range(len(tensors)))
+        self._leaves = [_Number(next(numbers)) if isinstance(t, torch.Tensor) else t for t in found]
+        returned = len([t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)])
+        wanted = range(returned) if self.outputs is None else self.outputs
+        self.outputs = sorted({*wanted, *range(returned, len(tensors))})
+        sides, side_spec = tree_flatten(side)
+        self._specs = (spec, side_spec)
+        return [*(tensors[k] for k in self.outputs), *sides]
+
+    def _run_once(
+        self, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any, prepare: Prepare
+    ) -> tuple[Any, Any]:
+        """The layer's output and side outputs, with ``weights`` prepared for it."""
+        prefix = f"{self.part.name}."
+        named = prepare({prefix + key: weight for key, weight in weights.items()})
+        prepared = {name.removeprefix(prefix): t for name, t in named.items()}
+        return side_outputs.collect(
+            lambda: partial_gradients.functional_call(self.part.layer, prepared | buffers, args, kwargs)
+        )
+
+
+@dataclass(frozen=True)
+class _Number:
+    """The place of a tensor in a layer's output."""
+
+    number: int
+
+
+def _add_state(tensors: Sorted, j: int, part: LayerPart) -> None:
+    """Add the parameters and buffers of the period's layer ``j`` to what it is given."""
+    parameters: Tensors = dict(part.layer.named_parameters())
+    for name, parameter in (parameters | partial_gradients.of(parameters)).items():
+        tensors.give(j, parameter, "weight", name)
+    for name, buffer in part.layer.named_buffers():
+        if name in part.stacked:
+            tensors.give(j, as_passed(buffer), "buffer", name, buffer.dtype)
+        else:
+            tensors.inputs[j].append(tensors.share(buffer, "buffer", name))
+
+
+def _computed(t: torch.Tensor) -> torch.Tensor:
+    """``t`` as what a layer computed: it has a gradient if it is of floating point."""
+    return t.detach().requires_grad_(t.is_floating_point())
+
+
+def _of_a_turn(stacked: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(stacked[0], requires_grad=stacked.requires_grad)
+
+
+def _stand_in(like: torch.Tensor) -> torch.Tensor:
+    value = float("nan") if like.is_floating_point() else -1
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)

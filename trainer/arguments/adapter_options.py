@@ -1,0 +1,70 @@
+"""Options of training a LoRA adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.arguments.option_values import Checked, option
+from shardwright.errors import UserError
+
+BASE_DTYPES = ["float32", "bfloat16", "int8"]
+_LORA = {"lora_alpha": None, "lora_target": "all-linear", "use_rslora": False}
+
+
+@dataclass
+class AdapterArguments(Checked):
+    """The adapter, and the frozen weights under it."""
+
+    lora_r: int | None = option(
+        None, "Train LoRA factors of this rank beside frozen weights, and nothing else. Default: train all weights."
+    )
+    lora_alpha: float | None = option(None, "What the factors add is scaled by alpha / r. Default: twice --lora_r.")
+    lora_target: str = option(
+        "all-linear",
+        "Which weights get factors: all-linear (linear layers but the head, and the experts' fused weights), or names "
+        "such as q_proj,v_proj,experts.gate_up_proj.",
+    )
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r) instead: rank-stabilised LoRA.")
+    adapter: str | None = option(
+        None, "Start from the LoRA adapter in this folder, as PEFT saves one, which says rank, scale and targets."
+    )
+    adapter_format: str = option(
+        "peft",
+        "How an adapter is written: as PEFT reads it onto this model (peft), or with each expert's weights by "
+        "themselves, under the hub's names, as serving engines read it (per_expert).",
+    )
+    base_dtype: str = option(
+        "bfloat16",
+        "What the frozen weights under an adapter are stored in: bfloat16, float32, or int8 at half of bfloat16's "
+        "memory: linear layers and experts as 8-bit integers with a scale for each row, all else in bfloat16.",
+    )
+
+    def check_adapter(self) -> None:
+        """Refuse what can't be."""
+        self.check_path("adapter")
+        self.choose("base_dtype", BASE_DTYPES)
+        self.check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
+        self.check("lora_alpha", self.lora_alpha is None or self.lora_alpha > 0, "it is a scale", 32)
+        self.choose("adapter_format", ["peft", "per_expert"])
+        if self.base_dtype != "bfloat16" and not self.has_adapter:
+            raise UserError(
+                asked=f"--base_dtype {self.base_dtype}",
+                found="no --lora_r and no --adapter",
+                why="without an adapter all weights are trained, and lie in --weight_dtype",
+                instead=f"--lora_r 16 --base_dtype {self.base_dtype}, or no --base_dtype",
+            )
+        said = [name for name in ("lora_alpha", "lora_target", "use_rslora") if getattr(self, name) != _LORA[name]]
+        if self.adapter is not None and self.lora_r is not None:
+            said = ["lora_r", *said]
+        if said and (self.lora_r is None or self.adapter is not None):
+            raise UserError(
+                asked=f"--{said[0]} {getattr(self, said[0])}",
+                found=f"--adapter {self.adapter}" if self.adapter else "no --lora_r",
+                why="an adapter says itself what it is" if self.adapter else "without a rank all weights are trained",
+                instead=f"no --{said[0]}" if self.adapter else f"--lora_r 16 --{said[0]} {getattr(self, said[0])}",
+            )
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the run trains an adapter beside frozen weights."""
+        return self.lora_r is not None or self.adapter is not None

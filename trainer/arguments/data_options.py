@@ -1,0 +1,93 @@
+"""Options that say what a run learns from."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from shardwright.arguments.option_values import Checked, option
+from shardwright.errors import UserError
+
+OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # what becomes of a sample longer than a row
+_SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins
+
+
+@dataclass
+class DataArguments(Checked):
+    """The records, what of them is learned, and the rows that they become."""
+
+    dataset: str | None = option(
+        None,
+        "Text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id (id:configuration, id@commit); or "
+        "several, each with its share of the rows: a.jsonl:0.7,b.jsonl:0.3. Default: the "
+        "source of Python's standard library.",
+    )
+    text_column: str | None = option(
+        None,
+        "Column of the dataset that holds plain text. Default: columns say what records are: `messages` or "
+        "`conversations`; `prompt`, `completion`; `instruction`, `output`; `text`; `input_ids`.",
+    )
+    eval_dataset: str | None = option(
+        None,
+        "Hold this out, as --dataset takes it, and none of --dataset. Several by names: `chat=a.jsonl,code=b.jsonl`. "
+        "Default: the dataset's own held-out split, or a share.",
+    )
+    max_samples: int | None = option(None, "Train on the first so many documents or samples of --dataset alone.")
+    train_on_prompt: bool = option(
+        False, "The loss is on every token of a sample, not on the assistant's turns or the completion alone."
+    )
+    packing: bool = option(
+        True,
+        "Samples share rows. `false`: each has its own, also each text, and a batch is as long as its longest, to a "
+        "half, a quarter or an eighth of --sequence_length; each length is compiled once.",
+    )
+    overflow: str = option(
+        "truncate_right",
+        f"What becomes of a sample longer than --sequence_length: {', '.join(OVERFLOW)}; always counted and said.",
+    )
+    on_bad_row: str = option(
+        "error",
+        "A row that can't be read, or that no sample can be made of, stops the run (`error`), or is left out and "
+        "counted (`skip`).",
+    )
+    streaming: bool = option(
+        False,
+        "Read, tokenise and pack the dataset as training goes on; nothing of it is stored.",
+    )
+    shuffle_rows: int = option(2048, "Rows that --streaming mixes; memory: so many x --sequence_length x 4 bytes.")
+    sequence_length: int = option(256, "Tokens a row.")
+    isolate_documents: bool = option(
+        False, "Attention stays within a document (segment ids); default: documents follow one another in a row."
+    )
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Name → what is held out; the one set without a name has an empty one. Empty: nothing is said."""
+        text = self.eval_dataset
+        if text is None:
+            return {}
+        if os.path.exists(os.path.expanduser(text)) or not _SET.match(text):
+            return {"": text}
+        starts = [*_SET.finditer(text)]
+        ends = [after.start() for after in starts[1:]] + [len(text)]
+        return {found[1]: text[found.end() : end] for found, end in zip(starts, ends, strict=True)}
+
+    def check_data(self) -> None:
+        """Refuse what can't be."""
+        for name in ("dataset", "eval_dataset"):
+            self.check_path(name)
+        self.check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)
+        self.check("sequence_length", self.sequence_length >= 2, "a row needs a token and its target", 256)
+        most = self.max_samples
+        self.check("max_samples", most is None or most >= 1, "nothing would be left to train on", 1000)
+        self.choose("overflow", OVERFLOW)
+        self.choose("on_bad_row", ["error", "skip"])
+        names = _SET.findall(self.eval_dataset or "") if "" not in self.eval_sets else []
+        if len(set(names)) < len(names) or not all(self.eval_sets.values()):
+            raise UserError(
+                asked=f"--eval_dataset {self.eval_dataset}",
+                found="a name twice" if all(self.eval_sets.values()) else "a name with nothing behind it",
+                why="each set is logged under its own name",
+                instead="--eval_dataset chat=a.jsonl,code=b.jsonl",
+            )

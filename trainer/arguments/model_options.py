@@ -1,0 +1,56 @@
+"""Options that say what is trained, and how it lies on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwright.arguments.option_values import Checked, option
+
+
+@dataclass
+class ModelArguments(Checked):
+    """The model, its layout and what its numbers are stored in."""
+
+    recipe: str = option(
+        "auto",
+        "Name of a recipe in recipes/, or the path of a .py file that defines `recipe`; or auto: made from --model's "
+        "own parallel plan and shapes, on the axes of --mesh.",
+    )
+    model: str | None = option(
+        None,
+        "Hub id or local checkpoint folder (its weights are the start), or a folder or file with a config.json alone "
+        "(random init). Default: the recipe's own small model.",
+    )
+    tokenizer: str | None = option(
+        None,
+        "Hub id or folder of a tokenizer. Default: the one with --model's weights, else a BPE trained on the dataset.",
+    )
+    mesh: str | None = option(
+        None,
+        "Other ICI factors for the recipe's mesh, e.g. `fsdp=4,expert=2`; of auto any of the axes data, fsdp, inner, "
+        "expert, tensor. `sequence` splits the tokens of each row, in any recipe (docs/recipes.md).",
+    )
+    compute: str | None = option(
+        None, "Another compute policy than the recipe's, e.g. `remat=0.5,capacity_factor=1.25` (docs/recipes.md)."
+    )
+    bf16: bool | None = option(
+        None, "Compute in bfloat16 over float32 weights (true), or in float32 (false). Default: as the recipe says."
+    )
+    weight_dtype: str = option("float32", "What weights are stored in: float32, or bfloat16 at half the memory.")
+    optimizer_dtype: str = option("float32", "What the optimizer's state is stored in: float32 or bfloat16.")
+    seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
+
+    def check_model(self) -> None:
+        """Refuse what can't be."""
+        for name in ("recipe", "model", "tokenizer"):
+            self.check_path(name)
+        self.check("seed", self.seed >= 0, "it can't be negative", 0)
+        for name in ("weight_dtype", "optimizer_dtype"):
+            self.choose(name, ["float32", "bfloat16"])
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes that weights and optimizer state are stored in, as `make_plan` takes them."""
+        return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}

@@ -1,0 +1,126 @@
+"""What fields of options are: their values' kinds, and how one that can't be is refused by the option's name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import field, fields
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+
+from shardwright.errors import UserError, did_you_mean
+
+_MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A field of an arguments dataclass, as transformers' `HfArgumentParser` reads it."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+def check_values(arguments: Any) -> None:
+    """Refuse fields of a dataclass of options whose values are not of the kind that their annotations say.
+
+    Numbers become Python's own ``int`` or ``float``, and paths ``str``.
+
+    Raises:
+        UserError: names the option, and what it takes.
+    """
+    hints = get_type_hints(type(arguments))
+    for each in fields(arguments):
+        name, value = each.name, getattr(arguments, each.name)
+        kinds = get_args(hints[name]) or (hints[name],)
+        if dict in kinds or value is each.default or (value is None and NoneType in kinds):
+            continue
+        kind = next(kind for kind in (bool, float, int, str) if kind in kinds)
+        try:
+            setattr(arguments, name, _READ[kind](value))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                asked=f"--{name} {value!r:.80}",
+                found=f"a {type(value).__name__}, where {_TAKES[kind]} is needed"
+                + (f": {error}" if str(error) else ""),
+                why="a run can't be made of it",
+                instead=f"--{name} {_EXAMPLE[kind]}",
+            ) from error
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _int(value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError
+    if abs(int(value)) > _MOST:
+        raise ValueError(f"at most {_MOST}")
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError
+    if not abs(float(value)) <= float(np.finfo(np.float32).max):  # NaN too
+        raise ValueError("finite, also in float32")
+    return float(value)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    text = str(value)
+    if not text or "\0" in text:
+        raise ValueError("not empty, and without a null character")
+    text.encode()  # UnicodeEncodeError, a ValueError: bytes of a command line that are no UTF-8
+    return text
+
+
+_READ: dict[type, Any] = {bool: _bool, int: _int, float: _float, str: _str}
+_TAKES = {bool: "True or False", int: "a whole number", float: "a number", str: "text in UTF-8"}
+_EXAMPLE = {bool: "true", int: "1", float: "0.1", str: "text"}
+
+
+class Checked:
+    """A group of options that refuses what it can't be, each by its name."""
+
+    def check(self, name: str, good: bool, why: str, instead: Any) -> None:
+        """Refuse the value of the option ``name`` unless it is ``good``."""
+        if not good:
+            raise UserError(
+                asked=f"--{name} {getattr(self, name)}",
+                found=f"{getattr(self, name)!r}",
+                why=why,
+                instead=f"--{name} {instead}",
+            )
+
+    def check_path(self, name: str) -> None:
+        """Refuse a path that the system can't be asked about; whether something must lie there is asked later."""
+        value = getattr(self, name)
+        try:
+            if value is not None and "://" not in value:
+                os.stat(os.path.expanduser(value))
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # a name too long, a folder that this user may not look into, a circle of links
+            raise UserError(
+                asked=f"--{name} {value:.200}",
+                found=f"{type(error).__name__}: {error.strerror}",
+                why="what lies there can't be seen",
+                instead="a path that this user can open, or a hub id",
+            ) from error
+
+    def choose(self, name: str, known: Sequence[str]) -> None:
+        """Refuse a value of the option ``name`` that is none of ``known``."""
+        value = getattr(self, name)
+        if value not in known:
+            raise UserError(
+                asked=f"--{name} {value}",
+                found=f"{value!r} is none of the known ones",
+                why=f"{name} is one of a fixed list",
+                instead=f"{did_you_mean(value, known)}one of {', '.join(known)}",
+            )

@@ -1,0 +1,133 @@
+"""Options that say what a run evaluates, logs and saves, and when."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from transformers.trainer_utils import IntervalStrategy
+
+from shardwright.arguments.option_values import Checked, option
+from shardwright.errors import UserError
+
+
+@dataclass
+class OutputArguments(Checked):
+    """The output folder, the log, evaluations and checkpoints. Times are steps."""
+
+    output_dir: str | None = option(
+        None, "Where everything is written. Default: output/RECIPE, with a number behind it if that is taken."
+    )
+    overwrite_output_dir: bool = option(False, "Write into an output directory that is not empty.")
+    logging_steps: int = option(10, "Steps between two log lines; the device is read at these steps alone.")
+    logging_first_step: bool = option(False, "Log step 1 too.")
+    report_to: str = option(
+        "none",
+        "Trackers that the log goes to as well, with commas between them: tensorboard, wandb, trackio, mlflow, or "
+        "another integration of transformers. Keys and servers are set as each package says, in its environment.",
+    )
+    run_name: str | None = option(None, "The run's name in trackers. Default: theirs.")
+    project: str = option("huggingface", "The project in trackio; wandb's is WANDB_PROJECT.")
+    profile_steps: str | None = option(
+        None, "Trace these steps for xprof, the last one too: `10:13`. The trace goes to profile/ of --output_dir."
+    )
+    eval_strategy: str = option(
+        "no", "`no`: held-out loss at the end (and see --eval_on_start); `steps`: also every --eval_steps steps."
+    )
+    eval_steps: int = option(100, "Steps between two evaluations with --eval_strategy steps.")
+    eval_on_start: bool = option(True, "Evaluate before the first step too; a resumed run never does so again.")
+    max_eval_rows: int = option(
+        256, "The most held-out rows that an evaluation reads, spread evenly over all and always the same; 0: all."
+    )
+    save_strategy: str = option(
+        "steps",
+        "When to write a checkpoint-N into output_dir: `no`, `steps` (every --save_steps and at the end), `epoch` (and "
+        "at the end), or `best` (whenever the held-out loss is the lowest yet).",
+    )
+    save_steps: int = option(500, "Steps between two checkpoints with --save_strategy steps.")
+    save_total_limit: int | None = option(
+        None,
+        "Checkpoints of this run to keep; the oldest go once a new one is whole. The newest and the best always stay.",
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        "`latest`: go on from output_dir's newest whole checkpoint, or start anew if there is none yet, so that a "
+        "launcher can always give the same command. Or the path of a checkpoint-N, on disk or in a store.",
+    )
+    staging_dir: str | None = option(
+        None,
+        "A folder of each host's own, on a local SSD or in memory (/dev/shm/run), where a checkpoint is written first; "
+        "it is copied to output_dir while training goes on. A preempted run has then saved within a few seconds, and "
+        "the same command on the same hosts brings what was only staged to output_dir and goes on from it. The folder "
+        "needs room for two states (of several hosts, for this host's part); where it has none, output_dir is written "
+        "directly.",
+    )
+    load_best_model_at_end: bool = option(
+        False, "End with the weights of the checkpoint whose held-out loss was the lowest."
+    )
+    metric_for_best_model: str = option(
+        "eval_loss",
+        "What `best` means: eval_loss, eval_perplexity, eval_accuracy; of a named set eval_NAME_loss, …; or what "
+        "compute_metrics gives.",
+    )
+    greater_is_better: bool | None = option(
+        None, "Whether more of that is better. Default: unless its name ends in loss or perplexity."
+    )
+
+    hang_timeout: float = option(
+        1800.0,
+        "Seconds without progress, of any kind, after which the run says where every thread stands and ends with exit "
+        "code 76, which means: start it again. 0: it waits for ever.",
+    )
+
+    # transformers' callbacks read these; they are no options of ours
+    logging_strategy = IntervalStrategy.STEPS
+    eval_delay = 0
+    hub_private_repo = trackio_space_id = trackio_bucket_id = None
+    trackio_static_space_id = False  # nothing is pushed to the hub
+
+    def check_output(self) -> None:
+        """Refuse what can't be."""
+        for name in ("output_dir", "resume_from_checkpoint", "staging_dir"):
+            self.check_path(name)
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            self.check(name, getattr(self, name) >= 1, "it is a distance between two steps", 1)
+        self.check("max_eval_rows", self.max_eval_rows >= 0, "it can't be negative", 0)
+        self.check("hang_timeout", self.hang_timeout >= 0, "it can't be negative", 0)
+        self.choose("eval_strategy", ["no", "steps"])
+        self.choose("save_strategy", ["no", "steps", "epoch", "best"])
+        if self.greater_is_better is None:
+            self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "perplexity"))
+        limit = self.save_total_limit
+        self.check("save_total_limit", limit is None or limit >= 1, "the newest checkpoint is always kept", 1)
+        self._check_best()
+
+    def _check_best(self) -> None:
+        """Refuse a search for the best weights where some steps are evaluated and not saved, or saved unevaluated."""
+        asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
+        if not self.load_best_model_at_end and self.save_strategy != "best":
+            return
+        if self.eval_strategy != "steps":
+            found, instead = f"--eval_strategy {self.eval_strategy}", "--eval_strategy steps with --eval_steps N"
+        elif self.save_strategy == "best" or (self.save_strategy == "steps" and not self.save_steps % self.eval_steps):
+            return
+        else:
+            found = f"--save_strategy {self.save_strategy}, every {self.save_steps} steps, evaluated every " + str(
+                self.eval_steps
+            )
+            instead = "--save_strategy best, or --save_steps that --eval_steps divides"
+        raise UserError(
+            asked=asked, found=found, why="the best weights are those of a step evaluated and saved", instead=instead
+        )
+
+    @property
+    def best_metric(self) -> str:
+        """``metric_for_best_model`` as it is logged."""
+        name = self.metric_for_best_model
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def profiled(self) -> tuple[int, int]:
+        """The first and the last step of ``profile_steps``; two zeros if it says none."""
+        found = re.fullmatch(r"(\d{1,10}):(\d{1,10})", self.profile_steps or "")
+        return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -1,0 +1,53 @@
+"""What to compile for, and what to make of the result: what `scripts/compile.py` takes beside the training options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.arguments.option_values import check_values, option
+from shardwright.errors import UserError
+
+
+@dataclass
+class CompileArguments:
+    """What to compile for, and what to make of it; the job itself is that of the training options."""
+
+    topology: str | None = option(None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …")
+    slices: int = option(1, "Slices of that topology, joined by the data-centre network.")
+    search: bool = option(
+        False,
+        "Also try what would fit: smaller batches, other remat policies, other meshes; where it fits, larger batches "
+        "and remat auto. Each with its estimated tokens/s, the fastest first on the page and in the JSON. Minutes for "
+        "each.",
+    )
+    tune: int = option(
+        0,
+        "Search so many minutes for the fastest recipe, mesh, batch and remat, by the estimate, and report on what is "
+        "found; the same command goes on with the search. 60 are a good beginning.",
+    )
+    report: str | None = option(None, "Write the report as an HTML page to this file.")
+    json: str | None = option(None, "Write the report as JSON to this file.")
+    compiler_options: str = option(
+        "",
+        "Options for the TPU's compiler, as `name=value name=value`, without dashes, beside those that a run sets on "
+        "that chip (docs/tpu.md); `name=` takes one of those back. On a TPU, LIBTPU_INIT_ARGS.",
+    )
+    efficiency: str = option(
+        "",
+        "Parts of a peak that the estimate of a step's time takes to be reached, as `kind=value,kind=value`; "
+        "docs/tpu.md has the kinds, and the values that are taken otherwise with their sources.",
+    )
+    only_train_step: bool = option(
+        False, "Compile no other graph of the run beside the train step, to measure; the verdict is of that alone."
+    )
+    compile_timeout: int = option(3600, "Seconds after which a compile is given up.")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.tune < 0:
+            raise UserError(
+                asked=f"--tune {self.tune}",
+                found="a negative number",
+                why="it is the minutes that a search may take",
+                instead="--tune 60, or 0 for no search",
+            )

@@ -1,0 +1,120 @@
+"""Compiling a training job for TPUs that need not be here, for `scripts/compile.py` and `train.py --compile_only`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.errors import UserError
+from shardwright.report.lines import say, waiting
+
+if TYPE_CHECKING:
+    from shardwright.compile.report.report import CompileReport
+    from shardwright.compile.search.search import Tried
+
+
+DOES_NOT_FIT = 3
+
+
+def main(words: list[str], description: str | None) -> int:
+    """`scripts/compile.py`: training options and compile options from a command line; the exit code."""
+    # Off every accelerator, and modules' names into the compiler's output: both before torch_xla is imported.
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log tells of its own deprecations
+    logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no compiling process is left, nor its files
+    import transformers
+
+    args, options = parse([TrainingArguments, CompileArguments], words, description)
+    transformers.logging.set_verbosity_error()
+    return run(args, options)
+
+
+def run(args: TrainingArguments, options: CompileArguments, console: Console | None = None) -> int:
+    """Compile the run's graphs, print and write the report. Returns 0 if all fit, else :data:`DOES_NOT_FIT`.
+
+    Raises:
+        UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
+    """
+    from shardwright.compile.compile_job import CompileJob
+    from shardwright.compile.report.compile_terminal import print_report
+    from shardwright.compile.search.remat_share import compile_auto
+    from shardwright.compile.search.search import search
+    from shardwright.compile.search.tune import tune
+    from shardwright.step.auto_remat import is_auto
+
+    console = console or Console()
+    if options.topology is None:
+        raise UserError(
+            asked="a compile for a TPU",
+            found="no --topology",
+            why="how a step is split, and whether it fits, depends on the chips and their links",
+            instead="--topology v5p:4x4x4, or another of libtpu's names",
+        )
+    for path in filter(None, (options.report, options.json)):
+        _check_writable(path)
+    job, tried = tune(args, options, console) if options.tune else (CompileJob.of(args, options), [])
+    if job.job.notice:
+        say(console, f"layers:  {job.job.notice}")
+    auto = is_auto(job.job)
+    if auto:
+        job, report = compile_auto(job, console)
+    else:
+        with waiting(console, f"compiling for {options.topology} …"):
+            report = job.compile()
+    print_report(report, console)
+    _write(report, options, job.title, console, tried)
+    if options.search:
+        tried, most = [], None
+        try:
+            most = search(job, report, console, tried, auto)
+        finally:  # a search that is stopped has tried something all the same
+            _write(report, options, job.title, console, tried, most)
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def _write(
+    report: CompileReport,
+    options: CompileArguments,
+    title: str,
+    console: Console,
+    tried: Sequence[Tried] = (),
+    most: int | None = None,
+) -> None:
+    """Write the page and the JSON that were asked for, with what a search tried and the largest batch that fits."""
+    from shardwright.compile.report.compile_page import write_page
+
+    if options.report:
+        write_page(report, Path(options.report), title=title, tried=[t.cells for t in tried])
+        say(console, f"page:    {options.report}")
+    if options.json:
+        plain = report.as_json()
+        if tried:
+            plain["tried"] = [dataclasses.asdict(t) for t in tried]
+        if most is not None:
+            plain["largest_batch"] = most
+        Path(options.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        say(console, f"json:    {options.json}")
+
+
+def _check_writable(path: str) -> None:
+    """Refuse a path that can't be written, before minutes of compiling."""
+    parent = Path(os.path.expanduser(path)).absolute().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
+        raise UserError(
+            asked=f"the report in {path}",
+            found=f"{parent} is no folder that can be written" if not parent.is_dir() else f"{path} can't be written",
+            why="it is written after minutes of compiling",
+            instead="a file in a folder that exists",
+        )

@@ -1,0 +1,110 @@
+"""CompileJob: a job to compile, and the slice to compile it for."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.compile.libtpu import CompileTarget, compile_for
+from shardwright.compile.lowering import graphs_of, lower, shorter_steps
+from shardwright.compile.report.efficiency import efficiencies
+from shardwright.compile.report.report import CompileReport, Expected
+from shardwright.errors import UserError
+from shardwright.evaluation.prompt_samples import expected_shape
+from shardwright.job import Job
+from shardwright.model.facts import experts_modules, training_flops
+from shardwright.xla.chips import Chip, Topology, find_topology
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A job, and what to compile it for. ``replace(this, job=replace(job, …))`` makes a neighbour."""
+
+    job: Job
+    options: CompileArguments
+
+    @classmethod
+    def of(cls, args: TrainingArguments, options: CompileArguments) -> CompileJob:
+        """The job that ``args`` describe, on the slice that ``options`` name.
+
+        Raises:
+            UserError: no such slice, no such efficiency, or anything in the arguments, the recipe, the model or the
+                prompts that can't be.
+        """
+        where = _topology(options)
+        efficiencies(options.efficiency)  # refused before minutes of compiling
+        job = Job.resolve(args, lambda: where.devices)
+        if args.sample_prompts is not None:
+            expected_shape(job)  # what is wrong with the prompts is said before minutes of compiling
+        return cls(job, options)
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for a heading."""
+        args = self.job.args
+        return (
+            f"{self.job.recipe.name}, {args.model or 'its own model'}: {args.per_device_train_batch_size} × "
+            f"{args.sequence_length} tokens a device"
+        )
+
+    def compile(self) -> CompileReport:
+        """Lower and compile the train step and, if it fits, the run's other graphs; or take the cached results.
+
+        Raises:
+            UserError: no libtpu, or a compiler that failed.
+        """
+        job, options, where = self.job, self.options, _topology(self.options)
+        crossed = [axis for name in experts_modules(job.model)[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
+        dcn = job.recipe.mesh.dcn_sizes()
+        target = CompileTarget(
+            topology=where.name,
+            slices=where.slices,
+            dcn=dcn if math.prod(dcn.values()) > 1 else None,
+            flags=compiler_flags(where.chip, options.compiler_options),
+            timeout=options.compile_timeout,
+        )
+        expected = Expected(
+            model_flops=training_flops(job.adapted, job.config, job.rows, job.args.sequence_length),
+            exchange=crossed[0] if crossed else None,
+            tokens=job.tokens,
+            efficiency=options.efficiency,
+        )
+        given = " ".join(f"{name}={value}" for name, value in (target.flags or {}).items())
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {given}"
+        step = lower(job, compiler_flags=flags, chip=where.chip)
+        report = replace(compile_for(step, target, expected), uncompiled=shorter_steps(job))
+        if options.only_train_step or not report.fits:  # if it does not fit, the others can't change the verdict
+            return report
+        for graph in graphs_of(job)[1:]:
+            lowered = lower(job, graph, compiler_flags=flags, chip=where.chip)
+            report = report.beside(graph, compile_for(lowered, target))
+        return report
+
+
+def _topology(options: CompileArguments) -> Topology:
+    return find_topology(str(options.topology), options.slices)
+
+
+def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
+    """Compiler flag → value: the chip's, as a run there sets them, and those in ``text``, which win.
+
+    ``name=`` in ``text`` takes back a flag that a run would set.
+
+    Raises:
+        UserError: ``text`` is not ``name=value name=value``.
+    """
+    flags = chip.missing_flags(os.environ.get("LIBTPU_INIT_ARGS", ""))
+    for word in text.split():
+        name, equals, value = word.lstrip("-").partition("=")
+        if not (name and equals):
+            raise UserError(
+                asked=f"--compiler_options {text!r}",
+                found=f"{word!r}",
+                why="each is a name and a value",
+                instead="name=value, such as xla_tpu_scoped_vmem_limit_kib=65536",
+            )
+        flags[name] = value
+    return {name: value for name, value in flags.items() if value}

@@ -1,0 +1,193 @@
+"""Collectives of an HLO module: of what kind, over which mesh axes, for which module, and how many bytes they move.
+
+Bytes are those of one chip: the output's for an all-gather, the operand's for all others. *Wire bytes* are what a chip
+sends over its links if its group of n forms a ring: (n-1)/n of the bytes, and twice that for an all-reduce. For a
+permute they are the mean over the chips: a source sends all its bytes, another chip none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from shardwright.compile.hlo.links import Links
+from shardwright.compile.hlo.text import Computation, Instruction, Leaf
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_SCOPE = re.compile(r"^[A-Za-z_]\w*(?:\.(?:\w+|\*))+$")  # a module's name: it has dots
+_WRAPPED = re.compile(r"^[a-z]+\((.*)\)$")  # jvp(…), transpose(…)
+_NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: the lowering adds the number
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All that tells a collective from others; those that are equal in it are counted together.
+
+    Args:
+        axis: the mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` if they span it in part.
+        module: the module that the compiler's metadata names; without one the operation, or nothing.
+        shape: of the operand, without layout; of the output for an all-gather.
+        group: how many devices a group has.
+        network: ``ici``, or ``dcn`` for what goes between slices.
+    """
+
+    kind: str
+    axis: str
+    module: str
+    shape: str
+    group: int
+    network: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How often a collective runs and what it moves, per chip.
+
+    ``exposed_bytes`` are the part of the wire bytes that is sent while nothing is computed; ``seconds`` it takes if it
+    has the links to itself.
+    """
+
+    count: float = 0
+    bytes: float = 0
+    wire_bytes: float = 0
+    exposed_bytes: float = 0
+    seconds: float = 0
+
+    def plus(self, other: Traffic, times: float) -> Traffic:
+        """This and ``times`` the other."""
+        return Traffic(
+            self.count + times * other.count,
+            self.bytes + times * other.bytes,
+            self.wire_bytes + times * other.wire_bytes,
+            self.exposed_bytes + times * other.exposed_bytes,
+            self.seconds + times * other.seconds,
+        )
+
+
+def collective(
+    computation: Computation, instruction: Instruction, mesh: dict[str, int], links: Links | None = None
+) -> tuple[Collective, Traffic] | None:
+    """The collective that an instruction is; None if it is none: another opcode, a ``-done``, groups of one device.
+
+    All its wire bytes are exposed here: only the caller knows what runs beside it. Without ``links`` it takes no time.
+    """
+    if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
+        return _between_slices(computation, instruction, links)
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    operands = [leaf for operand in computation.operands(instruction) for leaf in operand.leaves]
+    size = sum(leaf.bytes for leaf in operands)
+    sizes = tuple(mesh.values())
+    members: tuple[int, ...]
+    if kind == "collective-permute":
+        pairs = _pairs(instruction.attribute(r"source_target_pairs=(\{\{.*?\}\})") or "")
+        moving = [(a, b) for a, b in pairs if a != b]
+        if not moving:
+            return None
+        axis, members, wire = _axes_of_pairs(mesh, moving), moving[0], size * len(moving) / math.prod(sizes)
+        group = 2
+    else:
+        groups = replica_groups(instruction.attributes, math.prod(sizes))
+        group = len(groups[0])
+        if group == 1:
+            return None
+        axis, members = axes_of_group(mesh, groups[0]), groups[0]
+        size *= group if kind == "all-gather" else 1
+        wire = size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
+    shown = operands if kind != "all-gather" else _gathered(instruction, len(operands))
+    shape = ", ".join(map(str, shown))
+    seconds = links.seconds(kind, "ici", members, wire) if links else 0.0
+    key = Collective(kind, axis, module_of(instruction.op_name), shape, group, "ici")
+    return key, Traffic(1, size, wire, wire, seconds)
+
+
+def _between_slices(
+    computation: Computation, instruction: Instruction, links: Links | None
+) -> tuple[Collective, Traffic]:
+    """The part of a collective that leaves the slice: a send to the host, which passes it on."""
+    kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
+    leaf = computation.operands(instruction)[0].leaves[0]
+    key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
+    seconds = links.seconds(kind, "dcn", (), leaf.bytes) if links else 0.0
+    return key, Traffic(1, leaf.bytes, leaf.bytes, leaf.bytes, seconds)
+
+
+def _gathered(instruction: Instruction, operands: int) -> list[Leaf]:
+    """The outputs of an all-gather of so many operands; a ``-start`` lists the operands before them."""
+    outputs = list(instruction.leaves)
+    return outputs[operands : 2 * operands] if instruction.opcode.endswith("-start") else outputs
+
+
+def module_of(op_name: str) -> str:
+    """The innermost module in an ``op_name``, ``model.layers.*.mlp.experts``; without one, the operation.
+
+    An op_name is a path of scopes. Some are modules, which the lowering named; they have dots. The others are the
+    framework's operations. Both may end in a number, which is left out. Of an empty op_name the result is empty.
+    """
+    parts = []
+    for part in op_name.split("/"):
+        while match := _WRAPPED.match(part):
+            part = match[1]
+        if part:
+            parts.append(part)
+    modules = [_NUMBER.sub("", part) for part in parts if _SCOPE.match(_NUMBER.sub("", part))]
+    if modules:
+        return modules[-1]
+    backward = any("backward" in part for part in parts)
+    last = next((part for part in reversed(parts) if not _NUMBER.search(part)), "")
+    return f"{last} (backward)" if last and backward and "backward" not in last else last
+
+
+@lru_cache(maxsize=4096)
+def _iota(text: str) -> tuple[tuple[int, ...], ...]:
+    """The groups that ``[4,2]<=[2,4]T(1,0)`` means: 0 to 7 as a 2 × 4 array, transposed, then cut into 4 rows of 2."""
+    match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    assert match is not None, text
+    rows, dims, order = ([int(d) for d in (group or "").split(",") if d] for group in match.groups())
+    ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(rows)
+    return tuple(tuple(int(i) for i in row) for row in ids)
+
+
+def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of device ids among which a collective runs; if it names none, all devices are one group."""
+    match = re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\})", attributes)
+    if match is None:
+        return (tuple(range(devices)),)
+    return _iota(match[1]) if match[1].startswith("[") else _pairs(match[1])
+
+
+@lru_cache(maxsize=4096)
+def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
+    """The numbers of ``{{0,1},{2,3}}``."""
+    return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
+
+
+def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
+    """The mesh axes along which a group's devices differ; ``within …`` if the group spans them only in part."""
+    coordinates = np.array(np.unravel_index(np.asarray(group), tuple(mesh.values())))
+    spanned = [axis for axis, row in zip(mesh, coordinates, strict=True) if len(set(row.tolist())) > 1]
+    whole = math.prod(mesh[axis] for axis in spanned) == len(group)
+    return ("" if whole else "within ") + "×".join(spanned)
+
+
+def _axes_of_pairs(mesh: dict[str, int], pairs: Sequence[tuple[int, ...]]) -> str:
+    """The mesh axes along which some source and its target differ."""
+    sizes = tuple(mesh.values())
+    ends = np.array(pairs)
+    changed = np.array(np.unravel_index(ends[:, 0], sizes)) != np.array(np.unravel_index(ends[:, 1], sizes))
+    return "×".join(axis for axis, differs in zip(mesh, changed.any(axis=1), strict=True) if differs)

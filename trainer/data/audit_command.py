@@ -1,0 +1,195 @@
+"""What `scripts/data.py` does: audits the data that a run's options name, and shows what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from shardwright.arguments.option_values import Checked, check_values, option
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.audit import SAID, WRONG, Audit, audit, histogram
+from shardwright.data.from_arguments import asked_tokenizer, data_options
+from shardwright.data.records.document_stream import DocumentStream
+from shardwright.data.rows.mixture import no_tokenizer, shapes_of
+from shardwright.data.rows.packing import IGNORE
+from shardwright.data.samples.samples import Sample
+from shardwright.errors import UserError
+from shardwright.layout.auto import AUTO, UNMADE
+from shardwright.layout.load_recipe import load_recipe
+from shardwright.model.meta_model import load_config
+from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
+from shardwright.report.units import size
+
+TRAINS_WRONGLY = 3  # the exit code
+
+
+@dataclass
+class AuditArguments(Checked):
+    """What an audit shows."""
+
+    show: int = option(3, "Samples of each dataset to show, decoded, what the loss is on in colour.")
+    html: str | None = option(None, "Write the audit to this file, as a page that loads nothing.")
+    json: str | None = option(None, "Write the audit to this file, as JSON.")
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self.check("show", self.show >= 0, "it is a number of samples", 3)
+        for name in ("html", "json"):
+            self.check_path(name)
+            path = getattr(self, name)
+            self.check(name, path is None or not Path(path).is_dir(), "it is a folder, not a file", "audit.html")
+
+
+def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) -> int:
+    """Audit as ``args`` say; returns the exit code.
+
+    Raises:
+        UserError: what a run refuses before it reads its data; or a file can't be written.
+    """
+    config = _config_of(args)
+    tokenizer = asked_tokenizer(args, config)
+    shapes = shapes_of(args.dataset, args.text_column, args.is_preference)
+    if tokenizer is None:
+        raise no_tokenizer(args.dataset)
+    if not all(shape.is_text for shape in shapes):
+        args.isolate_documents = True  # as a run does
+    shows = ReadingBar(console)
+    with shows.bar:
+        found = audit(data_options(args, config), tokenizer, shown.show, shows.read)
+    view = view_of(found, args, tokenizer)
+    print_audit(console, view)
+    _write(shown.html, "html", lambda: audit_page(view))
+    _write(shown.json, "json", lambda: json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n")
+    return TRAINS_WRONGLY if found.wrong else 0
+
+
+def _config_of(args: TrainingArguments) -> PretrainedConfig:
+    return load_config(args.model, UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
+
+
+class ReadingBar:
+    """A bar for each dataset, on a terminal alone: of the bytes of its files, or of characters where it has none."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._stream: DocumentStream | None = None
+
+    def read(self, stream: DocumentStream, part: int, characters: int) -> None:
+        """As :func:`shardwright.data.audit.audit` tells it."""
+        sizes = [*stream.sizes.values()]
+        if stream is not self._stream:
+            self._stream, self._part, self._characters = stream, 0, 0
+            self._task = self.bar.add_task(stream.asked, total=sum(sizes) or None, done="")
+        if part != self._part and sizes:
+            self._part, self._characters = part, 0
+        self._characters += characters
+        # a file's text is about as long as the file; that of a compressed one is longer, and ends with it
+        within = min(self._characters, sizes[part]) if part < len(sizes) else 0
+        done = sum(sizes[:part]) + within if sizes else self._characters
+        text = size(done) if sizes else f"{done:,} characters"
+        self.bar.update(self._task, completed=done, done=text)
+
+
+def _write(path: str | None, name: str, text: Any) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).expanduser().write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            asked=f"--{name} {path}",
+            found=f"{type(error).__name__}: {error.strerror}",
+            why="the audit can't be written there",
+            instead="a file in a folder that is there and can be written to",
+        ) from error
+
+
+def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> AuditView:
+    """The audit as a person sees it."""
+    header = ("dataset", "records", "samples", "rows", "full", "tokens", "scored", "share of rows")
+    sources = []
+    for source in found.sources:
+        tally = source.tally
+        slots = tally["rows"] * found.length
+        sources.append(
+            (
+                source.name + (" (held out)" if source.heldout else ""),
+                source.shape.name,
+                f"{tally['samples']:,}",
+                f"{tally['rows']:,}",
+                f"{min(tally['tokens'] / slots, 1):.1%}" if slots else "",
+                f"{tally['tokens']:,}",
+                f"{tally['scored']:,} ({tally['scored'] / max(tally['tokens'], 1):.1%})",
+                "" if source.heldout else f"{source.share:.1%}",
+            )
+        )
+    meanings = {**WRONG, **SAID}
+    findings = [
+        Finding(name, meanings[name], name in WRONG, found.findings[name].count, found.findings[name].places)
+        for name in meanings
+        if name in found.findings
+    ]
+    lengths = [n for source in found.sources for n in source.lengths]
+    facts = [
+        ("tokens a row", f"{found.length:,}"),
+        ("tokenizer", str(tokenizer.name_or_path)),
+        ("--overflow", args.overflow),
+        ("--on_bad_row", args.on_bad_row),
+        ("longest sample", f"{max(lengths, default=0):,} tokens"),
+        ("median sample", f"{int(np.median(lengths)) if lengths else 0:,} tokens"),
+    ]
+    samples = [
+        (f"{source.name}: {place}", [*pieces_of(sample, tokenizer)])
+        for source in found.sources
+        for place, sample in source.shown
+    ]
+    title = f"Data of {args.dataset or 'the standard library'}"
+    return AuditView(title, facts, header, sources, histogram(lengths, found.length), findings, samples)
+
+
+def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+    """The text of a sample, cut where the loss begins and ends, and whether it is on the piece."""
+    scored = sample.labels != IGNORE
+    edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]
+    for a, b in itertools.pairwise(edges):
+        yield str(tokenizer.decode(sample.tokens[a:b])), bool(scored[a])
+
+
+def as_json(found: Audit) -> dict[str, Any]:
+    """The audit, JSON-able."""
+    return {
+        "sequence_length": found.length,
+        "sources": [
+            {
+                "dataset": source.name,
+                "shape": source.shape.name,
+                "heldout": source.heldout,
+                "share": source.share,
+                **source.tally,
+                "fill": source.tally["tokens"] / max(source.tally["rows"] * found.length, 1),
+                "lengths": histogram(source.lengths, found.length),
+            }
+            for source in found.sources
+        ],
+        "findings": {
+            name: {"wrong": name in WRONG, **dataclasses.asdict(findings)} for name, findings in found.findings.items()
+        },
+        "exit_code": TRAINS_WRONGLY if found.wrong else 0,
+    }

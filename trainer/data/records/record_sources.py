@@ -1,0 +1,260 @@
+"""Where text comes from: the standard library, local files or the hub; its splits, and its column of text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from datasets import Dataset, IterableDataset
+
+from shardwright.errors import UserError
+
+SUFFIXES = {
+    "text": [".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs"],
+    "json": [".json", ".jsonl"],
+    "parquet": [".parquet"],
+    "arrow": [".arrow"],
+    "csv": [".csv"],
+}
+KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
+# what lies beside the data of a dataset in a repository: text that is no data where the data are records, …
+ABOUT = re.compile(
+    r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|code_of_conduct|security|requirements"
+    r"|checksums?|(sha|md5)\d*(sums?)?)([^a-z].*)?"
+)
+# … and records of the dataset, not in it
+ABOUT_RECORDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
+STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files of one kind.
+
+    Args:
+        asked: what the user asked for, as errors say it.
+        files: each file by its path relative to the dataset's folder, sorted by it.
+        kind: text, json, parquet, arrow or csv.
+        is_folder: the user named a folder, not a file.
+        skip_undecodable: a text file that is not UTF-8 is skipped, not refused.
+    """
+
+    asked: str
+    files: Mapping[str, Path]
+    kind: str
+    is_folder: bool = True
+    skip_undecodable: bool = False
+
+    def by_split(self) -> dict[str, list[str]]:
+        """The names of each split's files. In a folder, file names say the split, as they do on the hub."""
+        names: dict[str, list[str]] = {}
+        for name in self.files:
+            names.setdefault(_split_of(name) if self.is_folder else "train", []).append(name)
+        return names
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub: ``id``, ``id:configuration``, ``id@revision`` or ``id@revision:configuration``."""
+
+    asked: str
+    name: str
+    revision: str | None
+    configuration: str | None
+
+
+@dataclass(frozen=True)
+class HeldRecords:
+    """Records that a caller holds: a ``Dataset``, or an ``IterableDataset``, whose records come again each time."""
+
+    asked: str
+    records: Dataset | IterableDataset
+
+    @property
+    def identity(self) -> str:
+        """A name for the records; of a stream, which has none of its own, its columns and parts."""
+        if isinstance(self.records, Dataset):
+            # semi-private: datasets/arrow_dataset.py, datasets 5.2; of the content, or of what made it
+            return f"{len(self.records):,} records ({self.records._fingerprint})"
+        return f"a stream of {self.records.num_shards} parts, columns {sorted(self.records.features or ())}"
+
+    def stream(self) -> IterableDataset:
+        """The records one after another."""
+        return self.records.to_iterable_dataset() if isinstance(self.records, Dataset) else self.records
+
+
+Place = Files | HubDataset | HeldRecords
+
+
+def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
+    """The place that ``--dataset`` names; None is the standard library. Nothing is read.
+
+    Raises:
+        UserError: there is no such file or folder, or it holds nothing to read, or files of several kinds.
+    """
+    if isinstance(dataset, Dataset | IterableDataset):
+        return HeldRecords(f"a {type(dataset).__name__}", dataset)
+    if dataset is None:
+        files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
+        return Files("the standard library", files, "text", skip_undecodable=True)
+    asked, path = f"--dataset {dataset}", Path(os.path.expanduser(dataset))
+    if os.path.exists(path):  # a Path would raise at a name that is too long
+        return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
+    if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
+        raise UserError(
+            asked=asked,
+            found=f"no such file or folder: {path.absolute()}",
+            why="it looks like a path, and nothing lies there",
+            instead="the path of a text, JSON-lines, Parquet, Arrow or CSV file or folder, or a hub id: "
+            "roneneldan/TinyStories",
+        )
+    place, _, configuration = dataset.partition(":")
+    name, _, revision = place.partition("@")
+    return HubDataset(asked, name, revision or None, configuration or None)
+
+
+def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
+    """Files under ``root`` whose names end in ``suffix``, by their path relative to it, sorted by it.
+
+    Left out are hidden files and folders, those named in ``left_out``, and what vanishes meanwhile.
+    """
+    files = {}
+    for folder, inner, names in os.walk(root):
+        inner[:] = (name for name in inner if not name.startswith(".") and name not in left_out)
+        for name in names:
+            path = Path(folder, name)
+            hidden = name.startswith(".") or name in left_out
+            if name.endswith(suffix) and not hidden and os.path.isfile(path):
+                files[path.relative_to(root).as_posix()] = path
+    return dict(sorted(files.items()))
+
+
+def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
+    """The files at ``path``, and the one kind that all of them are of.
+
+    A path that is itself a file may have any suffix: where that says no kind, the file is text.
+    """
+    if path.is_file():
+        files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
+    else:
+        files = {name: file for name, file in _files(path, "", set()).items() if file.suffix.lower() in KIND_OF}
+        files = _without_companions(files)
+        kinds = {KIND_OF[file.suffix.lower()]: name for name, file in files.items()}
+    if len(kinds) > 1:
+        raise UserError(
+            asked=asked,
+            found="files of several kinds: " + ", ".join(f"{kind} ({name})" for kind, name in sorted(kinds.items())),
+            why="which of them hold the text to train on can't be told",
+            instead="a folder with files of one kind, or the path of one file",
+        )
+    if not any(map(_holds_something, files.values())):
+        raise UserError(
+            asked=asked,
+            found="an empty file" if path.is_file() else f"nothing in any file that ends in {', '.join(KIND_OF)}",
+            why="there is no text to train on",
+            instead="a text, JSON-lines, Parquet, Arrow or CSV file, or a folder of such files",
+        )
+    kind = next(iter(kinds))
+    return files, kind
+
+
+def _holds_something(file: Path) -> bool:
+    try:
+        return file.stat().st_size > 0
+    except OSError:  # it vanished
+        return False
+
+
+def _without_companions(files: dict[str, Path]) -> dict[str, Path]:
+    """``files`` without those that are about the dataset, if records remain."""
+    data = {
+        name: file
+        for name, file in files.items()
+        if file.name.lower() not in ABOUT_RECORDS
+        and (KIND_OF[file.suffix.lower()] != "text" or not ABOUT.fullmatch(file.stem.lower()))
+    }
+    return data if any(KIND_OF[file.suffix.lower()] != "text" for file in data.values()) else files
+
+
+def _split_of(name: str) -> str:
+    """The split of a file in a folder: ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` are of ``test``."""
+    match = re.match(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])", name.lower())
+    return match[1] if match else "train"
+
+
+def not_utf8(where: Place, error: Exception) -> UserError:
+    """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
+    files = where.files.values() if isinstance(where, Files) else ()
+    lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
+    return UserError(
+        asked=f"{where.asked}: its text",
+        found=f"{next(lines, 'a record')}: {cause(error)}",
+        why="text is read as UTF-8",
+        instead="convert the file (iconv -t utf-8), unpack it if it is packed, or leave it out",
+    )
+
+
+def _undecodable_line(path: Path) -> int | None:
+    """The number, from 1, of the first line of ``path`` that is not UTF-8; None if all are, or it can't be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return None
+
+
+def unreadable(where: Place, error: Exception) -> UserError:
+    """The UserError of a dataset that `datasets` could not open."""
+    if isinstance(where, Files):
+        return UserError(
+            asked=where.asked,
+            found=cause(error),
+            why=f"it can't be read as {where.kind}",
+            instead="files with one JSON object a line (.jsonl), Parquet or Arrow files, or tables with a first line "
+            "of names (.csv)",
+        )
+    if isinstance(where, HeldRecords):
+        return UserError(
+            asked=where.asked,
+            found=cause(error),
+            why="its records can't be read",
+            instead="a dataset of the library `datasets` whose first record can be looked at",
+        )
+    return UserError(
+        asked=where.asked,
+        found=cause(error),
+        why=f"no file or folder is called that, and the hub gives no dataset {where.name}",
+        instead="an existing path, or the id of a hub dataset that this machine can reach or has in its cache "
+        "(id:configuration where it has several), such as roneneldan/TinyStories",
+    )
+
+
+def cause(error: Exception) -> str:
+    """What went wrong, in words. `datasets` wraps some causes in an error that says no more than that it failed."""
+    inner = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+    return f"{type(inner or error).__name__}: {inner or error}"
+
+
+def pick_splits(names: Collection[str], asked: str) -> tuple[str, list[str]]:
+    """The split to train on, and the one to hold out if there is one: a list of one name or none.
+
+    Raises:
+        UserError: there are several splits, and none is called train.
+    """
+    train = next(iter(names)) if len(names) == 1 else "train"
+    if train not in names:
+        raise UserError(
+            asked=asked,
+            found=f"the splits {', '.join(names)}",
+            why="none of them is called train",
+            instead="a dataset with a split called train, or the path of one of its files",
+        )
+    return train, [name for name in HELDOUT_SPLITS if name in names and name != train][:1]

@@ -1,0 +1,112 @@
+"""Which documents are held out: those of the dataset's own split, else those whose hashes are lowest.
+
+A document's hash is that of its name (of a record: its text), so that no seed changes the choice, and equal texts are
+on the same side.
+
+Shape legend: D documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+
+from shardwright.data.records.document_stream import DocumentStream
+from shardwright.data.records.documents import Documents, has_text, key_hash
+from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, as_table
+from shardwright.data.rows.rows import StoredRows
+from shardwright.data.rows.selection import HELDOUT
+from shardwright.errors import UserError
+
+# characters of text that are looked at where all of it may be too much: to hold out, and to train a tokenizer
+SAMPLE_CHARACTERS = 64 << 20
+HELDOUT_ROWS = 512  # the most that are held out of a stream
+
+
+def split_documents(documents: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
+    """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the sets that have names.
+
+    ``heldout_fraction`` is the share that is held out where the dataset itself holds nothing out.
+
+    Raises:
+        UserError: too few documents have text in them, or they can't be read.
+    """
+    splits = dict(documents.read(scratch))
+    train, given = splits.pop(next(iter(splits))), splits
+    hashes_D = _hashes(train)
+    filled_D = hashes_D >= 0
+    distinct = np.unique(hashes_D[filled_D])
+    if len(distinct) < (1 if given else 2):
+        raise UserError(
+            asked=documents.asked,
+            found=f"{len(distinct)} document{'' if len(distinct) == 1 else 's'} with text in it",
+            why="some must be trained on and others held out",
+            instead="a dataset with more documents",
+        )
+    if given:
+        named = {name: held for name, held in given.items() if name.startswith(HELDOUT)}
+        return {"train": train.select(np.flatnonzero(filled_D)), **(named or {HELDOUT: next(iter(given.values()))})}
+    heldout_D = filled_D & (hashes_D <= distinct[math.ceil(heldout_fraction * len(distinct)) - 1])
+    return {
+        "train": train.select(np.flatnonzero(filled_D & ~heldout_D)),
+        "heldout": train.select(np.flatnonzero(heldout_D)),
+    }
+
+
+def _hashes(documents: Dataset) -> np.ndarray:
+    """The hash of each document's name (of a record: its text), int64 ≥ 0; -1 where it has no text. [D]"""
+    named = "name" if "name" in documents.column_names else "text"
+    values = (
+        key_hash(name) if has_text(text) else -1
+        for batch in documents.iter(1024)
+        for name, text in zip(batch[named], batch["text"], strict=True)
+    )
+    return np.fromiter(values, dtype=np.int64, count=len(documents))
+
+
+def first_documents(stream: DocumentStream, heldout_fraction: float) -> Iterator[tuple[int, str, bool]]:
+    """(hash, text, whether it is held out) of each document with text in the stream's first 64 M characters."""
+    budget = SAMPLE_CHARACTERS
+    for key, text in stream.documents():
+        if text and has_text(text):
+            number = key_hash(key)
+            yield number, text, number < heldout_fraction * 2**63
+            budget -= len(text)
+        if budget <= 0:
+            return
+
+
+def heldout_of_stream(
+    stream: DocumentStream, packer: AnyPacker, heldout_fraction: float
+) -> tuple[StoredRows, frozenset[int]]:
+    """At most 512 held-out rows of a stream, and the hashes of the documents that must be left out of training.
+
+    There are no such hashes where the dataset has a held-out split of its own.
+
+    Raises:
+        UserError: the held-out documents don't fill one row.
+    """
+    given = stream.heldout
+    documents = first_documents(given, 1.0) if given else first_documents(stream, heldout_fraction)
+    pieces, count = [packer.rows([])], 0
+    hashes: set[int] = set()
+    at_once = 1 if packer.groups == 1 else DOCUMENTS_AT_ONCE  # samples that share rows must come together
+    held_out = ((number, text) for number, text, held in documents if held)
+    while count < HELDOUT_ROWS and (group := list(itertools.islice(held_out, at_once))):
+        hashes.update(number for number, _ in group)
+        pieces.append(packer.rows([text for _, text in group]))
+        count += len(pieces[-1]["input_ids"])
+    if not count:
+        raise UserError(
+            asked=f"held-out rows of {packer.length} tokens from the stream {stream.asked}",
+            found=f"{len(hashes)} documents to hold out, of {len(packer.rest)} tokens in all",
+            why="they don't fill one row; of a stream, a hash of each document decides",
+            instead="more data, a shorter --sequence_length, or no --streaming: it holds out a share of what there is",
+        )
+    rows = {name: np.concatenate([piece[name] for piece in pieces])[:HELDOUT_ROWS] for name in packer.columns}
+    return StoredRows(Dataset(as_table(rows)), packer.tally), frozenset() if given else frozenset(hashes)

@@ -1,0 +1,109 @@
+"""Measuring a model by tasks, for `scripts/evaluate.py`: from options to a table and a file of results."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardwright.errors import UserError, did_you_mean
+from shardwright.evaluation.evaluation_arguments import EvaluationArguments
+from shardwright.hosts.hosts import hosts
+from shardwright.report.lines import say, waiting
+
+
+def run(options: EvaluationArguments, console: Console | None = None) -> dict[str, Any]:
+    """Measure the model of ``options``, print lm-eval's table and write its results; returns them.
+
+    Raises:
+        UserError: anything in the options that can't be; tasks or their data that can't be had; no lm_eval.
+    """
+    from shardwright.evaluation.lm import LM  # first: it says so where there is no lm_eval
+
+    # isort: split
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    from shardwright.evaluation.open_model import open_model
+
+    console = console or Console()
+    if options.output_path is not None:
+        _check_writable(options.output_path)
+    with waiting(console, "reading the tasks …"):
+        manager, tasks = _load_tasks(options)
+    opened = open_model(options, console)
+    console.quiet = console.quiet or not hosts().first
+    lm = LM(opened.job, opened.step, opened.tokenizer, console)
+    results: Any = simple_evaluate(
+        lm,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        log_samples=False,
+    )
+    results["config"] |= {"model": options.model, "recipe": opened.job.recipe.name, "mesh": opened.job.plan.mesh}
+    console.print(make_table(results), markup=False, highlight=False, soft_wrap=True)
+    if "groups" in results:
+        console.print(make_table(results, "groups"), markup=False, highlight=False, soft_wrap=True)
+    shapes = ", ".join(f"{rows} × {length}" for rows, length in sorted(lm.score.guards))
+    say(console, f"compiled {lm.score.compiles} times to score rows × tokens of {shapes or 'no shape'}")
+    for (shape, _), generator in lm.generators.items():
+        size = f"{shape.rows} × {shape.prompt} + {shape.new}"
+        say(console, f"compiled {generator.compiles} times to generate rows × tokens of {size}")
+    if options.output_path is not None and hosts().first:
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        Path(options.output_path).write_text(text + "\n", encoding="utf-8")
+        say(console, f"results: {options.output_path}")
+    return results
+
+
+def _load_tasks(options: EvaluationArguments) -> tuple[Any, list[Any]]:
+    """The harness's task manager, and the tasks and groups that ``--tasks`` names, with their data."""
+    from lm_eval.tasks import TaskManager
+
+    if options.include_path is not None and not os.path.isdir(options.include_path):
+        raise UserError(
+            asked=f"--include_path {options.include_path}",
+            found="no such folder",
+            why="tasks of your own are YAML files in a folder",
+            instead="the path of that folder",
+        )
+    manager, found = TaskManager(include_path=options.include_path, include_defaults=False), []
+    if any(name not in manager.all_tasks for name in options.task_names):
+        manager = TaskManager(include_path=options.include_path)  # the harness's own too, which take a while to list
+    for name in options.task_names:
+        if name not in manager.all_tasks:
+            raise UserError(
+                asked=f"--tasks {name}",
+                found="lm-evaluation-harness knows no task, group or tag of that name",
+                why="a task is a YAML file, its own or one in --include_path",
+                instead=f"{did_you_mean(name, manager.all_tasks)}one that `lm-eval ls tasks` lists",
+            )
+        try:
+            loaded: Any = manager.load([name])
+        except Exception as error:  # of the harness's, datasets' and the hub's kinds
+            raise UserError(
+                asked=f"--tasks {name}",
+                found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                why="the task or its data can't be read",
+                instead="network to the hub or its cache, and in a task of your own the keys that the harness knows",
+            ) from error
+        found += [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+    return manager, found
+
+
+def _check_writable(path: str) -> None:
+    """Refuse a path that can't be written, before minutes of work."""
+    parent = Path(os.path.expanduser(path)).absolute().parent
+    if Path(path).is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(
+            asked=f"--output_path {path}",
+            found="a folder" if Path(path).is_dir() else f"{parent} is no folder that can be written",
+            why="the results are one JSON file",
+            instead="a file in a folder that exists",
+        )

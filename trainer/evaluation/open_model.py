@@ -1,0 +1,176 @@
+"""What `--model` names, opened: its job, its weights on the mesh and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint import manifest
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.data.tokenizer import check_vocabulary, open_tokenizer
+from shardwright.errors import UserError
+from shardwright.evaluation.evaluation_arguments import EvaluationArguments
+from shardwright.files.folder import Folder
+from shardwright.job import Job
+from shardwright.layout.auto import UNMADE
+from shardwright.model.facts import stated
+from shardwright.model.lora_options import CONFIG
+from shardwright.model.meta_model import load_config
+from shardwright.report.lines import say, waiting
+from shardwright.step.build import build_evaluation
+from shardwright.step.eval_step import EvalStep
+from shardwright.weights.adapter_weights import check_adapter, weights_of
+from shardwright.weights.hub_read import open_hub_weights, reading
+from shardwright.weights.weight_sources import has_weights
+from shardwright.xla.device_mesh import build_mesh, check_mesh
+from shardwright.xla.runtime import device_count, init_runtime
+
+LONGEST = 4096  # tokens of a row by default, where the model has positions for more
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model whose weights lie on the mesh, ready to be evaluated."""
+
+    job: Job
+    step: EvalStep
+    tokenizer: PreTrainedTokenizerBase
+
+
+def open_model(options: EvaluationArguments, console: Console) -> OpenModel:
+    """The model of ``options``, placed as its recipe says.
+
+    Raises:
+        UserError: there are no such weights, or recipe, model, adapter and tokenizer don't go together.
+    """
+    saved = _checkpoint(options.model)
+    base, adapter = _base_and_adapter(options, saved)
+    config_from = options.model if saved is not None else base
+    job = _resolve(options, config_from, adapter)
+    if saved is not None:
+        saved.check_model(job.adapted, job.config)
+    else:
+        check_adapter(job)
+    tokenizer = _tokenizer(options, saved, base)
+    check_vocabulary(tokenizer, job.config.get_text_config().vocab_size)
+    say(console, f"devices: {init_runtime()}")
+    say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
+    say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
+    if saved is not None:
+        saved.check_tensors(console)
+    if saved is not None and job.lora is None:
+        return OpenModel(job, build_evaluation(job, build_mesh(job.recipe.mesh), saved), tokenizer)
+    hub = open_hub_weights(base, job.whole)
+    with reading(hub, console), waiting(console, "placing the weights on the devices …"):
+        step = build_evaluation(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved))
+    return OpenModel(job, step, tokenizer)
+
+
+def _checkpoint(model: str) -> RunCheckpoint | None:
+    folder = Folder(model)
+    return RunCheckpoint(folder) if "://" in model or os.path.exists(Path(model) / manifest.MANIFEST) else None
+
+
+def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None) -> tuple[str, str | None]:
+    """Where the plain weights lie, by hub id or folder, and the adapter's folder, if there is one."""
+    if saved is None and os.path.isfile(Path(options.model) / CONFIG) and not _has_model(options.model):
+        return _named_base(options.model), options.adapter or options.model
+    if saved is not None and options.adapter is not None:
+        raise UserError(
+            asked=f"--model {options.model} with --adapter {options.adapter}",
+            found="a run's checkpoint",
+            why="a checkpoint is measured as it is: with its own adapter, or whole",
+            instead="--model with a folder in the hub's format, such as the run's model/, and --adapter",
+        )
+    if saved is not None and saved.has_adapter:
+        return _saved_base(saved), options.model
+    if saved is None and not has_weights(options.model):
+        raise UserError(
+            asked=f"--model {options.model}",
+            found="no weights there",
+            why="a model without them measures nothing",
+            instead="a folder with safetensors files, a run's model/ or checkpoint-N, or a hub id",
+        )
+    return options.model if saved is None else _saved_base(saved, needed=False), options.adapter
+
+
+def _has_model(folder: str) -> bool:
+    """Whether a folder with an adapter is a whole model's too."""
+    return any(Path(folder).glob("model*.safetensors"))
+
+
+def _named_base(folder: str) -> str:
+    """The model that the adapter in ``folder`` says that it stands on."""
+    try:
+        base: Any = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        base, found = None, f"{CONFIG}: {type(error).__name__}: {error}"
+    else:
+        found = f"an adapter whose {CONFIG} names no base_model_name_or_path"
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            asked=f"--model {folder}",
+            found=found,
+            why="an adapter is measured on top of its model",
+            instead=f"--model with that model's hub id or folder, and --adapter {folder}",
+        )
+    return base
+
+
+def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
+    """The weights that the run of a checkpoint started from: what it did not train is there."""
+    base = saved.arguments.get("model") or ""
+    if needed and not (base and has_weights(base)):
+        raise UserError(
+            asked=f"--model {saved.folder}",
+            found=f"an adapter's checkpoint, of a run whose --model was {base or 'not given'}",
+            why="the weights under the adapter are in no checkpoint",
+            instead="a run that starts from weights; or its model/ folder with --adapter",
+        )
+    return base
+
+
+def _resolve(options: EvaluationArguments, config_from: str, adapter: str | None) -> Job:
+    if options.base_dtype is not None and adapter is None:
+        raise UserError(
+            asked=f"--base_dtype {options.base_dtype}",
+            found=f"{options.model}, without an adapter",
+            why="it is of the weights under an adapter",
+            instead=f"--adapter with a folder that PEFT wrote, or --weight_dtype {options.weight_dtype}",
+        )
+    given: dict[str, Any] = {
+        "recipe": options.recipe,
+        "model": config_from,
+        "mesh": options.mesh,
+        "compute": options.compute,
+        "adapter": adapter,
+        "weight_dtype": options.weight_dtype,
+        "per_device_train_batch_size": options.batch_size,
+    }
+    if adapter is not None:
+        given["base_dtype"] = options.base_dtype or options.weight_dtype
+    if options.max_length is None:
+        config = load_config(config_from, UNMADE)
+        known = [stated(config, name) for name in ("n_positions", "max_position_embeddings", "n_ctx")]
+        given["sequence_length"] = min([LONGEST, *(n for n in known if isinstance(n, int) and n > 1)])
+    else:
+        given["sequence_length"] = options.max_length
+    job = Job.resolve(TrainingArguments(**given), device_count)
+    check_mesh(job.recipe.mesh)
+    return job
+
+
+def _tokenizer(options: EvaluationArguments, saved: RunCheckpoint | None, base: str) -> PreTrainedTokenizerBase:
+    if options.tokenizer is not None:
+        return open_tokenizer(options.tokenizer)
+    if saved is not None:
+        return saved.tokenizer
+    beside = any(Path(options.model).glob("tokenizer*")) if os.path.isdir(options.model) else True
+    return open_tokenizer(options.model if beside else base)

@@ -1,0 +1,131 @@
+"""The answers to ``--sample_prompts`` at each evaluation, by which a person sees how the model changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.checkpoint.read import RunCheckpoint
+from shardwright.data.from_arguments import asked_tokenizer, stop_tokens
+from shardwright.data.samples.prompts import prompt_tokens, read_prompts
+from shardwright.errors import UserError
+from shardwright.evaluation.build_generator import build_generator
+from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, check_positions
+from shardwright.files.folder import Folder, StorageError
+from shardwright.job import Job
+from shardwright.report.lines import say
+from shardwright.step.eval_step import EvalStep
+
+SAMPLES = "samples.jsonl"
+_SHOWN = 200  # characters of a prompt, and of an answer, on the console
+
+
+class Samples:
+    """Answers the prompts of a run, and keeps the answers of all its lives.
+
+    Args:
+        folder: the run's output folder.
+        resume: the checkpoint that the run goes on from; answers of its own and earlier steps are kept.
+
+    Attributes:
+        entries: ``step``, ``prompt`` and ``answer``, in order.
+
+    Raises:
+        UserError: the prompts can't be read or have no tokens, or they and the answers are longer than the model's
+            positions.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: Folder,
+        console: Console,
+        resume: RunCheckpoint | None,
+    ) -> None:
+        args = job.args
+        if tokenizer is None:
+            raise UserError(
+                asked=f"--sample_prompts {args.sample_prompts}",
+                found="no tokenizer: the dataset is tokens already",
+                why="prompts are text",
+                instead="--tokenizer",
+            )
+        self.job, self.tokenizer, self.folder, self.console = job, tokenizer, folder, console
+        read = [prompt_tokens(prompt, tokenizer) for prompt in read_prompts(str(args.sample_prompts))]
+        self.texts, self.prompts = [text for text, _ in read], [tokens for _, tokens in read]
+        self.shape = _shape(job, [len(tokens) for tokens in self.prompts])
+        self.stops = stop_tokens(args, job.config) | {tokenizer.eos_token_id}
+        self.entries = [] if resume is None else _earlier(resume)
+        self.generator: Generator | None = None
+
+    def take(self, step: int, evaluation: EvalStep) -> None:
+        """Answers the prompts with the weights as they are, says the answers and writes them down.
+
+        The same draws each time: what changes is the model. What can't be written is said, and the run goes on.
+        """
+        if self.generator is None:
+            self.generator = build_generator(self.job, evaluation, self.shape, sampling_of(self.job.args))
+        answers: list[list[int]] = []
+        for first in range(0, len(self.prompts), self.shape.rows):
+            prompts = self.prompts[first : first + self.shape.rows]
+            answers += self.generator(prompts, self.stops, seed=self.job.args.seed)
+        self.entries = [entry for entry in self.entries if entry["step"] < step]
+        for text, tokens in zip(self.texts, answers, strict=True):
+            answer = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            self.entries.append({"step": step, "prompt": text, "answer": answer})
+            say(self.console, f"sample:  {json.dumps(text[-_SHOWN:], ensure_ascii=False)}")
+            say(self.console, f"         step {step}: {json.dumps(answer[:_SHOWN], ensure_ascii=False)}")
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.entries)
+        try:
+            self.folder.write(SAMPLES, lines.encode("utf-8", "replace"))
+        except StorageError as error:
+            say(self.console, f"samples: {SAMPLES} can't be written, and the run goes on: {error.found}")
+
+
+def sampling_of(args: TrainingArguments) -> Sampling:
+    """How the answers' tokens are chosen."""
+    return Sampling(args.sample_temperature, args.sample_top_p)
+
+
+def expected_shape(job: Job) -> GenerationShape:
+    """The shape in which a run answers its prompts, known without its data.
+
+    A tokenizer that the run trains on them makes at most a token of each byte.
+
+    Raises:
+        UserError: as :class:`Samples`.
+    """
+    prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
+    if tokenizer is not None:
+        return _shape(job, [len(prompt_tokens(prompt, tokenizer)[1]) for prompt in prompts])
+    return _shape(job, [len(str(prompt).encode()) for prompt in prompts])
+
+
+def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
+    """The shape in which prompts of so many tokens are answered."""
+    shards = job.row_shards
+    rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
+    shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)
+    check_positions(job.model, shape.length)
+    return shape
+
+
+def _earlier(resume: RunCheckpoint) -> list[dict[str, Any]]:
+    """The answers that lie beside a checkpoint, of its step and earlier ones."""
+    home, found = resume.folder.parent, []
+    with contextlib.suppress(StorageError, ValueError, RecursionError):  # none there, or cut short
+        if home.is_file(SAMPLES):
+            for line in home.read(SAMPLES).decode().splitlines():
+                entry = json.loads(line)
+                texts = isinstance(entry, dict) and all(type(entry.get(k)) is str for k in ("prompt", "answer"))
+                if texts and type(entry.get("step")) is int and entry["step"] <= resume.step:
+                    found.append({key: entry[key] for key in ("step", "prompt", "answer")})
+    return found

@@ -1,0 +1,121 @@
+"""From a command line to a plan that is shown, written and, where told to, run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.arguments.command_line import parse
+from shardwright.errors import UserError
+from shardwright.launch.launch_arguments import LaunchArguments
+from shardwright.launch.launch_plan import LaunchPlan, script
+from shardwright.launch.targets import TARGETS, find_target, read_request
+from shardwright.report.lines import say
+
+_SCRIPT = "run.sh"
+
+
+def main(words: Sequence[str], description: str | None) -> int:
+    """Plan what ``words`` ask for; the exit code.
+
+    Raises:
+        UserError: it can't be, or a command failed.
+    """
+    own, train = _split(list(words))
+    target = own[0] if own and not own[0].startswith("-") else None
+    (options,) = parse([LaunchArguments], own[1:] if target else own, description, _epilog())
+    if target is None:
+        find_target(own[0] if own else "(none)")
+    request = read_request(str(target), options, train)
+    plan = TARGETS[str(target)].plan(request)
+    folder = Path(os.path.expanduser(options.output or Path("launch", options.name)))
+    console = Console()
+    write(plan, folder)
+    show(plan, folder, console)
+    if options.run:
+        run(plan, folder, console)
+    else:
+        say(console, "Nothing was started: --run runs these commands, as does " + str(folder / _SCRIPT))
+    return 0
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before the first ``--``, and those after it."""
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _epilog() -> str:
+    lines = [f"  {name:<9} {'needs ' + ', '.join(f'--{key}' for key in each.needs) if each.needs else ''}"
+             for name, each in TARGETS.items()]  # fmt: skip
+    return "Targets, each of which needs --topology too:\n" + "\n".join(line.rstrip() for line in lines)
+
+
+def write(plan: LaunchPlan, folder: Path) -> None:
+    """Write the plan's files, and its commands as a script.
+
+    Raises:
+        UserError: the folder can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {**plan.files, _SCRIPT: script(plan.commands)}.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise UserError(
+            asked=f"--output {folder}",
+            found=f"{type(error).__name__}: {error.strerror}",
+            why="the files are written there",
+            instead="--output and a folder that this user may write to",
+        ) from error
+
+
+def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
+    """Print which files were written, the commands in their order, and what to type afterwards."""
+    table = Table("file", "lines", box=None, header_style="bold", pad_edge=False)
+    for name, text in plan.files.items():
+        table.add_row(Text(str(folder / name)), str(len(text.splitlines())))
+    console.print(table)
+    for heading, commands in (("Commands", plan.commands), ("Afterwards", plan.afterwards)):
+        console.print(Text(f"\n{heading} (in {folder})" if heading == "Commands" else f"\n{heading}", style="bold"))
+        for command in commands:
+            say(console, f"  {shlex.join(command)}")
+    for note in plan.notes:
+        say(console, f"\nNote: {note}.")
+    console.print()
+
+
+def run(plan: LaunchPlan, folder: Path, console: Console) -> None:
+    """Run the commands in their order; their output is this program's.
+
+    Raises:
+        UserError: one could not be started or failed; those after it are not run.
+    """
+    for number, command in enumerate(plan.commands, start=1):
+        say(console, f"[{number}/{len(plan.commands)}] {shlex.join(command)}")
+        try:
+            code = subprocess.run(command, cwd=folder, check=False).returncode
+        except OSError as error:
+            raise UserError(
+                asked=shlex.join(command),
+                found=f"{type(error).__name__}: {error.strerror}",
+                why=f"{command[0]} starts what this target needs",
+                instead=f"{command[0]} installed and in PATH, and the same command again",
+            ) from error
+        if code != 0:
+            rest = len(plan.commands) - number
+            raise UserError(
+                asked=shlex.join(command),
+                found=f"it ended with exit code {code}",
+                why="what comes after it needs it" if rest else "the run was not started, or did not end well",
+                instead=f"what it says above put right; then the same command again, or the rest of {folder / _SCRIPT}",
+            )

@@ -1,0 +1,167 @@
+"""What must hold between a recipe, a model's shapes and a mesh. Each check raises UserError where it does not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from shardwright.errors import UserError, did_you_mean
+from shardwright.layout.partition import partition_spec, shards_of
+from shardwright.layout.placement import Placement
+from shardwright.layout.recipe import Layout, Recipe, layout_text, matches
+
+_LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe is answered with all of them
+
+
+def collapse(name: str) -> str:
+    """A parameter's name with ``*`` in place of layer and expert numbers, as a recipe line for it would read."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _listing(names: Iterable[str], notes: Mapping[str, str]) -> str:
+    """Names, one kind (see ``collapse``) a line, each with its note and count; at most ``_LISTED`` kinds."""
+    groups = Counter(f"{collapse(name)} {notes[name]}" for name in names)
+    lines = [f"{group}" + (f", {count} of them" if count > 1 else "") for group, count in groups.items()]
+    if len(lines) > _LISTED:
+        lines[_LISTED:] = [f"and {len(lines) - _LISTED} more kinds"]
+    return "\n           ".join(lines)
+
+
+def match_lines(recipe: Recipe, names: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Parameter name → the pattern of the one line that it matches.
+
+    Raises:
+        UserError: a parameter that no line matches, or two; a line that is not optional and matches nothing.
+    """
+    patterns = [*recipe.parameters, *recipe.optional]
+    hits = {name: [pattern for pattern in patterns if matches(pattern, name)] for name in names}
+    used = {pattern for found in hits.values() for pattern in found}
+    unused = [pattern for pattern in recipe.parameters if pattern not in used]
+    unmatched = [name for name, found in hits.items() if not found]
+    doubled = {name: f"matches {' and '.join(found)}" for name, found in hits.items() if len(found) > 1}
+    title = f"recipe {recipe.name}"
+    if unmatched:
+        shapes = {name: f"of shape {list(names[name].shape)}" for name in unmatched}
+        example = collapse(unmatched[0])
+        near = f"; or mend {unused[0]!r}, which matches nothing" if unused else ""
+        raise UserError(
+            asked=f"{title}: a layout for every parameter",
+            found=f"no line matches\n           {_listing(unmatched, shapes)}",
+            why="a parameter without a line would be replicated without a word",
+            instead=f'a line such as "{example}": {{}} to replicate it{near}',
+        )
+    if doubled:
+        raise UserError(
+            asked=f"{title}: one line for each parameter",
+            found=_listing(doubled, doubled),
+            why="two lines could ask for two layouts",
+            instead="narrow one of the patterns until each parameter matches one alone",
+        )
+    if unused:
+        kinds = dict.fromkeys(map(collapse, names))
+        raise UserError(
+            asked=f"{title}: line {unused[0]!r}" + (f" and {len(unused) - 1} more" if unused[1:] else ""),
+            found="no parameter matches " + ", ".join(map(repr, unused[:_LISTED])),
+            why="a line that matches nothing is a misspelling, or meant for another model",
+            instead=did_you_mean(unused[0], kinds) + "correct it, remove it, or move it to optional={...}",
+        )
+    return {name: found[0] for name, found in hits.items()}
+
+
+def check_tied(recipe: Recipe, aliases: Mapping[str, str], layouts: Mapping[str, Layout]) -> None:
+    """Raises UserError unless both names of each tied parameter have one layout."""
+    for alias, name in aliases.items():
+        if layouts[alias] != layouts[name]:
+            raise UserError(
+                asked=f"recipe {recipe.name}: {alias} as {layout_text(layouts[alias])}",
+                found=f"{name} as {layout_text(layouts[name])}, and the model ties the two: one tensor",
+                why="one tensor has one layout",
+                instead=f"the same layout on the lines of {collapse(alias)} and {collapse(name)}",
+            )
+
+
+def check_dimensions(recipe: Recipe, name: str, shape: tuple[int, ...], layout: Layout) -> None:
+    """Raises UserError unless the parameter has every dimension that its layout splits."""
+    for axis, shard in shards_of(layout).items():
+        if shard.dim >= len(shape):
+            raise UserError(
+                asked=f"recipe {recipe.name}: {name}: {axis!r}: Shard({shard.dim})",
+                found=f"it has shape {list(shape)}",
+                why=f"dimension {shard.dim} is out of range: they are counted from 0",
+                instead=f'"{axis}": Shard({len(shape) - 1})' if shape else "{}: a scalar only replicates",
+            )
+
+
+def check_divisible(
+    recipe: Recipe,
+    names: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Mapping[str, Placement]],
+    mesh: Mapping[str, int],
+) -> None:
+    """Raises UserError unless every dimension is divisible by the sizes of the axes that split it.
+
+    The error lists all parameters that fail, and says what would mend the first.
+    """
+    bad: dict[str, tuple[int, list[str]]] = {}
+    for name, parameter in names.items():
+        spec = partition_spec(layouts[name], parameter.dim(), tuple(mesh))
+        for dim, entry in enumerate(spec):
+            axes = [entry] if isinstance(entry, str) else list(entry or ())
+            if parameter.shape[dim] % math.prod(mesh[axis] for axis in axes):
+                bad.setdefault(name, (dim, axes))
+    if not bad:
+        return
+    name, (dim, axes) = next(iter(bad.items()))
+    shape = tuple(names[name].shape)
+    sizes = " × ".join(f"{axis}={mesh[axis]}" for axis in axes)
+    notes = {other: f"of shape {list(names[other].shape)}" for other in bad}
+    raise UserError(
+        asked=f"recipe {recipe.name}: dimension {dim} of {name} over {sizes}",
+        found=_listing(bad, notes),
+        why=f"{shape[dim]} is not divisible by {math.prod(mesh[axis] for axis in axes)}",
+        instead="; or ".join(
+            [text for axis in axes for text in _sizes_that_divide(shape[dim], axis, axes, mesh)]
+            + _dimensions_that_divide(shape, dim, axes, layouts[name], mesh)
+            + ["replicate: leave the axis out of that line"]
+        ),
+    )
+
+
+def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str, int]) -> list[str]:
+    """Advice: sizes of ``axis`` with which ``axes`` together would divide ``size``; may be empty."""
+    others = math.prod(mesh[other] for other in axes if other != axis)
+    devices = math.prod(mesh.values())
+    fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and size % (n * others) == 0]
+    return [f"{axis} of size {' or '.join(fit)}"] if fit else []
+
+
+def _dimensions_that_divide(
+    shape: tuple[int, ...], dim: int, axes: list[str], layout: Layout, mesh: Mapping[str, int]
+) -> list[str]:
+    """Advice: other dimensions that ``axes`` would divide, beside the axes that split them already; may be empty."""
+    shards = shards_of(layout)
+    fit = [
+        f"Shard({other})"
+        for other, size in enumerate(shape)
+        if other != dim
+        and size % math.prod(mesh[a] for a in {*axes, *(a for a in shards if shards[a].dim == other)}) == 0
+    ]
+    return [f"shard another dimension: {' or '.join(fit)}"] if fit else []
+
+
+def check_activations(recipe: Recipe, model: nn.Module) -> None:
+    """Raises UserError unless each line of ``activations`` names a module of the model."""
+    modules = [name for name, _ in model.named_modules() if name]
+    for pattern in recipe.activations:
+        if not any(matches(pattern, name) for name in modules):
+            raise UserError(
+                asked=f"recipe {recipe.name}: activations line {pattern!r}",
+                found="no module of the model has such a name",
+                why="an activation is the output of a module",
+                instead=did_you_mean(pattern, dict.fromkeys(map(collapse, modules))) + "correct or remove the line",
+            )

@@ -1,0 +1,341 @@
+"""Which weights of a model a run adapts with LoRA, from its options or from an adapter that lies in a folder.
+
+What an adapter is, is written as PEFT writes it (`adapter_config.json`, peft 0.21.2), also into checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError, did_you_mean
+from shardwright.files.folder import Folder
+from shardwright.layout.adapter_layouts import with_factors
+from shardwright.layout.int8_layouts import with_int8
+from shardwright.layout.plan import ShardingPlan, make_plan
+from shardwright.layout.recipe import Recipe
+from shardwright.model.facts import experts_modules
+from shardwright.models.adapters.lora import Lora, adaptable, attach, base_of, own_parameters
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL = "all-linear"
+_LARGEST = 1 << 24  # bytes of a config
+# what else PEFT's LoRA can be told, and what says that it was not
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "lora_dropout": (0, 0.0),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"), (False, None)),
+    **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform", "layer_replication"), (None, [])),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "trainable_token_indices"), (None, {}, [])),
+    **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), (None,)),
+    "monteclora_config": (None,),
+}
+# … and of an adapter that is yet to be made
+_AT_THE_START: dict[str, tuple[Any, ...]] = {
+    "init_lora_weights": (True,),
+    "loftq_config": ({}, None),
+    "task_type": (None, "CAUSAL_LM"),
+    **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config", "layers_pattern"), (None,)),
+    "ensure_weight_tying": (False,),
+}
+
+
+def lora_of(args: TrainingArguments, model: PreTrainedModel) -> Lora | None:
+    """What the run adapts; None: it trains all weights.
+
+    Args:
+        model: transformers' own, on meta.
+
+    Raises:
+        UserError: a target that the model has not, or an adapter that can't be gone on from.
+    """
+    if args.adapter is not None:
+        return read_config(Folder(args.adapter), model)
+    if args.lora_r is None:
+        return None
+    alpha = 2.0 * args.lora_r if args.lora_alpha is None else args.lora_alpha
+    return Lora(args.lora_r, alpha, args.use_rslora, tuple(_targets(args.lora_target, model)))
+
+
+def adapted_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Name → [out, in], with the number of experts in front of theirs, of what can be adapted in ``model``."""
+    return adaptable(model, experts_modules(model))
+
+
+def with_lora(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
+    """A copy of ``model``, on meta, with the factors of ``lora``; everything else in it is frozen."""
+    adapted = copy.deepcopy(model)
+    attach(adapted, lora, adapted_shapes(adapted))
+    return adapted
+
+
+def plan_of(
+    recipe: Recipe, model: PreTrainedModel, adapted: PreTrainedModel, devices: int, args: TrainingArguments
+) -> ShardingPlan:
+    """The plan of ``adapted``, which is ``model`` or that with factors, its weights stored as ``args`` say.
+
+    Raises:
+        UserError: as `make_plan`.
+    """
+    dtypes = args.state_dtypes
+    if adapted is model:
+        return make_plan(recipe, model, devices, **dtypes, optim=args.optim)
+    stored = torch.bfloat16 if args.base_dtype == "int8" else getattr(torch, args.base_dtype)
+    base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": stored}), optim=args.optim)
+    plan = with_factors(base, adapted, dtypes["weight_dtype"])
+    return with_int8(plan, _inner(model)) if args.base_dtype == "int8" else plan
+
+
+def described(lora: Lora, adapted: PreTrainedModel) -> str:
+    """The adapter in a line: rank, scale, how many weights it stands beside, and how many numbers it has."""
+    size = sum(parameter.numel() for parameter in own_parameters(adapted).values())
+    kind = "rank-stabilised, " if lora.rslora else ""
+    return f"LoRA of rank {lora.r}, {kind}alpha {lora.alpha:g}, beside {len(lora.targets)} weights: {size:,} parameters"
+
+
+def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
+    """Raises UserError unless the checkpoint in ``folder`` is of the adapter ``lora``."""
+    saved = read_config(folder, model)
+    if saved != lora:
+        fields = ("r", "alpha", "rslora", "targets")
+        name = next(name for name in fields if getattr(saved, name) != getattr(lora, name))
+        raise UserError(
+            asked=f"to go on from {folder}",
+            found=f"its adapter's {name} is {str(getattr(saved, name))[:200]}, the run's "
+            f"{str(getattr(lora, name))[:200]}",
+            why="the same factors would mean another model",
+            instead="the options that it was saved with (its training_args.json has them)",
+        )
+
+
+def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
+    """Refuse what would change the weights under an adapter, or train an adapter that does nothing.
+
+    Args:
+        unused: the names of parameters that take no part in the loss.
+    """
+    if args.router_bias_update_rate:
+        raise UserError(
+            asked=f"--router_bias_update_rate {args.router_bias_update_rate} with an adapter",
+            found="biases of the routers, which belong to the frozen model",
+            why="the adapter would be saved without them",
+            instead="--router_bias_update_rate 0, the default",
+        )
+    idle = [name for name in own_parameters(adapted) if name in unused]
+    if idle:
+        raise UserError(
+            asked=f"an adapter of {base_of(idle[0])}",
+            found="its factors take no part in the loss",
+            why="the model uses the weight in another way than as a linear layer, and the adapter would do nothing",
+            instead="a --lora_target without it",
+        )
+
+
+def _targets(asked: str, model: PreTrainedModel) -> list[str]:
+    """The names of the weights that ``--lora_target`` asks for."""
+    known = adapted_shapes(model)
+    if asked == ALL:
+        found = _inner(model)
+    else:
+        found = []
+        for word in filter(None, (word.strip() for word in asked.split(","))):
+            mine = [name for name in known if _matches(word, name)]
+            if not mine:
+                raise _no_target(word, model, known)
+            found += [name for name in mine if name not in found]
+    if not found:
+        raise _no_target(asked, model, known)
+    _check_untied(found, model)
+    return [name for name in known if name in found]
+
+
+def _inner(model: PreTrainedModel) -> list[str]:
+    """The weights of linear layers and of experts, without the head."""
+    head = model.get_output_embeddings()
+    return [name for name in adapted_shapes(model) if model.get_submodule(name.rpartition(".")[0]) is not head]
+
+
+def _matches(word: str, name: str) -> bool:
+    """Whether ``word`` is the name's end: of the linear layer, or of the experts' parameter."""
+    return f".{name}".endswith((f".{word}", f".{word}.weight"))
+
+
+def _no_target(word: str, model: PreTrainedModel, known: Iterable[str]) -> UserError:
+    words = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in known})
+    return UserError(
+        asked=f"--lora_target {word}",
+        found=f"no linear layer and no experts' weight of {type(model).__name__} has that name",
+        why="an adapter stands beside a weight",
+        instead=f"{did_you_mean(word, words)}{ALL}, or some of {','.join(words)}",
+    )
+
+
+def _check_untied(targets: Iterable[str], model: nn.Module) -> None:
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    tied = {name: names for names in shared.values() if len(names) > 1 for name in names}
+    for name in targets:
+        if name in tied:
+            other = next(other for other in tied[name] if other != name)
+            raise UserError(
+                asked=f"an adapter of {name}",
+                found=f"it is tied to {other}",
+                why="the two are one weight, and an adapter would change one of them alone",
+                instead=f"another --lora_target, such as {ALL}",
+            )
+
+
+def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mapping[str, str]) -> dict[str, Any]:
+    """What PEFT is told of the adapter: the content of its `adapter_config.json`.
+
+    Args:
+        model: the model that PEFT will load it onto.
+        base: hub id or folder of that model's weights.
+        names: the adapted model's names → those of ``model``; a name that is absent is the same in both.
+    """
+    experts = experts_modules(model)
+    full = [names.get(name, name) for name in lora.targets]
+    fused = [name for name in full if name.rpartition(".")[0] in experts]
+    linear = [name.removesuffix(".weight") for name in full if name not in fused]
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.r,
+        "lora_alpha": alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": _short(linear, [name for name, _ in model.named_modules()]),
+        "target_parameters": _short(fused, [name for name, _ in model.named_parameters()]) or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _short(chosen: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The fewest words that, as ends of names, mean ``chosen`` among ``known``; the whole names where none do."""
+    for parts in (1, 2, 3):
+        words = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
+        if sorted(chosen) == sorted(name for name in known if any(f".{name}".endswith(f".{word}") for word in words)):
+            return words
+    return sorted(chosen)
+
+
+def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
+    """The adapter that ``folder`` describes, for ``model``.
+
+    Raises:
+        UserError: there is none, it is of another kind than LoRA, or it adapts what the model has not.
+    """
+    asked = f"the adapter in {folder}"
+    try:
+        if folder.size(CONFIG) > _LARGEST:
+            raise ValueError("too large for a config")
+        values = json.loads(folder.read(CONFIG))
+        found = _read_values(values, model)
+    except UserError as error:
+        raise _unreadable(asked, f"{error.asked}: {error.found}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
+        raise _unreadable(asked, f"{CONFIG}: {type(error).__name__}: {error}") from error
+    _check_plain(values, found, model, asked)
+    return found
+
+
+def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """The options that mean a new adapter as PEFT's ``LoraConfig`` has it, whose fields ``values`` are.
+
+    Raises:
+        UserError: it asks for something else than plain LoRA of weights that ``model`` has; names the field.
+    """
+    asked = "peft_config=LoraConfig(…)"
+    try:
+        found = _read_values(values, model)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, re.error) as error:
+        raise UserError(
+            asked=asked,
+            found=f"{type(error).__name__}: {error}",
+            why="it describes no LoRA adapter",
+            instead="peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')",
+        ) from error
+    _check_plain(values, found, model, asked, _AT_THE_START)
+    if values.get("target_modules") == ALL and not values.get("target_parameters"):
+        # PEFT adapts experts by this word where transformers 4 had them as linear layers (Mixtral), and others not
+        words = [ALL]
+    else:
+        words = _short(found.targets, [name for name, _ in model.named_parameters()])
+    return {"lora_r": found.r, "lora_alpha": found.alpha, "use_rslora": found.rslora, "lora_target": ",".join(words)}
+
+
+def _read_values(values: Mapping[str, Any], model: PreTrainedModel) -> Lora:
+    """The adapter that the fields of an ``adapter_config.json`` describe.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, re.error: they describe none.
+    """
+    if values.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type {values.get('peft_type')!r:.80}")
+    r, alpha, rslora = values["r"], values["lora_alpha"], bool(values.get("use_rslora"))
+    if type(r) is not int or not 0 < r < 2**20 or not isinstance(alpha, int | float) or not 0 < alpha < 2**31:
+        raise ValueError(f"r {r!r:.80}, lora_alpha {alpha!r:.80}")
+    return Lora(r, float(alpha), rslora, tuple(_chosen(values, model)))
+
+
+def _check_plain(
+    values: Mapping[str, Any],
+    found: Lora,
+    model: PreTrainedModel,
+    asked: str,
+    further: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+) -> None:
+    """Refuse fields that say more than plain LoRA, and targets that the model has not."""
+    plain = {**_PLAIN, **further}
+    more = [f"{key}={values[key]!r:.80}" for key, known in plain.items() if values.get(key, known[0]) not in known]
+    if more or not found.targets:
+        raise UserError(
+            asked=asked,
+            found=", ".join(more) or f"none of its targets is a weight of {type(model).__name__} that can be adapted",
+            why="two factors beside each adapted weight, and nothing else, is what is trained and merged here",
+            instead="an adapter of plain LoRA for this model",
+        )
+    _check_untied(found.targets, model)
+
+
+def _chosen(values: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+    """The weights that PEFT's ``target_modules`` and ``target_parameters`` mean."""
+    known, experts = adapted_shapes(model), experts_modules(model)
+    modules, parameters = values.get("target_modules") or [], values.get("target_parameters") or []
+    if modules == ALL:
+        modules = [n.removesuffix(".weight") for n in _targets(ALL, model) if n.rpartition(".")[0] not in experts]
+    found = []
+    for name in known:
+        if name.rpartition(".")[0] in experts:
+            hit = any(f".{name}".endswith(f".{word}") for word in parameters)
+        elif isinstance(modules, str):
+            hit = re.fullmatch(modules, name.removesuffix(".weight")) is not None
+        else:
+            hit = any(f".{name}".endswith(f".{word}.weight") for word in modules)
+        found += [name] if hit else []
+    return found
+
+
+def _unreadable(asked: str, found: str) -> UserError:
+    return UserError(
+        asked=asked,
+        found=found,
+        why=f"an adapter is a folder with {CONFIG} and {WEIGHTS}, as PEFT saves one",
+        instead="a run's model/ folder, or one that PEFT's save_pretrained wrote",
+    )

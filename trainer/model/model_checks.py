@@ -1,0 +1,145 @@
+"""Whether a model can be trained as asked: each check refuses what would change its numbers, or has no meaning."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwright.arguments.training import TrainingArguments
+from shardwright.errors import UserError
+from shardwright.layout.mesh import SEQUENCE
+from shardwright.layout.recipe import Recipe
+from shardwright.model.attention_probe import leak, looks_ahead, mixes_in_order, text_part_differs
+from shardwright.model.facts import experts_modules, most_positions, stated
+from shardwright.model.meta_model import is_multimodal
+from shardwright.models.attention import attention_interface as attention
+from shardwright.models.experts.routing import routers, selection_biases
+
+
+def check_text_part(config: PretrainedConfig, model: PreTrainedModel) -> None:
+    found = text_part_differs(config) if is_multimodal(config) else None
+    if found is not None:
+        raise UserError(
+            asked=f"a model of type {config.model_type!r}, of which {type(model).__name__} is the text part",
+            found=found,
+            why="the text part is trained alone, so it must compute what the whole model computes of text",
+            instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
+        )
+
+
+def check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
+    if recipe.compute.attention != attention.NAME:
+        raise UserError(
+            asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
+            found="an attention of transformers' own",
+            why="it does not know documents by their segment_ids: tokens would see other documents",
+            instead=f"attention={attention.NAME!r}, the default",
+        )
+    found = leak(config, name)
+    if found is not None:
+        raise UserError(
+            asked=f"--isolate_documents with a model of type {config.model_type!r}",
+            found=found,
+            why="only a model that was seen to keep documents apart trains so: others drop segment_ids or positions on "
+            "the way, or mix tokens by other means than attention",
+            instead="no --isolate_documents, and documents follow one another in a row; for samples "
+            "--packing false, a row for each; or a model such as llama",
+        )
+
+
+def check_split_rows(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
+    """Refuse a mesh that splits rows for a model whose numbers it would change."""
+    size = recipe.mesh.axes.get(SEQUENCE, 1) * recipe.mesh.dcn.get(SEQUENCE, 1)
+    if size == 1:
+        return
+    dropout = stated(config, "attention_dropout")
+    if name != attention.NAME:
+        found: str | None = f"attention by masks, {name!r}, which are made for a row in one piece"
+    elif dropout:
+        found = f"attention_dropout={dropout}, which the ring of keys and values has not"
+    else:
+        found = mixes_in_order(config)
+    if found is not None:
+        without = {axis: s for axis, s in recipe.mesh.axes.items() if axis != SEQUENCE}
+        raise UserError(
+            asked=f"a mesh with {SEQUENCE}={size} and a model of type {config.model_type!r}",
+            found=found,
+            why="devices that share a row pass keys and values to each other and nothing else: what mixes tokens in "
+            "another way would see the wrong ones",
+            instead=f"{SEQUENCE}=1, with "
+            + (", ".join(f"{axis}=-1" for axis in list(without)[:1]) or "fsdp=-1")
+            + "; or a model such as llama, qwen3, mixtral or gpt_oss",
+        )
+
+
+def check_positions(args: TrainingArguments, model: PreTrainedModel) -> None:
+    most = most_positions(model)
+    if most is not None and args.sequence_length > most:
+        raise UserError(
+            asked=f"--sequence_length {args.sequence_length}",
+            found=f"{type(model).__name__} has {most} positions",
+            why="they lie in a table, and a token beyond its end has no position",
+            instead=f"--sequence_length {most} or less, or a config with more positions",
+        )
+
+
+def check_causal(name: str, model: PreTrainedModel) -> None:
+    """Refuse a model that sees the tokens that it predicts; one whose attention says that it is causal is not tried."""
+    if any(getattr(module, "is_causal", None) is True for module in model.modules()):
+        return
+    if looks_ahead(model.config, name):
+        raise UserError(
+            asked=f"a model of type {model.config.model_type!r} with attention={name!r}",
+            found="tried small, a token's logits depend on later tokens",
+            why="training predicts the next token, which the model would see",
+            instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",
+        )
+
+
+def check_heads(model: PreTrainedModel) -> None:
+    heads, shared = (stated(model.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
+        raise UserError(
+            asked=f"a model of type {model.config.model_type!r}",
+            found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
+            why="each key head serves equally many query heads",
+            instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
+        )
+
+
+def check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
+    chosen, found = recipe.compute.experts, experts_modules(model)
+    if chosen is not None and not found:
+        raise UserError(
+            asked=f"recipe {recipe.name}: Compute(experts={chosen!r})",
+            found=f"{type(model).__name__} has no experts",
+            why="there is nothing to route tokens to",
+            instead="Compute(experts=None), or a mixture-of-experts model",
+        )
+    if chosen is None and found:
+        raise UserError(
+            asked=f"recipe {recipe.name}: Compute(experts=None)",
+            found=f"{type(model).__name__} has experts, such as {found[0]}",
+            why="transformers' own way to run them has shapes that change with the routing, which XLA can't compile",
+            instead='Compute(experts="dropless"), "capacity" or "dense" (--compute experts=dropless)',
+        )
+
+
+def check_routing(args: TrainingArguments, model: PreTrainedModel) -> None:
+    """Refuse what is asked of routers that the model has not, or that are made in another way."""
+    names = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
+    asked = [name for name in names if getattr(args, name)]
+    experts, kind = experts_modules(model), type(model).__name__
+    found = None
+    if not experts:
+        found = f"{kind} has no experts"
+    elif "router_bias_update_rate" in asked and not selection_biases(model, experts):
+        asked, found = asked[-1:], f"the routers of {kind} add nothing to their scores that is saved and not trained"
+    elif asked[0:1] != names[-1:] and not routers(model):
+        found = f"transformers does not say which outputs of {kind} are router logits"
+    if asked and found:
+        raise UserError(
+            asked=f"--{asked[0]} {getattr(args, asked[0])}",
+            found=found,
+            why="there is nothing to compute it from, or nothing to move",
+            instead=f"--{asked[0]} 0, the default",
+        )

@@ -1,0 +1,140 @@
+"""What a step learns of its routers, the load of each expert; and how it moves the biases that balance it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwright.job import Job
+from shardwright.model.facts import experts_modules
+from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses, mark, selection_biases, watch
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.report.expert_load import ExpertLoad
+from shardwright.weights.placed_parameters import Placed
+from shardwright.xla import sharding
+from shardwright.xla.batch import batch_spec
+from shardwright.xla.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of a model, and the selection biases of their routers.
+
+    Args:
+        experts: name of each experts module, in the model's own names and order → how many experts it has.
+        stacks: the same modules as they run: name → the own names of those that it stacks, or its own.
+        order: where each number of :meth:`shares` stands when stack follows stack, placed; None: right there.
+        biases: name → (what a router adds to its scores for selection, placed; the name of its experts as they run).
+        rate: how far a bias moves in a step; 0: it stays.
+    """
+
+    mesh: DeviceMesh
+    experts: Mapping[str, int] = field(default_factory=dict)
+    stacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    order: torch.Tensor | None = None
+    biases: Mapping[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    rate: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """How many numbers :meth:`shares` gives."""
+        return sum(count + 1 for count in self.experts.values())
+
+    def shares(self, recorded: Tensors) -> torch.Tensor:
+        """Of each layer every expert's share of the (token, choice) pairs, and then the share dropped: [size].
+
+        Args:
+            recorded: of :func:`totals`.
+        """
+        flat, device = [], next(iter(recorded.values())).device
+        for name, own in self.stacks.items():
+            count = self.experts[own[0]]
+            load = recorded.get(name + LOAD, torch.zeros((len(own), count), device=device))
+            dropped = recorded.get(name + DROPPED, torch.zeros_like(load[..., 0])).unsqueeze(-1)
+            flat.append((torch.cat([load, dropped], -1) / load.sum(-1, keepdim=True).clamp(min=1)).flatten())
+        shares = torch.cat(flat)
+        return shares if self.order is None else shares.index_select(0, self.order)
+
+    def dropped_fraction(self, recorded: Tensors) -> torch.Tensor | None:
+        """The share of all layers' pairs that was dropped; None where no layer has a capacity."""
+        known = [name for name in self.stacks if name + DROPPED in recorded]
+        if not known:
+            return None
+        dropped, pairs = (torch.stack([recorded[n + what].sum() for n in known]).sum() for what in (DROPPED, LOAD))
+        return dropped / pairs.clamp(min=1)
+
+    def loads(self, sums: Sequence[float], capacity: bool) -> tuple[ExpertLoad, ...]:
+        """What a sum of :meth:`shares` over steps means. Layers where nothing was routed are left out."""
+        found, first = [], 0
+        for name, count in self.experts.items():
+            *shares, dropped = sums[first : first + count + 1]
+            first += count + 1
+            if total := sum(shares):
+                lost = dropped / total if capacity else None
+                found.append(ExpertLoad(name, tuple(share / total for share in shares), lost))
+        return tuple(found)
+
+    def update_biases(self, recorded: Tensors, good: torch.Tensor) -> None:
+        """Move each bias towards a balanced load, where the step is ``good`` (arXiv:2408.15664, algorithm 1)."""
+        for bias, experts in self.biases.values() if self.rate else ():
+            load = recorded[experts + LOAD]
+            moved = bias + self.rate * torch.sign(load.mean(-1, keepdim=True) - load).reshape(bias.shape)
+            kept = torch.where(good, moved.to(bias.dtype), bias)
+            bias.copy_(sharding.constrain(kept, self.mesh, (None,) * bias.dim()))
+
+
+def totals(recorded: Tensors) -> Tensors:
+    """Sums over the groups that tokens were counted in: here, once a step, counts cross devices."""
+    dims = {LOAD: -2, DROPPED: -1}
+    found = {}
+    for name, value in recorded.items():
+        dim = next((dim for end, dim in dims.items() if name.endswith(end)), None)
+        found[name] = value if dim is None else value.sum(dim)
+    return found
+
+
+def router_losses(job: Job) -> RouterLosses:
+    """What the job adds to the model's own loss for its routers."""
+    args = job.args
+    return RouterLosses(args.router_z_loss_coef, args.router_balance_coef, args.router_balance == "batch")
+
+
+def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Have the experts of ``model`` record their load, and its routers what :func:`router_losses` needs."""
+
+    def split_rows(tensor: torch.Tensor) -> torch.Tensor:
+        return sharding.constrain(tensor, mesh, batch_spec(tensor.dim(), job.plan.batch))
+
+    mark(model, experts_modules(model), job.plan.batch_shards, split_rows)
+    if router_losses(job).any:
+        watch(model, split_rows)
+
+
+def make_routing(job: Job, model: PreTrainedModel, placed: Placed) -> Routing:
+    """The experts of the job, and the biases of its routers as they lie in ``model``, which runs."""
+    names = experts_modules(job.model)
+    experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}
+    known, stacks, biases = selection_biases(job.model, names), {}, {}
+    for name in experts_modules(model):
+        key, _ = next(iter(model.get_submodule(name).named_parameters()))
+        stacks[name] = own = [member.removesuffix(f".{key}") for member in job.stored.members(f"{name}.{key}")]
+        block, own_block = (f"{each.rpartition('.')[0]}." for each in (name, own[0]))
+        for bias in (bias for bias, of in known.items() if of == own[0]):
+            where = block + bias.removeprefix(own_block)
+            biases[where] = (placed.parameters[where] if where in placed.parameters else model.get_buffer(where), name)
+    order = _order(experts, stacks)
+    placed_order = None if order is None else sharding.place("order of experts", order, placed.mesh, (None,))
+    return Routing(placed.mesh, experts, stacks, placed_order, biases, job.args.router_bias_update_rate)
+
+
+def _order(experts: Mapping[str, int], stacks: Mapping[str, Sequence[str]]) -> torch.Tensor | None:
+    """:attr:`Routing.order`, int32 [size]; None if stack after stack is the order of ``experts``."""
+    begins, begin = {}, 0
+    for name in (name for own in stacks.values() for name in own):
+        begins[name] = begin
+        begin += experts[name] + 1
+    order = [begins[name] + i for name, count in experts.items() for i in range(count + 1)]
+    return None if order == sorted(order) else torch.tensor(order, dtype=torch.int32)

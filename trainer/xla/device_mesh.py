@@ -1,0 +1,145 @@
+"""The device grid: from axis names and sizes to torch_xla's mesh, over this process's devices or over none."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch_xla.core.xla_builder import create_placeholder_tensor
+
+from shardwright.errors import UserError
+from shardwright.layout.mesh import Mesh
+from shardwright.layout.partition import PartitionSpec
+from shardwright.xla.chips import Chip
+from shardwright.xla.device_order import as_reported, in_mesh_order
+from shardwright.xla.runtime import chip, device_kind, init_runtime
+
+# torch_xla's mesh, under a name that other packages use without importing torch_xla
+DeviceMesh: TypeAlias = xs.Mesh
+_SHOWN, _SAID = 8, 200  # devices, and characters of jax's words, in a refusal
+
+
+def build_mesh(mesh: Mesh) -> DeviceMesh:
+    """The device grid over every device of the runtime, its axes in the recipe's order.
+
+    On a TPU the order of devices follows the links between chips, slices outside (:mod:`shardwright.xla.device_order`);
+    on virtual CPU devices, which have none, it is that of their ids.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or its DCN factors the slices.
+    """
+    init_runtime()
+    devices = xr.global_runtime_device_count()
+    sizes = mesh.sizes(devices)
+    ids = _tpu_order(mesh) if device_kind() == "TPU" else list(range(devices))
+    return xs.Mesh(ids, tuple(sizes.values()), tuple(sizes))
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise UserError unless the TPUs of this runtime can be laid out as ``mesh``. Other devices are not opened."""
+    if device_kind() == "TPU":
+        _tpu_order(mesh)
+
+
+def _tpu_order(mesh: Mesh) -> list[int]:
+    """The ids of the runtime's TPUs in mesh order."""
+    devices = as_reported(xr.global_runtime_device_attributes(), xm.xla_device_kind())
+    ici, dcn = mesh.ici_sizes(len(devices)), mesh.dcn_sizes()
+    check_slices(mesh, [device.slice_index for device in devices])
+    try:
+        return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(dcn.values()))]
+    # jax asserts, and its search for a layout ends in numpy's errors where an axis can't be divided
+    except Exception as error:
+        shown = "; ".join(map(str, devices[:_SHOWN])) + (" …" if len(devices) > _SHOWN else "")
+        raise UserError(
+            asked=f"{mesh} on {len(devices)} × {devices[0].device_kind}",
+            found=f"the runtime reports chips at {shown} ({type(error).__name__}: {str(error)[:_SAID]})",
+            why="the order of devices follows the links between chips: they must fill a box, one device a chip, whose "
+            "sides the axes divide",
+            instead="every chip of a slice (no TPU_VISIBLE_CHIPS), and axes that are powers of two",
+        ) from error
+
+
+def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
+    """Raise UserError unless the mesh's DCN factors multiply to the number of slices, and these are equally large.
+
+    Args:
+        indices: each device's slice.
+    """
+    asked, sizes = math.prod(mesh.dcn_sizes().values()), Counter(indices)
+    slices = len(sizes)
+    if asked != slices:
+        outer = next(iter(mesh.axes))
+        raise UserError(
+            asked=f"{mesh}: DCN factors for {asked} slices",
+            found=f"the devices form {slices} slices",
+            why="only devices of one slice are joined by ICI",
+            instead=f"dcn={{{outer!r}: {slices}}} on the axis that communicates least"
+            if slices > 1
+            else "no dcn=, and these factors in the axes' own sizes",
+        )
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            asked=f"{mesh} over {slices} slices",
+            found="slices of " + ", ".join(f"{count} devices" for count in sizes.values()),
+            why="a mesh is a grid: each slice takes the same part of it",
+            instead="slices of one size",
+        )
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """A record of a tensor placed on an :class:`AbstractMesh`; a step that writes to the tensor leaves it as it is."""
+
+    name: str
+    tensor: torch.Tensor
+    spec: PartitionSpec
+
+
+class AbstractMesh(xs.Mesh):
+    """A mesh of devices that this process has not got. What is placed on it has a shape and a layout, but no data.
+
+    Args:
+        axes: axis → size, in mesh order; a device's id is its position in the mesh.
+        chip: what the devices are; None: it is not known.
+    """
+
+    def __init__(self, axes: Mapping[str, int], chip: Chip | None = None) -> None:
+        # the parent's __init__ is not called: it wants the runtime to have as many devices
+        self.device_ids = np.arange(math.prod(axes.values()))
+        self.mesh_shape, self.axis_names = tuple(axes.values()), tuple(axes)
+        self.chip = chip
+        self.placed: list[Placeholder] = []
+
+    def place(self, name: str, shape: Sequence[int], dtype: torch.dtype, spec: PartitionSpec) -> torch.Tensor:
+        """A tensor of ``shape`` and ``dtype`` that has no data; it is remembered in :attr:`placed`."""
+        placeholder = create_placeholder_tensor(tuple(shape), dtype)
+        # A clone, since a detached tensor would be written to together with this one.
+        self.placed.append(Placeholder(name, placeholder.clone(), spec))
+        return placeholder
+
+
+def device_order(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Device ids in mesh order, for kernels that run shard by shard; None if they are 0, 1, 2, …"""
+    ids = tuple(int(i) for i in mesh.device_ids)
+    return None if ids == tuple(range(len(ids))) else ids
+
+
+def chip_of(mesh: DeviceMesh) -> Chip | None:
+    """What the devices of ``mesh`` are; None for virtual devices, and for a TPU that is not in the table."""
+    return mesh.chip if isinstance(mesh, AbstractMesh) else chip()
+
+
+def local_devices() -> list[int]:
+    """The ids of this process's devices, as a mesh counts them."""
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]
