@@ -6,8 +6,7 @@ import hashlib
 import importlib.metadata
 from pathlib import Path
 
-import shardwright
-import shardwright.models
+from shardwright import models
 
 
 def versions() -> dict[str, str]:
@@ -18,8 +17,7 @@ def versions() -> dict[str, str]:
 def code_digest() -> str:
     """A checksum of every module of the trainer and the models as they lie on this host's disk."""
     found = hashlib.sha256()
-    for package in (shardwright, shardwright.models):
-        folder = Path(str(package.__file__)).parent
+    for folder in (Path(__file__).parents[1], Path(models.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return found.hexdigest()[:16]
