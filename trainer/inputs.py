@@ -94,7 +94,7 @@ def resolve(
     Raises:
         UserError: something is of a kind that can't be trained with; names it.
     """
-    _check_kind("args", args, TrainingArguments, "trainer.TrainingArguments(…), transformers' names")
+    _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
     options: dict[str, Any] = {}
     given: dict[str, Any] = {"compute_loss": compute_loss_func, "compute_metrics": compute_metrics}
     for name in ("compute_loss", "compute_metrics"):

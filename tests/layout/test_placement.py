@@ -37,7 +37,7 @@ def test_nothing_is_a_placement_before_torch_is_imported_and_asking_does_not_imp
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("module", ["trainer", "torch.distributed.tensor"])
+@pytest.mark.parametrize("module", ["shardwright", "torch.distributed.tensor"])
 def test_a_recipe_takes_placements_of_the_face_and_of_torch(tmp_path, module):
     (tmp_path / "mine.py").write_text(
         f"from {module} import Replicate, Shard\nfrom trainer import Mesh, Recipe\n"

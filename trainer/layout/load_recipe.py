@@ -52,7 +52,7 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name → file of each recipe in ``recipes/``."""
-    folder = importlib.resources.files("recipes")
+    folder = importlib.resources.files("shardwright.recipes")
     files = sorted(Path(str(folder)).glob("[!_]*.py"))
     return {file.stem: file for file in files}
 
