@@ -104,7 +104,7 @@ def resolve(
     if isinstance(recipe, Recipe):
         options["recipe"], given["recipe"] = recipe.name or "given", recipe
     elif recipe is not None:
-        _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a trainer.Recipe")
+        _check_kind("recipe", recipe, str | os.PathLike, "a name, a path of a .py file, or a shardwright.Recipe")
         options["recipe"] = os.fspath(recipe)
     if data_collator is not None:
         if not callable(data_collator):
