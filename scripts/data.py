@@ -15,6 +15,8 @@ os.environ["USE_TORCH_XLA"] = "0"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
+from shardwright.data.audit_arguments import AuditArguments
 from shardwright.hosts.output_streams import exit_code
 
 EXIT_CODES = """Exit codes:
@@ -25,16 +27,15 @@ EXIT_CODES = """Exit codes:
 
 
 def main() -> int:
-    import transformers
-    from rich.console import Console
-
-    from shardwright.arguments.training import TrainingArguments
-    from shardwright.data.audit_command import AuditArguments, run_audit
-
     words = sys.argv[1:]
     if not any(word.partition("=")[0] == "--recipe" for word in words):
         words = ["--recipe", "auto", *words]  # no layout is needed; it may say which model
     shown, args = parse([AuditArguments, TrainingArguments], words, __doc__, EXIT_CODES)
+    import transformers
+    from rich.console import Console
+
+    from shardwright.data.audit_command import run_audit
+
     transformers.logging.set_verbosity_error()
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:

@@ -12,6 +12,7 @@ import os
 import sys
 
 from shardwright.arguments.command_line import parse
+from shardwright.evaluation.evaluation_arguments import EvaluationArguments
 from shardwright.hosts.output_streams import exit_code
 
 
@@ -19,11 +20,9 @@ def main() -> None:
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    (options,) = parse([EvaluationArguments], sys.argv[1:], __doc__)
     import transformers
 
-    from shardwright.evaluation.evaluation_arguments import EvaluationArguments
-
-    (options,) = parse([EvaluationArguments], sys.argv[1:], __doc__)
     from shardwright.evaluation.evaluation_command import run
 
     transformers.logging.set_verbosity_error()

@@ -12,30 +12,21 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
 os.environ["USE_TORCH_XLA"] = "0"
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from shardwright.arguments.command_line import Parser
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
-from shardwright.layout.auto import AUTO, UNMADE, AutoRecipe, auto_recipe
-from shardwright.layout.load_recipe import load_recipe
-from shardwright.layout.optimizer_state import TITLES
-from shardwright.layout.plan import ShardingPlan
-from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
-from shardwright.layout.recipe_source import recipe_source
-from shardwright.model.facts import experts_modules
-from shardwright.model.lora_options import lora_of, plan_of, with_lora
-from shardwright.model.meta_model import load_config, meta_model
-from shardwright.report.lines import say
-from shardwright.report.units import size
 
+if TYPE_CHECKING:
+    from shardwright.layout.auto import AutoRecipe
+    from shardwright.layout.plan import ShardingPlan
+
+AUTO = "auto"
 # options of a run that change what a device holds
 _RUN = {
     "lora_r": int,
@@ -63,6 +54,16 @@ def main() -> int | None:
     for name, kind in _RUN.items():
         parser.add_argument(f"--{name}", type=kind, help=f"as scripts/train.py --{name}")
     arguments = parser.parse_args()
+    from rich.console import Console
+
+    from shardwright.layout.auto import UNMADE, auto_recipe
+    from shardwright.layout.load_recipe import load_recipe
+    from shardwright.layout.plan_table import print_plan
+    from shardwright.model.facts import experts_modules
+    from shardwright.model.lora_options import lora_of, plan_of, with_lora
+    from shardwright.model.meta_model import load_config, meta_model
+    from shardwright.report.lines import say
+
     if arguments.write is not None:
         _check_new(arguments)
     made = None
@@ -117,6 +118,13 @@ def _check_new(arguments: argparse.Namespace) -> None:
 
 def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: argparse.Namespace) -> None:
     """Writes the recipe to the new file ``--write``, and says how to use it."""
+    from rich.console import Console
+
+    from shardwright.layout.optimizer_state import TITLES
+    from shardwright.layout.recipe_source import recipe_source
+    from shardwright.report.lines import say
+    from shardwright.report.units import size
+
     command = f"python scripts/train.py --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
     sizes = " × ".join(f"{axis}={count}" for axis, count in plan.mesh.items())
     docstring = (
@@ -128,48 +136,6 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     with open(arguments.write, "x", encoding="utf-8") as file:
         file.write(recipe_source(made, docstring))
     say(Console(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {command}")
-
-
-def print_plan(plan: ShardingPlan) -> None:
-    """Prints the plan as a table that fits the terminal, or as wide as it needs where the output is piped."""
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=200)
-    sizes = " × ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    say(console, f"mesh: {sizes} = {plan.devices} devices\n")
-    console.print(_table(plan_rows(plan), console.width))
-    held = held_by_a_device(plan)
-    say(console, "\na device holds")
-    width = max(12, *(len(what) for what, _ in held))
-    for what, count in [*held, ("together", sum(count for _, count in held))]:
-        say(console, f"  {what:<{width}} {size(count, decimals=2):>11}")
-    axes = " × ".join(f"{axis}={plan.mesh[axis]}" for axis in plan.batch) or "no axis splits it"
-    say(console, f"the global batch must be divisible by {plan.batch_shards} ({axes})")
-
-
-def _table(rows: list[list[str]], width: int) -> Table:
-    """A table of at most ``width`` characters. Where that is too narrow, patterns are broken at their dots."""
-    columns = list(zip(PLAN_HEADER, *rows, strict=True))
-    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    room = max(width - sum(widths[1:]) - 2 * len(PLAN_HEADER), 12)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in PLAN_HEADER:
-        number = title in ("match", "bytes")
-        table.add_column(title, justify="right" if number else "left", no_wrap=title != "pattern")
-    for pattern, *cells in rows:
-        # as Text, since rich would take [qkv] for markup
-        table.add_row(Text(_break_at_dots(pattern, room)), *map(Text, cells))
-    return table
-
-
-def _break_at_dots(name: str, width: int) -> str:
-    """``name`` in lines of at most ``width`` characters, each after the first indented by one."""
-    lines = [""]
-    for segment in name.replace(".", ".\0").split("\0"):
-        if lines[-1] and len(lines[-1]) + len(segment) > width:
-            lines.append(" ")
-        lines[-1] += segment
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

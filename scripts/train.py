@@ -6,6 +6,7 @@ import os
 import sys
 
 from shardwright.arguments.command_line import parse
+from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
 from shardwright.hosts.output_streams import exit_code
 
@@ -38,11 +39,9 @@ def main() -> int:
     # XLA's C++ log tells of its own deprecations at every compile; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
     import transformers
 
-    from shardwright.arguments.training import TrainingArguments
-
-    (args,) = parse([TrainingArguments], words, __doc__, EXIT_CODES, COMPILE_ONLY)
     from shardwright.run import train
 
     # what they would report here, the run says itself: progress, and weights that do not fit

@@ -6,11 +6,14 @@ Left to itself argparse takes any unambiguous beginning of an option for that op
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import MISSING, Field, fields
+from typing import Any, NoReturn, get_type_hints
 
+from shardwright.arguments.option_values import kind_of
 from shardwright.errors import did_you_mean
 
 
@@ -20,10 +23,9 @@ class Parser(argparse.ArgumentParser):
     A word that is no option, or only the beginning of one, ends the command with exit code 2.
     """
 
-    def __init__(self, description: str | None) -> None:
-        super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+    def __init__(self, description: str | None, **more: Any) -> None:
+        look = {"formatter_class": argparse.RawDescriptionHelpFormatter, **more}
+        super().__init__(description=description, allow_abbrev=False, **look)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, after a look for unknown options: argparse asks for what is missing first."""
@@ -44,29 +46,63 @@ def parse(
 ) -> tuple[Any, ...]:
     """Returns an instance of each dataclass in ``kinds``, with the fields that the options among ``words`` set.
 
-    A word that is no option, or only the beginning of one, ends the command with exit code 2.
+    The options are those that transformers' ``HfArgumentParser`` makes of the fields, whose import costs most of a
+    second. Words in the file ``SCRIPT.args`` beside the script come first, as it takes them. A word that is no option,
+    or only the beginning of one, ends the command with exit code 2.
 
     Args:
-        kinds: dataclasses as transformers' ``HfArgumentParser`` takes them.
+        kinds: dataclasses of :func:`option_values.option`.
         words: the command line without the command.
         description: what ``--help`` prints before the options, as it is written.
         epilog: what it prints after them.
         flags: option → help of options without a value that the caller has taken out of ``words`` already; they are
             only listed by ``--help`` and offered as the nearest.
     """
-    import transformers
-
-    parser = transformers.HfArgumentParser(
-        list(kinds), description=description, epilog=epilog, formatter_class=_Help, allow_abbrev=False
-    )
+    parser = options_parser(kinds, description, epilog)
     for option, text in (flags or {}).items():
-        # both spellings, as HfArgumentParser gives every option
-        parser.add_argument(option, "--" + option[2:].replace("_", "-"), action="store_true", help=text)
-    _check_options(parser, words)
-    *found, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+        parser.add_argument(*_spellings(option[2:]), action="store_true", help=text)
+    beside = os.path.splitext(sys.argv[0])[0] + ".args"
+    if os.path.isfile(beside):
+        with open(beside, encoding="utf-8") as file:
+            words = [*file.read().split(), *words]
+    found, unknown = parser.parse_known_args(list(words))
     if unknown:
         _refuse(parser, unknown[0])
-    return tuple(found[: len(kinds)])
+    return tuple(kind(**{each.name: getattr(found, each.name) for each in fields(kind)}) for kind in kinds)
+
+
+def options_parser(kinds: Sequence[Any], description: str | None = None, epilog: str | None = None) -> Parser:
+    """A parser with an option for each field of the dataclasses ``kinds``."""
+    parser = Parser(description, epilog=epilog, formatter_class=_Help)
+    for kind in kinds:
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            _add_option(parser, each, hints[each.name])
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
+    """Adds the option of a field; one of True or False takes a word or none, and ``--no_…`` where it is True."""
+    kind, text = kind_of(hint)[0], field.metadata["help"]
+    more: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
+    if kind is bool and field.default is not None:
+        more |= {"nargs": "?", "const": True}
+    parser.add_argument(*_spellings(field.name), type=_truth if kind is bool else kind, help=text, **more)
+    if field.default is True:
+        no = _spellings(f"no_{field.name}")
+        parser.add_argument(*no, action="store_false", dest=field.name, default=False, help=text)
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys(("--" + name, "--" + name.replace("_", "-"))))
+
+
+def _truth(word: str) -> bool:
+    truth = {"yes": True, "true": True, "t": True, "y": True, "1": True}
+    truth |= {"no": False, "false": False, "f": False, "n": False, "0": False}
+    if word.lower() not in truth:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of yes/no, true/false, t/f, y/n, 1/0")
+    return truth[word.lower()]
 
 
 def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from shardwright.arguments.option_values import Checked, option
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -53,4 +55,6 @@ class ModelArguments(Checked):
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes that weights and optimizer state are stored in, as `make_plan` takes them."""
+        import torch
+
         return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}

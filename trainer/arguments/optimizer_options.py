@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError, did_you_mean
 
@@ -54,7 +52,7 @@ class OptimizerArguments(Checked):
         self.check("weight_decay", self.weight_decay >= 0, "it can't be negative", 0)
         for name in ("adam_beta1", "adam_beta2"):
             self.check(name, 0 <= getattr(self, name) < 1 - 2**-25, "a moment's decay lies in [0, 1) of float32", 0.9)
-        least = float(np.finfo(np.float32).tiny)
+        least = 2.0**-126  # float32's least normal number
         self.check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
         for name, default in _OF_ADAMW.items():
             if self.optim in ("adafactor", "lion") and getattr(self, name) != default:

@@ -9,16 +9,22 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-import numpy as np
-
 from shardwright.errors import UserError, did_you_mean
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 _MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
 
 
-def option(default: Any, help: str, **extra: Any) -> Any:
-    """A field of an arguments dataclass, as transformers' `HfArgumentParser` reads it."""
-    return field(default=default, metadata={"help": help, **extra})
+def option(default: Any, help: str) -> Any:
+    """A field of a dataclass of options, with what ``--help`` says of it."""
+    return field(default=default, metadata={"help": help})
+
+
+def kind_of(hint: Any) -> tuple[type, bool]:
+    """Of the annotation of an option: what its word is read as (``dict | str`` is read as text), and whether it may be
+    None."""
+    kinds = get_args(hint) or (hint,)
+    return next(kind for kind in (bool, float, int, str) if kind in kinds), NoneType in kinds
 
 
 def check_values(arguments: Any) -> None:
@@ -32,10 +38,9 @@ def check_values(arguments: Any) -> None:
     hints = get_type_hints(type(arguments))
     for each in fields(arguments):
         name, value = each.name, getattr(arguments, each.name)
-        kinds = get_args(hints[name]) or (hints[name],)
-        if dict in kinds or value is each.default or (value is None and NoneType in kinds):
+        kind, optional = kind_of(hints[name])
+        if dict in get_args(hints[name]) or value is each.default or (value is None and optional):
             continue
-        kind = next(kind for kind in (bool, float, int, str) if kind in kinds)
         try:
             setattr(arguments, name, _READ[kind](value))
         except (TypeError, ValueError) as error:
@@ -65,7 +70,7 @@ def _int(value: Any) -> int:
 def _float(value: Any) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError
-    if not abs(float(value)) <= float(np.finfo(np.float32).max):  # NaN too
+    if not abs(float(value)) <= _LARGEST:  # NaN too
         raise ValueError("finite, also in float32")
     return float(value)
 

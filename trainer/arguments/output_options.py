@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from transformers.trainer_utils import IntervalStrategy
-
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
 
@@ -81,7 +79,7 @@ class OutputArguments(Checked):
     )
 
     # transformers' callbacks read these; they are no options of ours
-    logging_strategy = IntervalStrategy.STEPS
+    logging_strategy = "steps"
     eval_delay = 0
     hub_private_repo = trackio_space_id = trackio_bucket_id = None
     trackio_static_space_id = False  # nothing is pushed to the hub

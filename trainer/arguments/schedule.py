@@ -8,17 +8,22 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import get_scheduler
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-from transformers.trainer_utils import SchedulerType
-
 from shardwright.errors import UserError, did_you_mean
 
-# these two ask for a loss at every step, which the host does not read
-_ADAPTIVE = {SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY}
-KINDS = [kind.value for kind in SchedulerType if kind not in _ADAPTIVE]
+# transformers' SchedulerType, which a command line is read without; two more ask for a loss at every step, which the
+# host does not read
+KINDS = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
 _GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # what `Schedule` says itself
 
 
@@ -39,8 +44,11 @@ class Schedule:
         self._asked = f"--lr_scheduler_type {kind}" + (f" --lr_scheduler_kwargs {dict(options)}" if options else "")
         self._known = _options_of(kind)
         self._check_names(options)
+        import torch
+        from transformers import get_scheduler
+
         # transformers' schedulers want an optimizer to write the rate into; this one optimises nothing
-        carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=learning_rate)
+        carrier = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=learning_rate)
         try:
             with warnings.catch_warnings(action="ignore"):
                 scheduler = get_scheduler(kind, carrier, warmup_steps, total_steps, dict(options))
@@ -96,6 +104,9 @@ class Schedule:
 def _options_of(kind: str) -> dict[str, bool]:
     """Name → whether it is needed, of each further argument of a scheduler."""
     # semi-private: transformers/optimization.py, transformers 5.23
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+    from transformers.trainer_utils import SchedulerType
+
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]
     parameters = inspect.signature(function).parameters
     return {name: p.default is p.empty for name, p in parameters.items() if name not in _GIVEN}

@@ -34,9 +34,9 @@ def main(words: list[str], description: str | None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log tells of its own deprecations
     logging.disable(logging.WARNING)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no compiling process is left, nor its files
+    args, options = parse([TrainingArguments, CompileArguments], words, description)
     import transformers
 
-    args, options = parse([TrainingArguments, CompileArguments], words, description)
     transformers.logging.set_verbosity_error()
     return run(args, options)
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from shardwright.arguments.option_values import Checked, check_values, option
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.audit import SAID, WRONG, Audit, audit, histogram
+from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.rows.mixture import no_tokenizer, shapes_of
@@ -31,23 +30,6 @@ from shardwright.report.audit_report import AuditView, Finding, audit_page, prin
 from shardwright.report.units import size
 
 TRAINS_WRONGLY = 3  # the exit code
-
-
-@dataclass
-class AuditArguments(Checked):
-    """What an audit shows."""
-
-    show: int = option(3, "Samples of each dataset to show, decoded, what the loss is on in colour.")
-    html: str | None = option(None, "Write the audit to this file, as a page that loads nothing.")
-    json: str | None = option(None, "Write the audit to this file, as JSON.")
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        self.check("show", self.show >= 0, "it is a number of samples", 3)
-        for name in ("html", "json"):
-            self.check_path(name)
-            path = getattr(self, name)
-            self.check(name, path is None or not Path(path).is_dir(), "it is a folder, not a file", "audit.html")
 
 
 def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) -> int:

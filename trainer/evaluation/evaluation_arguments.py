@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from shardwright.arguments.adapter_options import BASE_DTYPES
 from shardwright.arguments.option_values import Checked, check_values, option
-from shardwright.layout.auto import AUTO
 
 
 @dataclass
@@ -20,7 +19,7 @@ class EvaluationArguments(Checked):
         }
     )
     tasks: str = field(metadata={"help": "Tasks or groups of lm-evaluation-harness, with commas between them."})
-    recipe: str = option(AUTO, "As scripts/train.py --recipe.")
+    recipe: str = option("auto", "As scripts/train.py --recipe.")
     mesh: str | None = option(None, "As scripts/train.py --mesh.")
     compute: str | None = option(None, "As scripts/train.py --compute.")
     adapter: str | None = option(None, "A LoRA adapter on top of --model, as PEFT saves one: its folder.")
