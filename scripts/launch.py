@@ -3,8 +3,8 @@
 python scripts/launch.py jobset --topology v5p:2x2x4 --image IMAGE -- --recipe mixtral_ep --output_dir gs://bucket/run
 python scripts/launch.py xpk --topology v5p:2x2x4 --slices 2 --image IMAGE --cluster CLUSTER --run -- --recipe …
 
-The first word is the target: xpk, jobset, skypilot, tpu-vm or ray. What follows the `--` are the options of train.py.
-Nothing is started without --run. docs/launch.md says what is set, and why.
+The first word is the target: xpk, jobset, skypilot, tpu-vm or ray. What follows the `--` are the options of
+scripts/train.py. Nothing is started without --run. docs/launch.md says what is set, and why.
 """
 
 from __future__ import annotations

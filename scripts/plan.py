@@ -19,7 +19,7 @@ os.environ["USE_TORCH_XLA"] = "0"
 
 from shardwright.arguments.command_line import Parser
 from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.hosts.output_streams import exit_code
 
 if TYPE_CHECKING:
@@ -125,17 +125,17 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     from shardwright.report.lines import say
     from shardwright.report.units import size
 
-    command = f"python scripts/train.py --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
+    use = f"{command('train')} --recipe {shlex.quote(arguments.write)} --model {shlex.quote(arguments.model)}"
     sizes = " × ".join(f"{axis}={count}" for axis, count in plan.mesh.items())
     docstring = (
-        f"{model_class}: made from its own parallel plan and shapes by scripts/plan.py --recipe {AUTO}, and yours to "
-        f"edit.\n\ncommand:   {command}\nhardware:  {plan.devices} devices as {sizes}\n"
+        f"{model_class}: made from its own parallel plan and shapes by {command('plan')} --recipe {AUTO}, and yours to "
+        f"edit.\n\ncommand:   {use}\nhardware:  {plan.devices} devices as {sizes}\n"
         f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and "
-        f"{TITLES[plan.optim]} state, by scripts/plan.py\n"
+        f"{TITLES[plan.optim]} state, by {command('plan')}\n"
     )
     with open(arguments.write, "x", encoding="utf-8") as file:
         file.write(recipe_source(made, docstring))
-    say(Console(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {command}")
+    say(Console(stderr=arguments.json), f"\nwritten to {arguments.write}; train with it:\n  {use}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""UserError, the one error that a user is meant to read, and the exit codes that scripts end with."""
+"""UserError, the one error that a user is meant to read, the exit codes that scripts end with, and their commands."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
 LOST = 76  # a host of the job was lost, or a step hung: started again, the same command goes on
+
+_SCRIPTS = Path(__file__).parents[1] / "scripts"  # of a checkout
 
 
 class UserError(Exception):
@@ -38,6 +44,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'? `` with the nearest of ``known``, to be put before a list; empty where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def command(name: str) -> str:
+    """The command ``name`` (``train``, ``plan``, …) in the words by which the user of this program would start it."""
+    folder, _ = os.path.split(sys.argv[0])
+    if os.path.realpath(folder) == os.path.realpath(_SCRIPTS):  # python scripts/plan.py, by whichever path
+        return f"python {shlex.quote(os.path.join(folder, name + '.py'))}"
+    return f"shardwright {name}"
 
 
 def exit_code_of(error: BaseException) -> int:

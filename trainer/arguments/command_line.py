@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_type_hints
 
 from shardwright.arguments.option_values import kind_of
-from shardwright.errors import did_you_mean
+from shardwright.errors import command, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,6 +26,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None, **more: Any) -> None:
         look = {"formatter_class": argparse.RawDescriptionHelpFormatter, **more}
         super().__init__(description=description, allow_abbrev=False, **look)
+
+    def format_help(self) -> str:
+        """The help, in which commands are named as the user starts them."""
+        return re.sub(r"(?:python\s+)?scripts/(\w+)\.py", lambda found: command(found[1]), super().format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, after a look for unknown options: argparse asks for what is missing first."""

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTr
 from shardwright.checkpoint import json_checks, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from shardwright.checkpoint.same_model import differences
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.files.arrays import Array
 from shardwright.files.folder import Folder
 from shardwright.hosts.hosts import hosts
@@ -151,7 +151,7 @@ class RunCheckpoint:
                 found=f"the state of {saved}",
                 why="an optimizer goes on from what it knew of the gradients, and another keeps other things of them",
                 instead=f"--optim {saved}; or a new run that starts from its weights alone: export them "
-                "(scripts/export.py), and give --model that folder",
+                f"({command('export')}), and give --model that folder",
             )
 
     def _other_settings(self, config: PretrainedConfig) -> list[str]:

@@ -15,6 +15,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.data.tokenizer import check_tokenizer, open_tokenizer
+from shardwright.model.meta_model import model_path
 
 
 def asked_tokenizer(
@@ -27,7 +28,7 @@ def asked_tokenizer(
     """
     name = args.tokenizer
     if name is None and args.model is not None:
-        local = Path(args.model)
+        local = Path(model_path(args.model))
         if not os.path.exists(local) or (local.is_dir() and any(local.glob("tokenizer*"))):
             name = args.model
     tokenizer = open_tokenizer(name) if given is None and name is not None else given
@@ -44,7 +45,7 @@ def stop_tokens(
         named.append(model.generation_config)
     if args.model is not None:
         with contextlib.suppress(OSError):  # it need not have one
-            named.append(GenerationConfig.from_pretrained(args.model))
+            named.append(GenerationConfig.from_pretrained(model_path(args.model)))
     ids = (getattr(each, "eos_token_id", None) for each in named)
     return frozenset(i for each in ids for i in (each if isinstance(each, list) else [each]) if isinstance(i, int))
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError
+from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError, command
 
 NOTES = "SHARDWRIGHT_NOTES"  # in a child's environment: the path of its notes
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
@@ -106,9 +106,9 @@ def check_limit(limit: int, restarts: Restarts | None) -> None:
     if limit and restarts is None:
         raise UserError(
             asked=f"--max_restarts {limit}",
-            found="a run that Python code began, not scripts/train.py",
+            found=f"a run that Python code began, not {command('train')}",
             why="a restart is a new process of the same command, and that code's own state would be lost with the old",
-            instead="scripts/train.py; or catch shardwright.errors.TransientError and train anew from `latest`",
+            instead=f"{command('train')}; or catch shardwright.errors.TransientError and train anew from `latest`",
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from shardwright.errors import LOST, UserError
+from shardwright.errors import LOST, UserError, command
 from shardwright.hosts.restarts import NOTES, Ended, Restarted, Verdict, decide, read_notes, wait_before, write_notes
 from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT
 from shardwright.report.lines import say
@@ -72,11 +72,11 @@ def supervise(limit: int, words: Sequence[str]) -> int:
         words: the command's, after its script.
     """
     # a group of its own: what a terminal, or `timeout`, sends to this process's group reaches the run once, from here
-    command = own_command(words)
+    own = own_command(words)
 
     def start(more: Sequence[str], notes: str) -> ChildRun:
         environment = {**os.environ, NOTES: notes}
-        return subprocess.Popen([*command, *words, *more], env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        return subprocess.Popen([*own, *words, *more], env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
     return Supervisor(limit, start).run()
 
@@ -91,9 +91,9 @@ def own_command(words: Sequence[str]) -> list[str]:
     if [*head, *words] != sys.orig_argv:
         raise UserError(
             asked="--max_restarts",
-            found="a run that Python code began, not scripts/train.py",
+            found=f"a run that Python code began, not {command('train')}",
             why="there is no command that begins it again",
-            instead="scripts/train.py; or no --max_restarts",
+            instead=f"{command('train')}; or no --max_restarts",
         )
     return [sys.executable, *head[1:]]
 

@@ -13,6 +13,9 @@ from typing import Any
 from shardwright.errors import UserError, did_you_mean
 from shardwright.layout.recipe import Recipe
 
+_FACE = ("Compute", "Mesh", "Recipe", "Replicate", "Shard")  # the words that a recipe is written in
+_OLD = "trainer"  # the package's name before it was shardwright
+
 
 def load_recipe(name_or_path: str) -> Recipe:
     """The recipe of that name in ``recipes/``, or the one in the file at that path, which ends in ``.py``.
@@ -62,7 +65,9 @@ def _run_file(path: Path) -> dict[str, Any]:
     variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         source = path.read_text(encoding="utf-8")
-        _check_repeated_keys(ast.parse(source, str(path)), path)
+        tree = ast.parse(source, str(path))
+        _check_repeated_keys(tree, path)
+        _check_package(tree, path)
         exec(compile(source, str(path), "exec"), variables)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -75,6 +80,8 @@ def _run_file(path: Path) -> dict[str, Any]:
                 why=error.why,
                 instead=error.instead,
             ) from error
+        if isinstance(error, ModuleNotFoundError) and error.name == _OLD:
+            raise _renamed(where, f"{error}") from error
         raise UserError(
             asked=where,
             found=f"{type(error).__name__}: {error}",
@@ -82,6 +89,34 @@ def _run_file(path: Path) -> dict[str, Any]:
             instead="mend that line; recipes/mixtral_ep.py is a file to compare with",
         ) from error
     return variables
+
+
+def _check_package(tree: ast.Module, path: Path) -> None:
+    """Refuses the words of a recipe from the package's old name; of other words a module called so is the user's own.
+
+    In a checkout a folder of that name is importable, and would be a second package beside this one.
+    """
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        old = False
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = {alias.name for alias in node.names}
+            old = node.module.partition(".")[0] == _OLD and not names.isdisjoint((*_FACE, "*"))
+        elif isinstance(node, ast.Import):
+            bound = {alias.asname or _OLD for alias in node.names if alias.name.partition(".")[0] == _OLD}
+            used = [each for each in nodes if isinstance(each, ast.Attribute) and each.attr in _FACE]
+            old = any(ast.unparse(each).partition(".")[0] in bound for each in used)
+        if old:
+            raise _renamed(f"recipe file {path}, line {node.lineno}", ast.unparse(node))
+
+
+def _renamed(where: str, found: str) -> UserError:
+    return UserError(
+        asked=where,
+        found=found,
+        why=f"the package is imported as shardwright; {_OLD} was its name",
+        instead=f"from shardwright import {', '.join(_FACE)}",
+    )
 
 
 def _check_repeated_keys(tree: ast.Module, path: Path) -> None:

@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ from shardwright.models.experts import expert_families
 
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
+_CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "docs/configs")  # installed; a checkout
+
+
+def model_path(model: str) -> str:
+    """``model``; of ``docs/configs/NAME.json``, where there is no such file, the one that comes with the package."""
+    named = re.fullmatch(r"docs/configs/(\w+\.json)", model)
+    shipped = [folder / named[1] for folder in _CONFIGS if named and not os.path.exists(model)]
+    return next((str(file) for file in shipped if file.is_file()), model)
 
 
 def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
@@ -47,8 +56,9 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
             instead="--model with a hub id, a folder, or a config.json; or a --recipe with a model of its own, such as "
             "mixtral_ep",
         )
-    path = None if model is None else Path(model)
-    if model is not None and path is not None:
+    if model is not None:
+        model = model_path(model)
+        path = Path(model)
         looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
         # os.path's, since a Path raises what the system raises, such as a name that is too long
         config_file = path / "config.json" if os.path.isdir(path) else path

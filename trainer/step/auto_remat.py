@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from shardwright.errors import command
 from shardwright.files.cache import cache_root, digest
 from shardwright.job import Job
 from shardwright.layout.plan import ShardingPlan
@@ -168,10 +169,10 @@ def answer(job: Job, where: Platform) -> Answer:
         noted = json.loads(path.read_text())
         share, kept = noted["share"], noted.get("kept", [])
         if isinstance(share, int | float) and 0 <= share <= 1:
-            return Answer(share, f"as scripts/compile.py found for {where.chip}", tuple(map(str, kept)))
+            return Answer(share, f"as {command('compile')} found for {where.chip}", tuple(map(str, kept)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or none that can be read
         pass
-    return Answer("full", "nobody has asked scripts/compile.py how much fits (the same options, and --topology)")
+    return Answer("full", f"nobody has asked {command('compile')} how much fits (the same options, and --topology)")
 
 
 def _path(job: Job, chip: str) -> Path:

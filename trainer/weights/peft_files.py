@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 # semi-private: transformers/core_model_loading.py, transformers 5.23
 from transformers.core_model_loading import revert_weight_conversion
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.files.folder import Folder
 from shardwright.hosts.hosts import hosts
 from shardwright.model.lora_options import CONFIG, WEIGHTS, adapted_shapes, as_config
@@ -176,7 +176,7 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
                 asked=f"an adapter in {folder}",
                 found=f"read back and merged, {target} is another weight than the one that was trained",
                 why="whoever loads it would run another model",
-                instead="its checkpoint, which is whole: scripts/export.py writes it again",
+                instead=f"its checkpoint, which is whole: {command('export')} writes it again",
             )
 
 

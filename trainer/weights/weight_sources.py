@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array
-from shardwright.model.meta_model import built_with
+from shardwright.model.meta_model import built_with, model_path
 
 # the model's own (unstacked) name of a parameter or buffer -> its values
 Source = Callable[[str], Array]
@@ -130,7 +130,7 @@ def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Sourc
 
 def has_weights(model: str) -> bool:
     """Whether ``model`` names weights: a hub id does, a folder if weight files lie in it, a config file does not."""
-    path = Path(model)
+    path = Path(model_path(model))
     if not os.path.exists(path):
         return True
     return path.is_dir() and any(".safetensors" in file.name or file.suffix == ".bin" for file in path.iterdir())

@@ -24,7 +24,7 @@ from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.search.remat_share import MARGIN
 from shardwright.compile.search.search import Tried
-from shardwright.errors import UserError
+from shardwright.errors import UserError, command
 from shardwright.files.cache import cache_root, digest
 from shardwright.hosts.versions import code_digest
 from shardwright.layout.load_recipe import shipped_recipes
@@ -267,7 +267,7 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
         say(console, f"tune:    the time of --tune {options.tune} is over; the same command tries more")
     found = best.of(args)
     say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
-    say(console, f"tune:    {shlex.join(['python', 'scripts/train.py', *options_of(found)])}")
+    say(console, f"tune:    {command('train')} {shlex.join(options_of(found))}")
     return CompileJob.of(found, options), tuning.results
 
 
