@@ -1,9 +1,5 @@
 """Layers that mix tokens by a recurrence: linear attention, state spaces, short convolutions.
 
 Each is a JAX function that runs over a row in segments, with memory that grows linearly with the row and a loop whose
-body is compiled once. :func:`bind` puts them in the place of transformers' own torch functions.
+body is compiled once. :func:`bind.bind` puts them in the place of transformers' own torch functions.
 """
-
-from shardwright.models.mixers.bind import bind
-
-__all__ = ["bind"]

@@ -21,7 +21,8 @@ from transformers.models.rwkv import modeling_rwkv
 
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.recipe import Compute, Recipe
-from shardwright.models.mixers import bind, functions
+from shardwright.models.mixers import functions
+from shardwright.models.mixers.bind import bind
 from shardwright.models.mixers.delta import delta_rule
 from shardwright.models.ops.jax_call import jax
 from tests.support.cases import make_batch, make_case, relative

@@ -21,7 +21,6 @@ from shardwright.layout.partition import partition_spec
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Layout, matches
 from shardwright.model.facts import experts_modules
-from shardwright.models import mixers
 from shardwright.models.adapters.int8 import SCALE
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
@@ -29,6 +28,7 @@ from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.layers.decoder_layers import DecoderLayers, number_layers
+from shardwright.models.mixers import bind as mixers
 from shardwright.models.ops import jax_call, kernel_cost, scopes
 from shardwright.models.ops.partial_gradients import SUFFIX
 from shardwright.step.eval_metrics import Measures
