@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable
@@ -14,11 +15,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.hf_argparser import string_to_bool
 
+from shardwright.arguments.command_line import _truth, options_parser
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
+from shardwright.data.audit_arguments import AuditArguments
 from shardwright.errors import UserError
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
+from shardwright.launch.launch_arguments import LaunchArguments
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Compute
 
@@ -44,11 +49,33 @@ def refusal(make: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])
-def test_help_can_be_printed_and_says_something_of_every_field(kind: type) -> None:
-    parser = transformers.HfArgumentParser(kind)
-    assert all(f"--{field.name}" in parser.format_help() for field in fields(kind) if field.init)
+OPTIONS = [TrainingArguments, CompileArguments, EvaluationArguments, AuditArguments, LaunchArguments]
+
+
+def truth(value: object) -> object:
+    return getattr(value, "__name__", value) if value not in (string_to_bool, _truth) else "a word of truth"
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_options_are_those_that_transformers_parser_makes_and_help_says_something_of_each(kind: type) -> None:
+    names = ("option_strings", "dest", "nargs", "const", "default", "type", "choices", "required", "help")
+    ours, theirs = (
+        [(type(action), *(truth(getattr(action, name)) for name in names)) for action in parser._actions]
+        for parser in (options_parser([kind]), transformers.HfArgumentParser(kind))
+    )
+    assert ours == theirs
     assert all(field.metadata["help"] for field in fields(kind))
+
+
+@pytest.mark.parametrize("word", ["yes", "true", "T", "y", "1", "no", "False", "f", "N", "0", "maybe", "2"])
+def test_words_of_truth_are_those_of_transformers(word: str) -> None:
+    def read(reader: Callable[[str], bool]) -> object:
+        try:
+            return reader(word)
+        except argparse.ArgumentTypeError:
+            return "refused"
+
+    assert read(_truth) == read(string_to_bool)
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, CompileArguments, EvaluationArguments])

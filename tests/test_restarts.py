@@ -143,7 +143,7 @@ def test_a_run_goes_on_in_its_folder_from_its_own_checkpoint_or_where_it_began(r
 
 
 def test_python_code_is_told_that_it_can_not_be_begun_anew():
-    with pytest.raises(UserError, match=r"scripts/train\.py; or catch"):
+    with pytest.raises(UserError, match="shardwright train; or catch"):
         check_limit(2, None)
     check_limit(0, None)
     check_limit(2, Restarts(2))

@@ -145,7 +145,7 @@ def landscape(taking: Callable[[float, float], CompileReport]) -> Answer:
 
 def parsed(out: str) -> TrainingArguments:
     """What the command line says that a search ends with."""
-    (command_line,) = re.findall("python scripts/train.py (.*)", out)
+    (command_line,) = re.findall("shardwright train (.*)", out)
     (args,) = parse([TrainingArguments], shlex.split(command_line), None)
     return args
 

@@ -334,7 +334,7 @@ def plan(monkeypatch, tmp_path, capsys):
 def test_the_command_writes_a_recipe_says_how_to_use_it_and_never_writes_over_a_file(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **QWEN}))
     first = plan("--recipe", "auto", "--mesh", TENSOR, "--write", "mine.py")
-    use = "python scripts/train.py --recipe mine.py --model config.json"
+    use = "shardwright train --recipe mine.py --model config.json"
     assert f"written to mine.py; train with it:\n  {use}\n" in first.err
     text = (tmp_path / "mine.py").read_text(encoding="utf-8")
     assert use in text

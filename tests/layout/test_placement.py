@@ -30,7 +30,7 @@ def test_isinstance_accepts_what_it_accepts_of_dtensors_classes():
 
 def test_nothing_is_a_placement_before_torch_is_imported_and_asking_does_not_import_it():
     code = (
-        "import sys\nfrom trainer import Replicate, Shard\nassert not isinstance(0, Shard | Replicate)\n"
+        "import sys\nfrom shardwright import Replicate, Shard\nassert not isinstance(0, Shard | Replicate)\n"
         "assert 'torch' not in sys.modules\nassert isinstance(Shard(0), Shard)\nassert 'torch' in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -40,7 +40,7 @@ def test_nothing_is_a_placement_before_torch_is_imported_and_asking_does_not_imp
 @pytest.mark.parametrize("module", ["shardwright", "torch.distributed.tensor"])
 def test_a_recipe_takes_placements_of_the_face_and_of_torch(tmp_path, module):
     (tmp_path / "mine.py").write_text(
-        f"from {module} import Replicate, Shard\nfrom trainer import Mesh, Recipe\n"
+        f"from {module} import Replicate, Shard\nfrom shardwright import Mesh, Recipe\n"
         "layout = {'a': Shard(0), 'b': Replicate()}\n"
         "recipe = Recipe(mesh=Mesh(a=-1, b=2), batch=('a',), parameters={'weight': layout})\n"
     )

@@ -89,6 +89,40 @@ def test_a_file_that_gives_no_recipe_is_named_with_its_line(tmp_path, text, aske
     assert found in error.value.found
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import os\nfrom trainer import Mesh, Recipe\n", 2),
+        ("from trainer.layout.mesh import Mesh\n", 1),
+        ("from trainer import *\n", 1),
+        ("\nimport trainer\nrecipe = trainer.Recipe()\n", 2),
+        ("import trainer.layout.recipe as words\nrecipe = words.Recipe()\n", 1),
+        ("from trainer.data import load_corpus\n", 1),
+    ],
+)
+@pytest.mark.parametrize("importable", [False, True])
+def test_a_file_that_imports_the_packages_old_name_is_told_the_new_one(tmp_path, monkeypatch, text, line, importable):
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "trainer", raising=False)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "trainer").exists()])
+    if importable and "load_corpus" not in text:
+        (tmp_path / "trainer.py").write_text("class Recipe: ...\nMesh = Recipe\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_recipe(str(tmp_path / "mine.py"))
+    assert error.value.asked == f"recipe file {tmp_path / 'mine.py'}, line {line}"
+    assert error.value.instead == "from shardwright import Compute, Mesh, Recipe, Replicate, Shard"
+
+
+def test_a_module_called_trainer_of_ones_own_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "trainer.py").write_text("AXIS = 'fsdp'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trainer", raising=False)
+    (tmp_path / "mine.py").write_text("import trainer\nfrom trainer import AXIS\nassert trainer.AXIS\n" + OWN)
+    assert load_recipe(str(tmp_path / "mine.py")).batch == ("fsdp",)
+    monkeypatch.delitem(sys.modules, "trainer", raising=False)
+
+
 def test_a_path_without_a_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="no file"):
         load_recipe(str(tmp_path / "none.py"))
@@ -197,7 +231,7 @@ def test_the_effective_recipe_reads_back_from_json():
 
 def test_recipes_and_plans_need_no_torch_xla():
     code = (
-        "import sys, torch\nfrom trainer import Mesh, Recipe, Shard\n"
+        "import sys, torch\nfrom shardwright import Mesh, Recipe, Shard\n"
         "from shardwright.layout.load_recipe import load_recipe\nfrom shardwright.layout.plan import make_plan\n"
         "r = Recipe(mesh=Mesh(a=-1), batch=('a',), parameters={'weight': {'a': Shard(0)}, 'bias': {}})\n"
         "assert make_plan(r, torch.nn.Linear(4, 8, device='meta'), 4)['weight'].local_shape == (2, 4)\n"
