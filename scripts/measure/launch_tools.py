@@ -37,6 +37,7 @@ from rich.text import Text
 from shardwright.arguments.command_line import Parser
 from shardwright.hosts.output_streams import exit_code
 from shardwright.launch.exits import RULES
+from shardwright.launch.launch_command import write
 from shardwright.launch.launch_plan import LaunchPlan
 from shardwright.launch.request import Mount, Request
 from shardwright.launch.slices import generation, hosts, shape
@@ -141,8 +142,7 @@ def _request(topology: str, slices: int = 1, **changes: Any) -> Request:
 def _written(target: str, request: Request, folder: Path) -> LaunchPlan:
     """The target's plan, its files in ``folder``."""
     plan = TARGETS[target].plan(request)
-    for name, text in plan.files.items():
-        (folder / name).write_text(text)
+    write(plan, folder)
     return plan
 
 
@@ -342,7 +342,7 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     from tests.support.host import free_ports
 
     output = scratch / "run"
-    train = ["scripts/train.py", "--recipe", "llama_fsdp", "--output_dir", str(output), "--max_steps", "2"]
+    train = [str(ROOT / "scripts/train.py"), "--recipe", "llama_fsdp", "--output_dir", str(output), "--max_steps", "2"]
     train += ["--sequence_length", "64", "--logging_steps", "1", "--resume_from_checkpoint", "latest"]
     line = f"exec python -m tests.support.host $TPU_WORKER_ID 2 {free_ports()} 4 "
     with _ray_cluster(venv, 1) as address:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from shardwright.launch import xpk
+from shardwright.launch.launch_command import write
 from shardwright.launch.launch_plan import script
 from shardwright.launch.request import IMAGE_FOLDER
 from shardwright.launch.targets import TARGETS
@@ -53,7 +54,8 @@ def ended(process: subprocess.Popen[str], ready: Path) -> int:
 def test_every_target_starts_train_with_the_users_options(target):
     plan = planned(target, topology="v5p:2x2x2")
     everything = " ".join([*plan.files.values(), script(plan.commands)]).replace("\n", " ")
-    words = ("scripts/train.py", "--recipe", "mixtral_ep", "--output_dir", "gs://bucket/runs/one")
+    train = "shardwright.scripts.train" if target == "ray" else "scripts/train.py"
+    words = (train, "--recipe", "mixtral_ep", "--output_dir", "gs://bucket/runs/one")
     assert all(word in everything for word in words)
     assert "PJRT_DEVICE" in everything
 
@@ -169,8 +171,14 @@ def test_skypilot_runs_the_images_python_on_tpus_of_that_size_with_a_bucket_moun
     assert last.startswith("exec /usr/local/bin/python scripts/train.py")
 
 
-def test_ray_sends_the_code_and_not_what_lies_beside_it():
-    environment = yaml.safe_load(planned("ray").files["runtime_env.yaml"])
+def test_ray_sends_the_package_and_the_checkout_and_not_what_lies_beside_it(tmp_path):
+    plan = planned("ray")
+    environment = yaml.safe_load(plan.files["runtime_env.yaml"])
+    write(plan, tmp_path)
+    (sent,) = environment["py_modules"]
+    for module in ("__init__", "launch/ray_hosts", "models/ops/scopes", "recipes/llama_tp", "scripts/train"):
+        assert (tmp_path / sent / f"{module}.py").is_file()
+    assert not list(tmp_path.rglob("__pycache__"))
     assert environment["working_dir"] == str(ROOT)
     assert all(pattern.startswith("/") for pattern in environment["excludes"])  # else trainer/launch is left out too
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def _epilog() -> str:
 
 
 def write(plan: LaunchPlan, folder: Path) -> None:
-    """Write the plan's files, and its commands as a script.
+    """Write the plan's files and folders, and its commands as a script.
 
     Raises:
         UserError: the folder can't be written.
@@ -70,6 +71,8 @@ def write(plan: LaunchPlan, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in {**plan.files, _SCRIPT: script(plan.commands)}.items():
             (folder / name).write_text(text)
+        for name, source in plan.folders.items():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     except OSError as error:
         raise UserError(
             asked=f"--output {folder}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ class LaunchPlan:
 
     Args:
         files: name → text.
+        folders: name → the folder of Python modules that is copied there.
         commands: what is run in the files' folder, one after the other.
         afterwards: what to type to follow the run, and to end it.
         notes: what the user should know beside.
@@ -24,6 +26,7 @@ class LaunchPlan:
     commands: list[list[str]]
     afterwards: list[list[str]]
     notes: list[str] = field(default_factory=list)
+    folders: dict[str, Path] = field(default_factory=dict)
 
 
 def as_yaml(value: Any) -> str:

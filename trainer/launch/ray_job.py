@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from shardwright.launch.launch_plan import LaunchPlan, as_yaml
 from shardwright.launch.request import Request
 
-_ROOT = Path(__file__).resolve().parents[2]
+# as they are imported: in a checkout they lie apart
+_PACKAGES = ("shardwright", "shardwright.models", "shardwright.recipes", "shardwright.scripts")
+_ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 _FILE = "runtime_env.yaml"
 
 
 def plan(request: Request) -> LaunchPlan:
     """The environment of the job's processes, and ``ray job submit``; RAY_API_SERVER_ADDRESS says where."""
-    environment = {
-        "working_dir": str(_ROOT),
-        "excludes": ["/.git", "/launch", "/output", "/tests", "/docs"],  # from the root alone
+    environment: dict[str, object] = {
+        "py_modules": [_PACKAGES[0]],  # the hosts find it before one that is installed there
         "env_vars": request.variables,
     }
+    if (_ROOT / "pyproject.toml").is_file():  # recipes of one's own in it
+        environment["working_dir"] = str(_ROOT)
+        # from the root of either; of a folder launch/ only what lies in folders of its own, such as launch/NAME
+        environment["excludes"] = ["/.git", "/launch/*/", "/output", "/tests", "/docs"]
     hosts = ["python", "-m", "shardwright.launch.ray_hosts", "--topology", request.topology.name]
     hosts += ["--slices", str(request.topology.slices)]
     hosts += ["--max_restarts", str(request.max_restarts), "--grace_seconds", str(request.grace_seconds)]
     submit = ["ray", "job", "submit", "--no-wait", "--submission-id", request.name, "--runtime-env", _FILE]
     return LaunchPlan(
         files={_FILE: as_yaml(environment)},
-        commands=[[*submit, "--", *hosts, "--", *request.command]],
+        commands=[[*submit, "--", *hosts, "--", "python", "-m", "shardwright.scripts.train", *request.train]],
         afterwards=[["ray", "job", "logs", "--follow", request.name], ["ray", "job", "stop", request.name]],
         notes=["the hosts need the packages of pip install -e '.[tpu]'; the code itself is sent to them"],
+        folders={
+            name.replace(".", "/"): Path(str(importlib.import_module(name).__file__)).parent for name in _PACKAGES
+        },
     )
