@@ -339,6 +339,7 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     # Ray's Python sees the packages of this one behind its own
     (site,) = (venv.folder / "lib").glob("python*/site-packages")
     (site / "train.pth").write_text(sysconfig.get_path("purelib"))
+    sys.path.append(str(ROOT))  # the tests are not installed
     from tests.support.host import free_ports
 
     output = scratch / "run"

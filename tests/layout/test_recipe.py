@@ -1,6 +1,7 @@
 """Recipes: what loads, what is refused when one is written, and by which message."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_a_file_that_imports_the_packages_old_name_is_told_the_new_one(tmp_path,
     (tmp_path / "mine.py").write_text(text)
     monkeypatch.delitem(sys.modules, "trainer", raising=False)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "trainer").exists()])
-    if importable and "load_corpus" not in text:
+    if importable and re.search("Mesh|Recipe", text):
         (tmp_path / "trainer.py").write_text("class Recipe: ...\nMesh = Recipe\n")
         monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError) as error:

@@ -96,16 +96,16 @@ def _check_package(tree: ast.Module, path: Path) -> None:
 
     In a checkout a folder of that name is importable, and would be a second package beside this one.
     """
-    nodes = list(ast.walk(tree))
-    for node in nodes:
-        old = False
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names = {alias.name for alias in node.names}
-            old = node.module.partition(".")[0] == _OLD and not names.isdisjoint((*_FACE, "*"))
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _FACE]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            ours = any(alias.name in _FACE for alias in node.names)
+            old = ours and not node.level and str(node.module).partition(".")[0] == _OLD
         elif isinstance(node, ast.Import):
             bound = {alias.asname or _OLD for alias in node.names if alias.name.partition(".")[0] == _OLD}
-            used = [each for each in nodes if isinstance(each, ast.Attribute) and each.attr in _FACE]
-            old = any(ast.unparse(each).partition(".")[0] in bound for each in used)
+            old = any(ast.unparse(each).partition(".")[0] in bound for each in attributes)
+        else:
+            continue
         if old:
             raise _renamed(f"recipe file {path}, line {node.lineno}", ast.unparse(node))
 
