@@ -68,7 +68,7 @@ class Restarts:
 def asked_limit(words: Sequence[str]) -> int:
     """``--max_restarts`` among the words of a command line; 0 if it is not there, or can't be: a run refuses it then.
 
-    The whole parser would import torch_xla, which a supervisor does without.
+    To check all options imports transformers, which a supervisor does without.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--max_restarts", "--max-restarts", type=int, default=0)
