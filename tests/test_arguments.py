@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import transformers
 from transformers.hf_argparser import string_to_bool
 
-from shardwright.arguments.command_line import _truth, options_parser
+from shardwright.arguments.command_line import _truth, options_parser, parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.data.audit_arguments import AuditArguments
@@ -65,6 +66,15 @@ def test_the_options_are_those_that_transformers_parser_makes_and_help_says_some
     )
     assert ours == theirs
     assert all(field.metadata["help"] for field in fields(kind))
+
+
+def test_words_in_a_file_beside_the_script_come_before_those_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.args").write_text("--recipe any --max_steps 5\n--seed 7")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    (args,) = parse([TrainingArguments], ["--max-steps", "6"], None)
+    assert (args.recipe, args.max_steps, args.seed) == ("any", 6, 7)
 
 
 @pytest.mark.parametrize("word", ["yes", "true", "T", "y", "1", "no", "False", "f", "N", "0", "maybe", "2"])
