@@ -9,8 +9,7 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
 - Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`): by need, or
-  gathered where that sends less, and on virtual devices, which share a memory. Each device adds up what its experts
-  make of a token, and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one
+  gathered where that sends less. Each device adds up what its experts make of a token, and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one
   expert, its device takes longer and holds no more.
 
 The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others; a token goes through one and
@@ -41,7 +40,7 @@ from shardwright.models.experts import activation, dropless_rows
 from shardwright.models.experts.routing import count
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import rings
-from shardwright.models.ops.jax_call import Axes, Manual, Spec, has_links, jax_call
+from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax_call
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -103,7 +102,6 @@ class Dropless:
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
             buffer_bytes=self.buffer_bytes,
-            links=has_links(),
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
             keep_all=self.keep and self.keep_all,
