@@ -9,8 +9,9 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
 - Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`): by need, or
-  gathered where that sends less. Each device adds up what its experts make of a token, and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one
-  expert, its device takes longer and holds no more.
+  gathered where that sends less. Each device adds up what its experts make of a token, and sends it back. So the
+  largest buffer is a round's, whatever the routing: if all tokens want one expert, its device takes longer and holds no
+  more.
 
 The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others; a token goes through one and
 then through the other. A weight that is frozen has no gradient, and no product is made for one.

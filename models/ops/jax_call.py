@@ -72,10 +72,9 @@ def gathers_beside() -> bool:
 
 
 def _flags() -> str:
-    if _target:
-        return _target[-1][1]
-    # virtual devices stand in for a v5p or a v6e
-    return _ASYNCHRONOUS if target() == "cpu" else os.environ.get("LIBTPU_INIT_ARGS", "")
+    if target() == "cpu":  # virtual devices stand in for a v5p or a v6e
+        return _ASYNCHRONOUS
+    return _target[-1][1] if _target else os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 def lowered_for() -> tuple[str, str]:

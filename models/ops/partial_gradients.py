@@ -201,9 +201,7 @@ def _expert_rule(weight: str) -> _Rule:
 
 
 # Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.
-_LINEAR = _Rule(
-    F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x)
-)
+_LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x))
 _SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
 _SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
 _EMBEDDING = _Rule(F.embedding, lambda g, x, w: g, _embedding_grad, rank=1)

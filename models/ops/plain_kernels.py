@@ -97,7 +97,7 @@ def _blocks(query: Array, K: int, segments: Any, mask: Any) -> tuple[Array, Arra
 
 
 def _split(x_BHSD: Array, K: int, mask: Any) -> Array:
-    B, H, S, D = x_BHSD.shape
+    B, H, _, D = x_BHSD.shape
     x = x_BHSD.astype(jnp.float32).reshape(B, K, H // K, -1, mask.sizes.block, D)
     return jnp.moveaxis(x, 3, 0)
 

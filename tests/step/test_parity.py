@@ -13,13 +13,27 @@ from transformers import (
 )
 
 from shardwright import Compute, Mesh, Recipe, Shard
+from shardwright.compile.lowering import lower
 from shardwright.layout.auto import auto_recipe
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import meta_model
 from shardwright.models.experts import dropless_rows
 from shardwright.models.ops import jax_call
-from tests.support.cases import RECIPES, SMALL, after_steps, make_batch, make_case, relative, small_config
+from shardwright.xla.chips import CHIPS, FLAGS
+from tests.support.cases import (
+    LENGTH,
+    RECIPES,
+    ROWS,
+    SMALL,
+    after_steps,
+    make_batch,
+    make_case,
+    relative,
+    small_config,
+)
+from tests.support.entered import entered
+from tests.support.jobs import job_of
 
 QWEN2 = {
     "vocab_size": 256,
@@ -40,11 +54,18 @@ def check_gradients(case, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_loss_gradients_and_ten_adamw_steps_equal_the_plain_model(recipe):
-    case = make_case(recipe)
-    check_gradients(case)
-    worst, name = after_steps(case, 10)
+def test_loss_gradients_and_ten_adamw_steps_equal_the_plain_model_in_the_code_that_a_tpu_runs(recipe):
+    with entered() as here:
+        case = make_case(recipe)
+        check_gradients(case)
+        worst, name = after_steps(case, 10)
     assert worst < 1e-4, f"{name} is off by {worst} after 10 steps"
+    with entered() as for_tpu:
+        flags = " ".join(f"{name}={value}" for name, value in FLAGS["v5p"].items())
+        options = {"sequence_length": LENGTH, "per_device_train_batch_size": ROWS // 8}
+        lower(job_of(case.recipe, case.config, **options), compiler_flags=flags, chip=CHIPS["v5p"])
+    assert here.common == for_tpu.common
+    assert here.kernels == for_tpu.kernels
 
 
 @pytest.mark.parametrize(
@@ -70,8 +91,9 @@ def test_meshes_that_differ_only_in_factors_agree(mesh):
 
 
 @pytest.mark.parametrize("recipe", ["llama_fsdp", "mixtral_ep"])
-def test_gradients_summed_by_exchanges_as_on_a_tpu_equal_the_plain_model(recipe, monkeypatch):
-    monkeypatch.setattr(jax_call, "exchanges_beside", lambda: True)
+def test_gradients_summed_by_reduce_scatters_as_on_a_v4_or_v5e_equal_the_plain_model(recipe, monkeypatch):
+    for module in (jax_call, dropless_rows):
+        monkeypatch.setattr(module, "exchanges_beside", lambda: False)
     check_gradients(make_case(recipe))
 
 
