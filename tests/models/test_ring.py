@@ -16,7 +16,7 @@ from shardwright.models.attention import splash
 from shardwright.models.attention.attention_interface import Attention, mark_chunks
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.pieces import from_pieces, numbers, to_pieces
-from tests.support.interpreted import interpreted
+from tests.support.kernels import interpreted
 
 B, H, K, S, D, E = 2, 4, 2, 64, 16, 8
 ORDER = (6, 7, 2, 3, 4, 5, 0, 1)

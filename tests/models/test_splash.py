@@ -24,7 +24,7 @@ from shardwright.models.attention.attention_interface import NAME, Attention, bi
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.ops.jax_call import lowering_for
 from shardwright.models.ops.randomness import drawing
-from tests.support.interpreted import interpreted
+from tests.support.kernels import interpreted
 
 MODULE = SimpleNamespace()
 # the sequence takes three blocks, of which the last is padded

@@ -1,12 +1,16 @@
-"""A TPU's kernels on virtual devices, by Pallas's interpreter."""
+"""Other kernels than a device's own: a TPU's on virtual devices, and the portable attention in place of any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
+from shardwright.models.attention import splash
+from shardwright.models.attention.portable import portable
 from shardwright.models.ops import jax_call, plain_kernels, tpu_kernels
 
 
@@ -20,3 +24,13 @@ def interpreted() -> Iterator[None]:
         jax_call._computation.cache_clear()
         yield
     jax_call._computation.cache_clear()
+
+
+def without_kernel(patch: pytest.MonkeyPatch) -> None:
+    """Has XLA devices run the portable attention, as they do where the kernel can't do what is asked."""
+
+    def attend(*tensors: Any) -> torch.Tensor:
+        *inputs, settings = tensors
+        return portable(*inputs, settings.scoring).transpose(1, 2)
+
+    patch.setattr(splash, "attend", attend)
