@@ -92,7 +92,7 @@ class Dropless:
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
         sizes = dict(self.axes)
-        local = dropless_rows.Local(
+        local = dropless_rows.ExpertShards(
             activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
             names=tuple(names),
             out_first=not experts.is_transposed,
@@ -146,7 +146,7 @@ class Dropless:
         return (self.expert_axes + others[0], *others[1:])
 
     def _manual(
-        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local, shapes: Sequence[tuple[int, ...]]
+        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.ExpertShards, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Manual, Manual]:
         """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
@@ -190,7 +190,7 @@ class _Call:
         kept: the shapes of what the forward keeps, each device's share behind that of the one before.
     """
 
-    local: dropless_rows.Local
+    local: dropless_rows.ExpertShards
     manual: tuple[Manual, Manual] | None
     kept: tuple[tuple[int, ...], ...]
 
@@ -237,7 +237,7 @@ def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequ
     return 2 * math.prod(index) * math.prod(parameters[0][1:])
 
 
-def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.Local) -> tuple[int, int]:
+def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
     """The width of the first projection's result, and of what the second takes."""
     first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
     return first[0], second[1]

@@ -31,8 +31,8 @@ _SPARE = 8
 
 
 @dataclass(frozen=True)
-class Local:
-    """What a device must know besides its arrays.
+class ExpertShards:
+    """All that a device must know of its part of the experts besides its arrays.
 
     Args:
         names: of the parameters, in order: the two projections, their biases, factors of LoRA.
@@ -193,11 +193,11 @@ class Local:
         return (experts // self.expert_shards, *(reversed(widths) if self.turned(self.specs[number]) else widths))
 
 
-def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
+def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
-    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round
-    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`Local.kept_weights`.
+    With ``local.keep`` also what :meth:`ExpertShards.kept` says, of each planned round
+    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`ExpertShards.kept_weights`.
 
     Args:
         held: the numbers of the experts held here, [E].
@@ -233,7 +233,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
 
 def backward(
-    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: Local
+    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: ExpertShards
 ) -> tuple[Array, ...]:
     """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient.
 
@@ -273,13 +273,13 @@ def backward(
     return grad_x, grad_weight, *gradients
 
 
-def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> BlockPlan:
+def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: ExpertShards) -> BlockPlan:
     itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
     first, _ = _widths(parameters, local)
     return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, first * itemsize)
 
 
-def _widths(parameters: Sequence[Array], local: Local) -> tuple[int, int]:
+def _widths(parameters: Sequence[Array], local: ExpertShards) -> tuple[int, int]:
     """The width of the first projection's result, and of what the second takes."""
     first, second = (local.contract_last(number) for number in (0, 1))
     return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
@@ -292,7 +292,7 @@ class _Projection:
         number: 0 or 1, of the projection among the parameters.
     """
 
-    def __init__(self, parameters: Sequence[Array], local: Local, number: int) -> None:
+    def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
         name = local.names[number]
         self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
@@ -335,7 +335,7 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _projections(parameters: Sequence[Array], local: Local) -> tuple[_Projection, _Projection]:
+def _projections(parameters: Sequence[Array], local: ExpertShards) -> tuple[_Projection, _Projection]:
     return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
 
 
@@ -343,7 +343,7 @@ def _experts(
     x_TH: Array,
     rows: SortedRows,
     parameters: Sequence[Array],
-    local: Local,
+    local: ExpertShards,
     kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
@@ -375,7 +375,7 @@ def _experts_backward(
     rows: SortedRows,
     parameters: Sequence[Array],
     sums: Sums,
-    local: Local,
+    local: ExpertShards,
     kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, Array, Sums]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.

@@ -243,7 +243,7 @@ def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     buffer = {"buffer_bytes": 2 * rows * row_bytes // blocks, "flops_a_byte": CHIPS["v5p"].flops_a_byte}
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
-        planned = dropless_rows.Local(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
+        planned = dropless_rows.ExpertShards(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
     assert planned.crossing.window * 8 == tokens
     assert planned.block == math.ceil(rows * 9 // 8 / (blocks * planned.tile.rows)) * planned.tile.rows
 
@@ -254,7 +254,7 @@ def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, a
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     whole = {"axes": ("fsdp", "inner"), "expert_axes": (), "expert_shards": 1}
     bound = {"buffer_bytes": buffer_bytes(flops_a_byte), "flops_a_byte": flops_a_byte}
-    planned = dropless_rows.Local(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
+    planned = dropless_rows.ExpertShards(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
     assert planned.at_once == at_once
 
 
@@ -266,7 +266,9 @@ def test_tokens_cross_in_one_round_where_its_rows_fit_into_one_block(chip, seque
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     flops_a_byte = CHIPS[chip].flops_a_byte
-    local = dropless_rows.Local(**shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte))
+    local = dropless_rows.ExpertShards(
+        **shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte)
+    )
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
         planned = local.plan(sequences * 4096, K, 2, 8192, 57344)  # Mixtral-8x7B over 4
     assert (planned.crossing.rounds, planned.at_once) == (rounds, rounds == 1)
@@ -277,7 +279,7 @@ def test_one_planned_round_has_room_in_one_block_for_what_a_pair_of_devices_may_
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     fast = {"buffer_bytes": 2**32, "flops_a_byte": CHIPS["v6e"].flops_a_byte}
-    planned = dropless_rows.Local(**shape, **spread, **fast).plan(8192, K, 2, 8192, 57344)
+    planned = dropless_rows.ExpertShards(**shape, **spread, **fast).plan(8192, K, 2, 8192, 57344)
     assert planned.at_once
     assert (
         planned.crossing.pairs == 4352
