@@ -9,10 +9,10 @@ Tokens cross in rounds, each with a window of a device's tokens. In one of two f
   each pair of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all
   tokens want one device, windows are shorter and rounds are more.
 
-:func:`plan` takes the form that sends less. Of several rounds, while
-one's tokens are computed, the next one's are on their way there, and those of the last on their way back. If one is
-planned (`shardwright.models.experts.dropless_rows.ExpertShards.plan`), it stands before the loop, where the compiler has
-the rest of the layer to run beside what crosses, and what finds no slot in it crosses in smaller rounds.
+:func:`plan` takes the form that sends less. Of several rounds, while one's tokens are computed, the next one's are on
+their way there, and those of the last on their way back. If one is planned
+(`shardwright.models.experts.dropless_rows.ExpertShards.plan`), it stands before the loop, where the compiler has the
+rest of the layer to run beside what crosses, and what finds no slot in it crosses in smaller rounds.
 
 Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
 C slots for each of them, M = n*C.
