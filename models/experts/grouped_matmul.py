@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwright.models.ops.kernel_cost import Tiles, tiles
+from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 
 # sets jax up: it must come before jax itself
 from shardwright.models.ops.kernels import kernels
@@ -45,7 +45,9 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_l
         sizes_G: how many rows each group has, in order, from row 0. The result for rows behind the last group is
             arbitrary and must not be used.
     """
-    return kernels().grouped_product(x_RK, w_G, sizes_G, tile, contract_last=contract_last)
+    K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
+    tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
+    return kernels().grouped_product(x_RK, w_G, sizes_G, tiling, contract_last=contract_last)
 
 
 def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
@@ -54,7 +56,8 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array
     The result has the dtype of ``into``, or of ``a`` where that is None. Products are summed in float32. Rows behind
     the last group are not read.
     """
-    return kernels().grouped_outer(a_RK, b_RN, sizes_G, tile, into_GKN)
+    tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
+    return kernels().grouped_outer(a_RK, b_RN, sizes_G, tiling, into_GKN)
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:

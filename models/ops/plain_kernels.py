@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwright.models.ops.jax_call import jax
-from shardwright.models.ops.kernel_cost import Tiles
 
 jnp, lax = jax.numpy, jax.lax
 
 # a jax.Array, when it is traced
 Array = Any
+# of a tile: rows, and the two widths
+Tiling = tuple[int, int, int]
 
 COMPUTE_DTYPE = "float32"
 _MASKED = -1e30  # a score of what is not seen; infinity less infinity is no number
@@ -107,31 +108,33 @@ def _joined(x_NBKGCD: Array) -> Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[-1])
 
 
-def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
+def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, *, contract_last: bool) -> Array:
     """See `shardwright.models.experts.grouped_matmul.multiply`."""
-    count, visit = _visits(sizes_G, tile.rows)
+    rows, *_ = tiling
+    count, visit = _visits(sizes_G, rows)
 
     def body(i: Array, y_RN: Array) -> Array:
         group, start, mine = visit(i)
-        x = lax.dynamic_slice_in_dim(x_RK, start, tile.rows)
+        x = lax.dynamic_slice_in_dim(x_RK, start, rows)
         w = lax.dynamic_index_in_dim(w_G, group, keepdims=False)
         new = lax.dot_general(x, w, (((1,), (1 if contract_last else 0,)), ((), ())))
-        old = lax.dynamic_slice_in_dim(y_RN, start, tile.rows)
+        old = lax.dynamic_slice_in_dim(y_RN, start, rows)
         return lax.dynamic_update_slice_in_dim(y_RN, jnp.where(mine[:, None], new, old), start, 0)
 
     N = w_G.shape[1 if contract_last else 2]
     return lax.fori_loop(0, count, body, jnp.zeros((x_RK.shape[0], N), x_RK.dtype))
 
 
-def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
+def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into_GKN: Array | None) -> Array:
     """See `shardwright.models.experts.grouped_matmul.outer`."""
-    count, visit = _visits(sizes_G, tile.rows)
+    rows, *_ = tiling
+    count, visit = _visits(sizes_G, rows)
     sums_GKN = jnp.zeros((len(sizes_G), a_RK.shape[1], b_RN.shape[1]), jnp.float32) if into_GKN is None else into_GKN
 
     def body(i: Array, into: Array) -> Array:
         group, start, mine = visit(i)
-        a = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(a_RK, start, tile.rows), 0)
-        b = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(b_RN, start, tile.rows), 0)
+        a = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(a_RK, start, rows), 0)
+        b = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(b_RN, start, rows), 0)
         new = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return into.at[group].add(new.astype(into.dtype))
 

@@ -15,7 +15,6 @@ from torch_xla.experimental import stablehlo_custom_call
 
 # sets jax up: it must come before jax itself
 from shardwright.models.ops.jax_call import jax
-from shardwright.models.ops.kernel_cost import Tiles, tile_width
 
 # isort: split
 from jax.experimental import pallas as pl
@@ -26,6 +25,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 # a jax.Array, when it is traced
 Array = Any
+# of a tile: rows, and the two widths
+Tiling = tuple[int, int, int]
 
 COMPUTE_DTYPE = "bfloat16"
 # semi-private: `_opoverload` of torch/_library/custom_ops.py, torch 2.9; both operations are torch_xla's
@@ -102,16 +103,13 @@ def attention_backward(
     return jax.vmap(run)(tensors, rows, grad_out, segments)
 
 
-def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
+def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, *, contract_last: bool) -> Array:
     """See `shardwright.models.experts.grouped_matmul.multiply`."""
-    K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
-    tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
     return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, transpose_rhs=contract_last, interpret=INTERPRETED)
 
 
-def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
+def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into_GKN: Array | None) -> Array:
     """See `shardwright.models.experts.grouped_matmul.outer`."""
-    tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
     dtype = a_RK.dtype if into_GKN is None else into_GKN.dtype
     return tgmm(a_RK.T, b_RN, sizes_G, dtype, tiling, existing_out=into_GKN, interpret=INTERPRETED)
 

@@ -13,9 +13,9 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from shardwright.models.experts import dropless_rows, exchange
+from shardwright.models.experts import dropless_rows, exchange, grouped_matmul
 from shardwright.models.experts.dropless import Dropless
-from shardwright.models.ops import plain_kernels, tpu_kernels
+from shardwright.models.ops import tpu_kernels
 from shardwright.models.ops.jax_call import jax, lowering_for
 from shardwright.models.ops.kernel_cost import Tiles, buffer_bytes
 from shardwright.xla.chips import CHIPS
@@ -301,7 +301,7 @@ def test_windows_that_tokens_do_not_fill():
     assert exchange.plan(97, 2, 4, 2, most=10, overlaps=False) == exchange.ExchangePlan(33, 3, None, 12)
 
 
-def _grouped_products(kernels, rows, gmm=(1024, 1024), tgmm=(512, 1024)):
+def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
     """The products of 256 rows: 4 groups, one of them empty, some ending within a tile, and 56 rows behind the last."""
     random = np.random.default_rng(0)
     x, y, w, into = (
@@ -309,17 +309,18 @@ def _grouped_products(kernels, rows, gmm=(1024, 1024), tgmm=(512, 1024)):
         for shape in ((256, 128), (256, 256), (4, 256, 128), (4, 256, 128))
     )
     sizes, tile = jax.numpy.asarray([70, 0, 100, 30]), Tiles(rows, gmm, tgmm)
-    yield kernels.grouped_product(x, w, sizes, tile, contract_last=True)[:200]
-    yield kernels.grouped_product(y, w, sizes, tile, contract_last=False)[:200]
-    yield kernels.grouped_outer(y, x, sizes, tile, into)
+    yield grouped_matmul.multiply(x, w, sizes, tile, contract_last=True)[:200]
+    yield grouped_matmul.multiply(y, w, sizes, tile, contract_last=False)[:200]
+    yield grouped_matmul.outer(y, x, sizes, tile, into)
 
 
 # all widths at once, and several tiles of each
 @pytest.mark.parametrize("widths", [{}, {"gmm": (128, 256), "tgmm": (128, 128)}], ids=["whole", "in tiles"])
 def test_the_tpus_kernels_give_the_plain_operations_numbers(widths, monkeypatch):
+    plain = list(_grouped_products(64))
     monkeypatch.setattr(tpu_kernels, "INTERPRETED", True)
-    both = zip(_grouped_products(tpu_kernels, 128, **widths), _grouped_products(plain_kernels, 64), strict=True)
-    for ours, theirs in both:
+    monkeypatch.setattr(grouped_matmul, "kernels", lambda: tpu_kernels)
+    for ours, theirs in zip(_grouped_products(128, **widths), plain, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 

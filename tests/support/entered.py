@@ -30,21 +30,25 @@ class Functions:
     common: set[str] = field(default_factory=set)
     kernels: set[str] = field(default_factory=set)
 
+    def add(self, file: str, name: str) -> None:
+        if file not in _KERNELS:
+            self.common.add(f"{file}: {name}")
+        elif not name.startswith(("_", "<")):
+            self.kernels.add(name.partition(".")[0])
+
 
 @contextmanager
 def entered() -> Iterator[Functions]:
     """Notes the functions that are entered inside; what was traced before is forgotten, or it would be missing."""
     found = Functions()
+    known: dict[int, Any] = {}  # id → code, of those that were looked at
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame: Any, *_: Any) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(_FOLDER) or code.co_qualname == "<module>":
-            return
-        file, name = code.co_filename.removeprefix(_FOLDER), code.co_qualname.partition(".")[0]
-        if file not in _KERNELS:
-            found.common.add(f"{file}: {code.co_qualname}")
-        elif not name.startswith(("_", "<")):
-            found.kernels.add(name)
+        if id(code) not in known:
+            known[id(code)] = code
+            if code.co_filename.startswith(_FOLDER) and code.co_qualname != "<module>":
+                found.add(code.co_filename.removeprefix(_FOLDER), code.co_qualname)
 
     jax.clear_caches()
     for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.models.")]:
@@ -53,8 +57,8 @@ def entered() -> Iterator[Functions]:
                 value.cache_clear()
     # no backward on a thread of its own, which this would not see
     with torch.autograd.set_multithreading_enabled(False):
-        sys.setprofile(note)
+        sys.settrace(note)
         try:
             yield found
         finally:
-            sys.setprofile(None)
+            sys.settrace(None)
