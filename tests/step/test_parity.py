@@ -59,11 +59,11 @@ def check_gradients(case, tolerance=1e-5):
 
 def entered_for_tpu(case):
     """The functions that are entered while the case's step is lowered for 8 chips of v5p, in the same dtype."""
-    recipe = case.recipe.with_compute("dtype=float32")
-    job, chip = job_of(recipe, case.config, sequence_length=LENGTH), CHIPS["v5p"]
+    recipe, chip = case.recipe.with_compute("dtype=float32"), CHIPS["v5p"]
     flags = " ".join(f"{name}={value}" for name, value in FLAGS[chip.name].items())
-    mesh = AbstractMesh(job.plan.mesh, chip)
     with lowering_for("tpu", flags), entered() as found:
+        job = job_of(recipe, case.config, sequence_length=LENGTH)
+        mesh = AbstractMesh(job.plan.mesh, chip)
         built = build(job, mesh, state_dict_weights(job.model.state_dict()))
         built.step.trace(make_batch(case.config), step=1, learning_rate=1.0)
     mesh.placed.clear()  # tensors without data, which a sync of all that is lazy would compute
