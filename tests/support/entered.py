@@ -39,7 +39,7 @@ class Functions:
 
 @contextmanager
 def entered() -> Iterator[Functions]:
-    """Notes the functions that are entered inside; what was traced before is forgotten, or it would be missing."""
+    """Notes the functions that are entered inside; what was traced or tried before is forgotten, or would be missing."""
     found = Functions()
     known: dict[int, Any] = {}  # id → code, of those that were looked at
 
@@ -51,7 +51,7 @@ def entered() -> Iterator[Functions]:
                 found.add(code.co_filename.removeprefix(_FOLDER), code.co_qualname)
 
     jax.clear_caches()
-    for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.models.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.model")]:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
