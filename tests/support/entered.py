@@ -39,7 +39,7 @@ class Functions:
 
 @contextmanager
 def entered() -> Iterator[Functions]:
-    """Notes the functions that are entered inside; what was traced or tried before is forgotten, or would be missing."""
+    """Notes the functions that are entered inside; what was traced or tried before is forgotten, or is missing."""
     found = Functions()
     known: dict[int, Any] = {}  # id → code, of those that were looked at
 
