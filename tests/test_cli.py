@@ -37,7 +37,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         ("compile.py", ["--topolog", "v5p:4x4x4"], "--topolog; did you mean '--topology'?"),
         ("plan.py", ["--recipe", "mixtral_ep", "--device=4"], "--device; did you mean '--devices'?"),
         ("export.py", ["--checkpoin", "output"], "--checkpoin; did you mean '--checkpoint'?"),
-        ("measure/speed.py", ["speed", "--round=1"], "--round; did you mean '--rounds'?"),
+        ("measure/depth.py", ["depth", "--round=1"], "--round; did you mean '--rounds'?"),
         ("measure/files.py", ["load", "--round=1"], "--round; did you mean '--rounds'?"),
         ("measure/families.py", ["--onl=llama"], "--onl; did you mean '--only'?"),
         ("launch.py", ["jobset", "--topolog=v5p:2x2x4"], "--topolog; did you mean '--topology'?"),

@@ -40,13 +40,13 @@ from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.trackers import open_trackers
 from shardwright.report.lines import say, waiting
-from shardwright.step.auto_remat import Platform, answer, is_auto, with_remat
+from shardwright.step.auto_remat import answer, is_auto, with_remat
 from shardwright.step.train_step import let_go
 from shardwright.weights.adapter_weights import check_adapter
 from shardwright.weights.hub_read import HubWeights, open_hub_weights, reading
 from shardwright.weights.weight_sources import Source, has_weights
 from shardwright.xla.device_mesh import check_mesh
-from shardwright.xla.runtime import chip, device_count, device_kind, init_runtime
+from shardwright.xla.runtime import chip, device_count, init_runtime
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,7 @@ def _with_remat(job: Job, console: Console) -> Job:
     if not is_auto(job):
         return job
     known = chip()
-    where = Platform(device_kind(), known.name if known else "")
-    policy, why, kept = hosts().once(lambda: answer(job, where))
+    policy, why, kept = hosts().once(lambda: answer(job, known.name if known else ""))
     say(console, f"remat:   {policy} ({why})")
     for value in kept:
         say(console, f"         kept: {value} a chip")

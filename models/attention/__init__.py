@@ -1,4 +1,5 @@
 """Causal attention, under one name in transformers' attention interface.
 
-On a TPU it is jax's Pallas kernel, elsewhere plain tensor operations. Both need memory linear in the sequence.
+It is jax's splash attention, or plain tensor operations where that can't do what is asked. Both need memory linear in
+the sequence.
 """

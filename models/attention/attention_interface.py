@@ -27,7 +27,6 @@ from shardwright.models.attention import pieces, ring, splash
 from shardwright.models.attention.attention_families import FORWARDS
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring, portable
-from shardwright.models.ops.jax_call import target
 from shardwright.models.ops.randomness import active
 
 # The first name stays out of transformers' mask registry, so that models build no mask: it has as many numbers as the
@@ -130,21 +129,17 @@ def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[Non
 class Attention:
     """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
 
-    A graph built for a TPU (:func:`shardwright.models.ops.jax_call.target`) gets the kernel. Any other graph, and
-    tensors that are not on XLA, get the portable operations; so does dropout, which the kernel has not. Both support
-    all else that :meth:`__call__` accepts, at any length and head dimension.
+    Tensors on XLA get the kernel; those that are not get the portable operations, and so do dropout and biases, which
+    the kernel has not. Both support all else that :meth:`__call__` accepts, at any length and head dimension.
 
     Args:
         layout: how the kernel's inputs lie on the mesh. The partitioner cannot split a kernel: without a layout every
             device would do all of the work. The portable operations don't use it.
-        interpret: for tests. Not 0: the kernel runs on any platform, by Pallas's interpreter, in blocks of so many
-            tokens.
         masked: accept masks, which then say alone what a token sees. They are tensors [batch, heads or 1, sequence,
-            keys]: memory quadratic in the sequence. The portable operations run them, on a TPU too.
+            keys]: memory quadratic in the sequence. The portable operations run them.
     """
 
     layout: KernelLayout = ONE_DEVICE
-    interpret: int = 0
     masked: bool = False
 
     # transformers' signature of an attention function
@@ -211,11 +206,10 @@ class Attention:
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
             return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
-        on_tpu = query.device.type == "xla" and (self.interpret > 0 or target() == "tpu")
-        if not on_tpu or dropout or bias is not None or sinks is not None:
+        if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
-        settings = splash.Settings(scoring, self.layout, self.interpret)
+        settings = splash.Settings(scoring, self.layout)
         return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
 
     def _of_pieces(
@@ -229,7 +223,7 @@ class Attention:
     ) -> torch.Tensor:
         """Attention of tokens that lie in `pieces` order: in a ring; off XLA, in a row's own order."""
         if query.device.type == "xla":
-            settings = splash.Settings(scoring, self.layout, self.interpret)
+            settings = splash.Settings(scoring, self.layout)
             return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
         count = self.layout.sequence_shards
         rows = [pieces.from_pieces(t, count, 2) for t in (query, key, value)]

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from shardwright.models.attention import pieces
-from shardwright.models.attention.piece_pairs import Pairs, PiecePair, without_chunk
+from shardwright.models.attention import piece_pairs, pieces
+from shardwright.models.attention.piece_pairs import PiecePair, without_chunk
 from shardwright.models.attention.splash import Settings, causal_flops, present
 from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.models.ops.jax_call import jax_call, target
+from shardwright.models.ops.jax_call import jax_call
 
 # isort: split
 import jax
@@ -75,7 +75,7 @@ def _ring(
     extra, letters = present(segments, sinks, "bs")
     manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs s {letters}", "bhs bhs")
     tensors = (query, key, value, starts, *extra)
-    out, logsumexp = jax_call(_forward, *tensors, manual=manual, extra=letters, **_static(settings))
+    out, logsumexp = jax_call(_forward, *tensors, manual=manual, extra=letters, settings=settings)
     return out, logsumexp
 
 
@@ -104,7 +104,7 @@ def _ring_backward(
     extra, letters = present(segments, sinks, "bs")
     manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs bhs bhs bhs s {letters}", "bhs bhs bhs bhs")
     tensors = (grad_out, out, logsumexp, query, key, value, starts, *extra)
-    grads = jax_call(_backward, *tensors, manual=manual, extra=letters, **_static(settings))
+    grads = jax_call(_backward, *tensors, manual=manual, extra=letters, settings=settings)
     grad_query, grad_key, grad_value, grad_sinks = grads
     return grad_query, grad_key, grad_value, grad_sinks
 
@@ -133,10 +133,6 @@ _ring.register_autograd(_differentiate, setup_context=_save)
 @register_flop_formula(torch.ops.shardwright.ring)
 def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **_: Any) -> int:
     return causal_flops(query, value, from_text(others[-1]).scoring)
-
-
-def _static(settings: Settings) -> dict[str, Any]:
-    return {"settings": settings, "kernel": target() == "tpu" or settings.interpret > 0}
 
 
 class _Keys(NamedTuple):
@@ -207,20 +203,19 @@ def _forward(
     *optional: jax.Array,
     extra: str,
     settings: Settings,
-    kernel: bool,
 ) -> tuple[jax.Array, jax.Array]:
     named = dict(zip(extra.split(), optional, strict=True))
-    pairs, segments, sinks = Pairs(settings, kernel), named.get("bs"), named.get("h")
+    segments, sinks = named.get("bs"), named.get("h")
     rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
     *same, later = rows.own(keys)
-    parts = [pairs.forward(pair) for _, _, pair in same]
+    parts = [piece_pairs.forward(pair, settings) for _, _, pair in same]
     out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
 
     def merged(
         found: tuple[jax.Array, jax.Array], which: jax.Array | int, pair: PiecePair
     ) -> tuple[jax.Array, jax.Array]:
         old_out, old = (_piece(x, which) for x in found)
-        new_out, new = pairs.forward(pair)
+        new_out, new = piece_pairs.forward(pair, settings)
         total = jnp.logaddexp(old, new)
         joined = old_out * jnp.exp(old - total)[..., None] + new_out * jnp.exp(new - total)[..., None]
         return _with(found[0], which, joined), _with(found[1], which, total)
@@ -252,11 +247,10 @@ def _backward(
     *optional: jax.Array,
     extra: str,
     settings: Settings,
-    kernel: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The gradients that `_ring_backward` returns."""
     named = dict(zip(extra.split(), optional, strict=True))
-    pairs, segments, sinks = Pairs(settings, kernel), named.get("bs"), named.get("h")
+    segments, sinks = named.get("bs"), named.get("h")
     rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
     dot = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot.shape[:2], jnp.float32)
@@ -268,7 +262,7 @@ def _backward(
         grad_query, grad_key, grad_value = grads
         for of_queries, of_keys, pair in found:
             own = _piece(logsumexp, of_queries), _piece(dot, of_queries)
-            more = pairs.backward(pair, own, _piece(grad_out, of_queries))
+            more = piece_pairs.backward(pair, own, _piece(grad_out, of_queries), settings)
             grad_query = _add(grad_query, of_queries, more[0])
             grad_key, grad_value = _add(grad_key, of_keys, more[1]), _add(grad_value, of_keys, more[2])
         return grad_query, grad_key, grad_value

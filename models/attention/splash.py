@@ -1,11 +1,8 @@
-"""Causal attention on TPU: jax's Pallas kernel "splash attention" as two operations of the torch graph.
+"""Causal attention in blocks, the "splash attention" of jax, as two operations of the torch graph.
 
-The kernel walks blocks of queries against blocks of keys and skips the blocks that the mask empties. Scores exist in
-VMEM alone, so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies.
-
-The parts of the kernel that are called here are private to jax 0.7.1, at which jax is pinned. To differentiate, the
-public function would run the forward a second time, and it is slow to make its lists of blocks
-(`shardwright.models.attention.splash_masks`).
+Blocks of queries meet blocks of keys, and those that the mask empties are skipped. On a TPU scores exist in VMEM alone,
+so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies. What meets is
+computed by a device's own kernel (`shardwright.models.ops.kernels`).
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -13,7 +10,6 @@ of value.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,15 +24,14 @@ from shardwright.models.ops.arguments_as_text import as_text, from_text
 
 # sets jax up: it must come before jax itself
 from shardwright.models.ops.jax_call import jax_call
+from shardwright.models.ops.kernels import kernels
 
 # isort: split
 import jax
 import jax.numpy as jnp
 
 # semi-private: splash_attention_kernel.py there, jax 0.7.1
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-
-SegmentIds = kernel.SegmentIds
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
 # Tokens of a block of queries and of keys, and how many keys are multiplied at once. A block twice as large overflows
 # VMEM on v4, v5e, v5p and v6e. In float32 (v5p) and with heads wider than 128 (v4) this block does too, and is halved.
@@ -48,15 +43,10 @@ LANES = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call of the kernel must know besides its tensors.
-
-    Args:
-        interpret: 0: the TPU's kernel; else Pallas's interpreter runs it, in blocks of so many tokens.
-    """
+    """What a call of the kernel must know besides its tensors."""
 
     scoring: Scoring
     layout: KernelLayout
-    interpret: int = 0
 
 
 def attend(
@@ -178,14 +168,14 @@ def present(
 def _forward(
     query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, settings: Settings, extra: str
 ) -> tuple[jax.Array, jax.Array]:
-    sizes = sizes_of(query_BHSD, settings)
+    sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
     return forward((query_BHSD, key, value), segments, sinks, causal(sizes, settings.scoring), settings)
 
 
 def forward(
     tensors: tuple[jax.Array, jax.Array, jax.Array],
-    segments: kernel.SegmentIds | None,
+    segments: SegmentIds | None,
     sinks: jax.Array | None,
     mask: Mask,
     settings: Settings,
@@ -195,22 +185,9 @@ def forward(
     A query that meets no block of keys has NaN for an output, and -inf for that logarithm.
     """
     length, sizes, scoring = tensors[0].shape[2], mask.sizes, settings.scoring
-    run = functools.partial(
-        kernel._splash_attention_forward,
-        mask.queries,
-        mask_value=kernel.DEFAULT_MASK_VALUE,
-        is_mqa=False,
-        block_sizes=kernel.BlockSizes(block_q=sizes.block, block_kv=sizes.block, block_kv_compute=sizes.compute),
-        residual_checkpoint_name=None,
-        save_residuals=True,
-        mask_function=mask.function,
-        attn_logits_soft_cap=scoring.softcap,
-        interpret=settings.interpret > 0,
-    )
     query, key, value = (_lengthen(x, sizes) for x in (_scaled(tensors[0], scoring.scale), *tensors[1:]))
-    axes = (0, 0, 0, None if segments is None else 0, None)
     with _precision(query):
-        out, (logsumexp,) = jax.vmap(run, in_axes=axes)(query, key, value, segments, sinks)
+        out, logsumexp = kernels().attention((query, key, value), segments, sinks, mask, scoring.softcap)
     return out[:, :, :length], logsumexp[:, :, :length]
 
 
@@ -219,7 +196,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The gradients that `_splash_backward` returns; ``inputs`` are those of :func:`_forward`."""
     query_BHSD, key, value, *optional = inputs
-    sizes = sizes_of(query_BHSD, settings)
+    sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
     dot_BHS = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot_BHS.shape[:2], jnp.float32)
@@ -234,7 +211,7 @@ def backward(
     tensors: tuple[jax.Array, jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
     grad_out: jax.Array,
-    segments: kernel.SegmentIds | None,
+    segments: SegmentIds | None,
     mask: Mask,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -244,62 +221,21 @@ def backward(
         rows: for each query the logarithm of its sum of exponents, over all keys that it sees, these or others; and
             its output times the output's gradient.
     """
-    length, scale, sizes = tensors[0].shape[2], settings.scoring.scale, mask.sizes
-    query = _scaled(tensors[0], scale)
+    length, scoring, sizes = tensors[0].shape[2], settings.scoring, mask.sizes
+    query = _scaled(tensors[0], scoring.scale)
     padded = [_lengthen(x[..., None], sizes)[..., 0] for x in rows]
     lengthened = [_lengthen(x, sizes) for x in (query, *tensors[1:])], padded, _lengthen(grad_out, sizes)
-    run = functools.partial(_backward_of_one, settings=settings, mask=mask)
     with _precision(query):
-        grad_query, grad_key, grad_value = jax.vmap(run)(*lengthened, segments)
-    grad_query = (grad_query.astype(jnp.float32) * scale).astype(query.dtype)
+        grad_query, grad_key, grad_value = kernels().attention_backward(*lengthened, segments, mask, scoring.softcap)
+    grad_query = (grad_query.astype(jnp.float32) * scoring.scale).astype(query.dtype)
     return grad_query[:, :, :length], grad_key[:, :, :length], grad_value[:, :, :length]
 
 
-def _backward_of_one(
-    tensors: list[jax.Array],
-    rows: list[jax.Array],
-    grad_out: jax.Array,
-    segments: kernel.SegmentIds | None,
-    *,
-    settings: Settings,
-    mask: Mask,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of one sequence's query, key and value.
-
-    Args:
-        tensors: query, key and value.
-        rows: for each query the logarithm of its sum of exponents, and its output times the output's gradient.
-    """
-    (logsumexp, dot), scoring, sizes = rows, settings.scoring, mask.sizes
-    # the sinks are in the logsumexp already
-    arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
-    common: dict[str, Any] = {
-        "bq": sizes.block,
-        "bkv": sizes.block,
-        "is_mqa": False,
-        "mask_value": kernel.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": scoring.softcap,
-        "mask_function": mask.function,
-        "interpret": settings.interpret > 0,
-        **{f"{name}_layout": kernel.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
-    }
-    _, grad_key, grad_value = kernel._splash_attention_bwd_dkv(
-        *arguments,
-        bkv_compute=sizes.compute,
-        # the fused kernel writes a gradient of the query for each block of keys: memory quadratic in the sequence
-        use_fused_bwd_kernel=False,
-        mask_info=mask.keys,
-        **common,
-    )
-    grad_query = kernel._splash_attention_bwd_dq(*arguments, mask_info=mask.queries, **common)
-    return grad_query, grad_key, grad_value
-
-
-def sizes_of(query_BHSD: jax.Array, settings: Settings) -> BlockSizes:
+def sizes_of(query_BHSD: jax.Array) -> BlockSizes:
     """The sizes with as few blocks as hold the sequence, and for that number of blocks the least padding."""
     length, width = query_BHSD.shape[2:]
     whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
-    count = -(-length // (settings.interpret or (BLOCK if whole else BLOCK // 2)))
+    count = -(-length // (BLOCK if whole else BLOCK // 2))
     lanes = -(-length // (count * LANES))
     compute = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * LANES <= COMPUTE)
     return BlockSizes(count * lanes * LANES, lanes * LANES, compute * LANES)
@@ -316,7 +252,7 @@ def _lengthen(x: jax.Array, sizes: BlockSizes) -> jax.Array:
 
 def _optional(
     optional: Sequence[jax.Array], extra: str, sizes: BlockSizes
-) -> tuple[kernel.SegmentIds | None, jax.Array | None]:
+) -> tuple[SegmentIds | None, jax.Array | None]:
     """Segments, lengthened, and sinks, of the tensors that ``extra`` says are there."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("b"), named.get("h")
@@ -326,9 +262,9 @@ def _optional(
     )
 
 
-def segment_ids(queries: jax.Array, keys: jax.Array, sizes: BlockSizes) -> kernel.SegmentIds:
+def segment_ids(queries: jax.Array, keys: jax.Array, sizes: BlockSizes) -> SegmentIds:
     """The segments [B, S] of queries and of keys, lengthened."""
-    return kernel.SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
+    return SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
 
 
 def _precision(query: jax.Array) -> Any:

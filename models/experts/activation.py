@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.models.experts import grouped_matmul
-from shardwright.models.ops.jax_call import jax, target
+from shardwright.models.ops.jax_call import jax
 
 jnp = jax.numpy
 
@@ -106,13 +106,11 @@ def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, Any]:
 
 
 def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
-    """The gradients beside each other. For a TPU, which would make a concatenation of its own, each in its place.
+    """The gradients beside each other, each written in its place: a TPU would make a concatenation of its own.
 
     Nothing else may take a gradient, or the compiler would make it by itself and copy it into its place: so the place
     is made after the input's ``first`` row.
     """
-    if target() == "cpu":
-        return (jnp.concatenate(gradients, dim),)
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
     whole = grouped_matmul.unwritten(tuple(shape), gradients[0].dtype, first)

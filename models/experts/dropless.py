@@ -9,9 +9,9 @@ What crosses devices is written out (`jax.shard_map`), not left to the partition
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
 - Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`): by need, or
-  gathered where that sends less, and on virtual devices, which share a memory. Each device adds up what its experts
-  make of a token, and sends it back. So the largest buffer is a round's, whatever the routing: if all tokens want one
-  expert, its device takes longer and holds no more.
+  gathered where that sends less. Each device adds up what its experts make of a token, and sends it back. So the
+  largest buffer is a round's, whatever the routing: if all tokens want one expert, its device takes longer and holds no
+  more.
 
 The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others; a token goes through one and
 then through the other. A weight that is frozen has no gradient, and no product is made for one.
@@ -41,7 +41,7 @@ from shardwright.models.experts import activation, dropless_rows
 from shardwright.models.experts.routing import count
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import rings
-from shardwright.models.ops.jax_call import Axes, Manual, Spec, has_links, jax_call
+from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax_call
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -92,7 +92,7 @@ class Dropless:
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
         sizes = dict(self.axes)
-        local = dropless_rows.Local(
+        local = dropless_rows.ExpertShards(
             activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
             names=tuple(names),
             out_first=not experts.is_transposed,
@@ -103,7 +103,6 @@ class Dropless:
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
             buffer_bytes=self.buffer_bytes,
-            links=has_links(),
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
             keep_all=self.keep and self.keep_all,
@@ -147,7 +146,7 @@ class Dropless:
         return (self.expert_axes + others[0], *others[1:])
 
     def _manual(
-        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.Local, shapes: Sequence[tuple[int, ...]]
+        self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.ExpertShards, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Manual, Manual]:
         """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
@@ -191,7 +190,7 @@ class _Call:
         kept: the shapes of what the forward keeps, each device's share behind that of the one before.
     """
 
-    local: dropless_rows.Local
+    local: dropless_rows.ExpertShards
     manual: tuple[Manual, Manual] | None
     kept: tuple[tuple[int, ...], ...]
 
@@ -238,7 +237,7 @@ def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequ
     return 2 * math.prod(index) * math.prod(parameters[0][1:])
 
 
-def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.Local) -> tuple[int, int]:
+def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
     """The width of the first projection's result, and of what the second takes."""
     first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
     return first[0], second[1]

@@ -18,7 +18,7 @@ from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
 from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, Sums, in_order
 from shardwright.models.ops.collectives import exchange_sum
-from shardwright.models.ops.jax_call import Axes, exchanges_beside, gathers_beside, jax, target
+from shardwright.models.ops.jax_call import Axes, exchanges_beside, gathers_beside, jax
 from shardwright.models.ops.kernel_cost import is_fast
 
 jnp, lax = jax.numpy, jax.lax
@@ -31,8 +31,8 @@ _SPARE = 8
 
 
 @dataclass(frozen=True)
-class Local:
-    """What a device must know besides its arrays.
+class ExpertShards:
+    """All that a device must know of its part of the experts besides its arrays.
 
     Args:
         names: of the parameters, in order: the two projections, their biases, factors of LoRA.
@@ -44,7 +44,6 @@ class Local:
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
         buffer_bytes: see `shardwright.models.experts.dropless.Dropless`.
-        links: whether what crosses devices goes over links (see `shardwright.models.experts.exchange.plan`).
         flops_a_byte: see `shardwright.models.experts.dropless.Dropless`.
         keep: whether the forward returns what :meth:`kept` says too, and the backward takes it.
         keep_all: whether what the activation gives and gathered weights are kept too.
@@ -60,7 +59,6 @@ class Local:
     expert_shards: int
     specs: tuple[tuple[Axes, ...], ...]
     buffer_bytes: int
-    links: bool
     flops_a_byte: float
     keep: bool = False
     keep_all: bool = False
@@ -97,9 +95,9 @@ class Local:
         """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered.
 
         A TPU lays the result of such a gather out with the other dimension as the minor one. A kernel that expects
-        the last to be the minor one would begin with a transposed copy. Elsewhere the swap would be that copy.
+        the last to be the minor one would begin with a transposed copy.
         """
-        return target() == "tpu" and [dim for dim, _ in self._gathered(spec)] == [2]
+        return [dim for dim, _ in self._gathered(spec)] == [2]
 
     def contract_last(self, number: int) -> bool:
         """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
@@ -119,8 +117,7 @@ class Local:
         """How a device's tokens get to the experts, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. If there are more rows still, there are more blocks, or more rounds where one is planned. On virtual
-        devices a block holds a tile of one expert's rows, unless what the first projection gives is to be kept.
+        for all. If there are more rows still, there are more blocks, or more rounds where one is planned.
 
         Args:
             experts: of a device.
@@ -132,9 +129,6 @@ class Local:
         balanced = crossing.window * top_k if self.expert_axes else rows
         tiles = grouped_matmul.tiles_for(min(balanced, max(fit, 1)), experts, self.flops_a_byte)
         tile = tiles.rows
-        if not self.links and not self.keep:
-            # what is between a tile's products stays in a core's cache
-            return BlockPlan(crossing, tile, tiles, at_once=False, apart=True)
         if crossing.slots is not None and crossing.rounds == 1:
             expected = min(exchange.random_pairs(balanced, top_k, self.expert_shards), rows)
         else:
@@ -168,7 +162,7 @@ class Local:
         shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
         if fast and shards > 1:
             most = min(most, fit * shards // top_k * 15 // 16)
-        plan = partial(exchange.plan, tokens, top_k, shards, experts, max(most, 1), links=self.links)
+        plan = partial(exchange.plan, tokens, top_k, shards, experts, max(most, 1))
         crossing = plan(overlaps=False)
         one = crossing.slots is not None and exchange.random_pairs(tokens * top_k, top_k, shards) <= fit
         return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
@@ -199,11 +193,11 @@ class Local:
         return (experts // self.expert_shards, *(reversed(widths) if self.turned(self.specs[number]) else widths))
 
 
-def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: Local) -> Any:
+def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
     """The experts' output for this device's tokens, [T, H].
 
-    With ``local.keep`` also what :meth:`Local.kept` says, of each planned round
-    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`Local.kept_weights`.
+    With ``local.keep`` also what :meth:`ExpertShards.kept` says, of each planned round
+    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`ExpertShards.kept_weights`.
 
     Args:
         held: the numbers of the experts held here, [E].
@@ -239,7 +233,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
 
 def backward(
-    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: Local
+    grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: ExpertShards
 ) -> tuple[Array, ...]:
     """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient.
 
@@ -279,13 +273,13 @@ def backward(
     return grad_x, grad_weight, *gradients
 
 
-def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Local) -> BlockPlan:
+def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: ExpertShards) -> BlockPlan:
     itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
     first, _ = _widths(parameters, local)
     return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, first * itemsize)
 
 
-def _widths(parameters: Sequence[Array], local: Local) -> tuple[int, int]:
+def _widths(parameters: Sequence[Array], local: ExpertShards) -> tuple[int, int]:
     """The width of the first projection's result, and of what the second takes."""
     first, second = (local.contract_last(number) for number in (0, 1))
     return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
@@ -298,7 +292,7 @@ class _Projection:
         number: 0 or 1, of the projection among the parameters.
     """
 
-    def __init__(self, parameters: Sequence[Array], local: Local, number: int) -> None:
+    def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
         name = local.names[number]
         self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
@@ -341,7 +335,7 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _projections(parameters: Sequence[Array], local: Local) -> tuple[_Projection, _Projection]:
+def _projections(parameters: Sequence[Array], local: ExpertShards) -> tuple[_Projection, _Projection]:
     return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
 
 
@@ -349,7 +343,7 @@ def _experts(
     x_TH: Array,
     rows: SortedRows,
     parameters: Sequence[Array],
-    local: Local,
+    local: ExpertShards,
     kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
@@ -381,7 +375,7 @@ def _experts_backward(
     rows: SortedRows,
     parameters: Sequence[Array],
     sums: Sums,
-    local: Local,
+    local: ExpertShards,
     kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, Array, Sums]:
     """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.

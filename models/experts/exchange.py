@@ -9,9 +9,9 @@ Tokens cross in rounds, each with a window of a device's tokens. In one of two f
   each pair of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all
   tokens want one device, windows are shorter and rounds are more.
 
-:func:`plan` takes the form that sends less; virtual devices, which share a memory, gather. Of several rounds, while
-one's tokens are computed, the next one's are on their way there, and those of the last on their way back. If one is
-planned (`shardwright.models.experts.dropless_rows.Local.plan`), it stands before the loop, where the compiler has the
+:func:`plan` takes the form that sends less. Of several rounds, while one's tokens are computed, the next one's are on
+their way there, and those of the last on their way back. If one is planned
+(`shardwright.models.experts.dropless_rows.ExpertShards.plan`), it stands before the loop, where the compiler has the
 rest of the layer to run beside what crosses, and what finds no slot in it crosses in smaller rounds.
 
 Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
@@ -75,7 +75,6 @@ def plan(
     experts: int,
     most: int,
     *,
-    links: bool = True,
     overlaps: bool = True,
 ) -> ExchangePlan:
     """The form that sends less, with as many rounds as pay.
@@ -85,7 +84,6 @@ def plan(
         shards: how many devices share the experts.
         experts: of a device.
         most: tokens that a device can hold in a round.
-        links: whether devices send over links. Where they share a memory a copy is cheaper than one round more.
         overlaps: whether devices exchange tokens beside their products, so that rounds pay.
     """
     rounds = -(-tokens * shards // most)
@@ -98,7 +96,7 @@ def plan(
     window = -(-tokens // rounds)
     rounds = -(-tokens // window)
     slots = _slots(window, top_k, shards)
-    if shards == 1 or slots >= window or not links:
+    if shards == 1 or slots >= window:
         return ExchangePlan(rounds, window, None, window * shards)
     return ExchangePlan(rounds, window, slots, slots * shards)
 

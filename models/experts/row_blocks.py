@@ -1,11 +1,7 @@
 """The order in which a device multiplies its rows, and the blocks that it multiplies at once, in JAX.
 
-A row is a (token, choice) pair. Rows are sorted by expert, in one of two ways:
-
-- *one after the other*: a block may have rows of several experts, and `shardwright.models.experts.grouped_matmul`
-  multiplies each by the weights of its own;
-- *apart*: each expert's rows begin a block of their own, and fill its end with copies that count for nothing. So a
-  block has one expert's weights, and no row is masked. XLA's CPU backend takes less time so.
+A row is a (token, choice) pair. Rows are sorted by expert: a block may have rows of several experts, and
+`shardwright.models.experts.grouped_matmul` multiplies each by the weights of its own.
 
 Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
 E experts held by a device, R rows in whole blocks, B rows of a block, F width of a projection's result.
@@ -15,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwright.models.experts import exchange, grouped_matmul
-from shardwright.models.ops.cpu_matmul import product
 from shardwright.models.ops.jax_call import jax
 from shardwright.models.ops.kernel_cost import Tiles
 
@@ -40,7 +35,6 @@ class BlockPlan:
         block: rows that are multiplied at once.
         tile: see `shardwright.models.experts.grouped_matmul`.
         at_once: whether one block is all that a device multiplies, or all that is planned.
-        apart: whether a block has rows of one expert alone.
         room: rows of a round for which there is room where something is kept of them; whole blocks.
         rest: how the rows of those tokens are multiplied that find no room in the planned round.
     """
@@ -49,7 +43,6 @@ class BlockPlan:
     block: int
     tile: Tiles
     at_once: bool
-    apart: bool = False
     room: int = 0
     rest: BlockPlan | None = None
 
@@ -69,10 +62,7 @@ def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -
     # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
     expert_N = index_Tk.T.reshape(N) - held[0]
     expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
-    expert_S, choice_S = _sorted(expert_N, E)
-    if planned.apart:
-        row_N, choice_R, end_E = _apart(expert_S, choice_S, _counts(expert_N, E), planned.block)
-        return OwnRows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, False)
+    _, choice_S = _sorted(expert_N, E)
     row_N, end_E = _places(expert_N, E)
     choice_R = jnp.pad(choice_S, (0, -N % planned.block))
     if planned.crossing.pairs is not None:  # no more matter than a block holds
@@ -139,46 +129,6 @@ class SortedRows:
         return jnp.where(has, found, 0)
 
 
-class OwnRows(SortedRows):
-    """Rows of which each expert's begin a block of their own."""
-
-    def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
-        """As that of :class:`SortedRows`, where ``body`` gets the parameters (`Own`) and the sums of one expert."""
-        block = self.planned.block
-
-        def expert(number: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
-            def own(value_E: Array) -> Array:
-                return lax.dynamic_index_in_dim(value_E, number, keepdims=False)
-
-            def put(value_E: Array, added: Array) -> Array:
-                total = own(value_E) + (added.T if _is_turned(value_E.shape[1:]) else added)
-                return lax.dynamic_update_index_in_dim(value_E, total, number, 0)
-
-            def zeros(value_E: Array) -> Array:
-                shape = value_E.shape[1:]
-                return jnp.zeros(shape[::-1] if _is_turned(shape) else shape, value_E.dtype)
-
-            def turn(i: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
-                return body(OwnBlock(self, i * block), mine, *state)
-
-            carry, sums = state
-            mine = [Own(p, lax.optimization_barrier(p.T)) for p in map(own, parameters)]
-            begin = jnp.where(number > 0, self.end_E[number - 1], 0)
-            blocks = begin // block, self.end_E[number] // block
-            carry, added = lax.fori_loop(*blocks, turn, (carry, jax.tree.map(zeros, sums)))
-            return carry, jax.tree.map(put, sums, added)
-
-        return lax.fori_loop(0, len(self.end_E), expert, (carry, sums))
-
-
-def _is_turned(shape: Sequence[int]) -> bool:
-    """Whether a block adds to a weight's gradient of ``shape`` with rows and columns swapped.
-
-    One of the factors is turned for the product: the narrower.
-    """
-    return len(shape) == 2 and shape[0] > shape[1]
-
-
 class Block:
     """Consecutive sorted rows, ``planned.block`` of them from row ``start``."""
 
@@ -241,66 +191,6 @@ class Block:
         return added_E if sums_E is None else sums_E + added_E
 
 
-class Own(NamedTuple):
-    """A parameter of one expert, and the same with rows and columns swapped."""
-
-    value: Array
-    turned: Array
-
-
-class OwnBlock(Block):
-    """Consecutive rows of one expert, whose parameters and sums are all that its methods take.
-
-    A copy of a row has the routing weight 0, so that it adds nothing to a gradient.
-    """
-
-    def __init__(self, rows: SortedRows, start: Array) -> None:
-        self.rows, self.start = rows, start
-
-    def weights(self, weight_N: Array) -> Array:
-        row_B = self.start + lax.iota(jnp.int32, self.rows.planned.block)
-        own_B = exchange.at(self.rows.row_kT.reshape(-1), self.take(self.rows.choice_R)) == row_B
-        return jnp.where(own_B, super().weights(weight_N), 0)
-
-    def multiply(self, x_B: Array, w: Own, *, contract_last: bool) -> Array:
-        return product(x_B, w.turned if contract_last else w.value)
-
-    def bias(self, bias: Own) -> Array:
-        return bias.value
-
-    def outer(self, sums: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        rows_B, columns_B = (out_B, in_B) if contract_last else (in_B, out_B)
-        if _is_turned((rows_B.shape[1], columns_B.shape[1])):
-            rows_B, columns_B = columns_B, rows_B
-        return sums + product(rows_B.T.astype(jnp.float32), columns_B.astype(jnp.float32))
-
-    def add_rows(self, sums: Array | None, grad_B: Array) -> Array:
-        return sums + grad_B.astype(jnp.float32).sum(0)
-
-
-def _apart(expert_S: Array, choice_S: Array, count_E: Array, B: int) -> tuple[Array, Array, Array]:
-    """The row of each pair, the pair of each row, and where each expert's rows end, where its first begins a block.
-
-    Args:
-        expert_S, choice_S: experts (E: not held) and numbers of the sorted pairs.
-        count_E: how many of them each expert has.
-    """
-    N, E = len(choice_S), len(count_E)
-    rows_E = -(-count_E // B) * B
-    end_E, until_E = jnp.cumsum(rows_E), jnp.cumsum(count_E)
-    ahead_E = (end_E - rows_E) - (until_E - count_E)  # of a pair's place among the sorted pairs is its row
-    # behind the last expert's rows is one at least, that of the pairs whose expert is not held
-    R = (-(-N // B) + E) * B
-    row_S = lax.iota(jnp.int32, N) + exchange.at(ahead_E, jnp.minimum(expert_S, E - 1))
-    row_S = jnp.where(expert_S < E, row_S, R - 1)
-    row_N = jnp.zeros(N, jnp.int32).at[choice_S].set(row_S, unique_indices=True)
-    row_R = lax.iota(jnp.int32, R)
-    expert_R = jnp.minimum((row_R[:, None] >= end_E).sum(1, dtype=jnp.int32), E - 1)
-    # a copy is of the expert's last pair, so that it is as finite as a row that counts
-    place_R = jnp.minimum(row_R - exchange.at(ahead_E, expert_R), exchange.at(until_E, expert_R) - 1)
-    return row_N, exchange.at(choice_S, jnp.clip(place_R, 0, N - 1)), end_E
-
-
 def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
     """The expert and the number of each pair, sorted by both.
 
@@ -326,8 +216,3 @@ def _places(expert_N: Array, E: int) -> tuple[Array, Array]:
     end_E = jnp.cumsum(until_NE[-1])
     place_N = jnp.where(mine_NE, end_E - until_NE[-1] + until_NE - 1, 0).sum(1, dtype=jnp.int32)
     return jnp.where(expert_N < E, place_N, len(expert_N)), end_E
-
-
-def _counts(expert_N: Array, E: int) -> Array:
-    """How many of the pairs each of the experts held here has, [E]."""
-    return (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)

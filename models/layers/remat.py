@@ -16,9 +16,8 @@ from functorch.compile import default_partition, min_cut_rematerialization_parti
 from torch._functorch import config as functorch_config
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
-from torch_xla.experimental import stablehlo_custom_call
 
-from shardwright.models.ops import jax_call
+from shardwright.models.ops.kernels import kernels
 
 VALUES = "values"  # where the forward of a split layer notes them
 
@@ -138,22 +137,19 @@ def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
 
 
 def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-    """A partitioner that saves the layer's inputs alone; on a TPU the hidden state waits in the host's memory."""
+    """A partitioner that saves the layer's inputs alone; the hidden state waits in the host's memory."""
     forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-    if jax_call.target() != "tpu":
-        return forward, backward
     hidden = next(node for node in forward.graph.nodes if node.op == "placeholder")  # the carry's first tensor
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     kept, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
-    # semi-private: `_opoverload` of torch/_library/custom_ops.py, torch 2.9; both operations are torch_xla's
     with forward.graph.inserting_before(output):
-        parked = forward.graph.call_function(stablehlo_custom_call.place_to_host._opoverload, (hidden,))
+        parked = forward.graph.call_function(kernels().TO_HOST, (hidden,))
     output.args = ((*kept, *(parked if node is hidden else node for node in saved)),)
     placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         if node.name == hidden.name:
             with backward.graph.inserting_after(placeholders[-1]):
-                back = backward.graph.call_function(stablehlo_custom_call.place_to_device._opoverload, (node,))
+                back = backward.graph.call_function(kernels().TO_DEVICE, (node,))
             node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
     for graph in (forward, backward):
         graph.recompile()

@@ -10,8 +10,8 @@ import torch_xla.core.xla_model as xm
 def apart(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x`` that the compiler fuses with nothing that reads it.
 
-    Who reads a product in another order turns it. Without this XLA has the product make that order itself, by swapping
-    its operands; and XLA's CPU backend may be several times as slow with the larger one first (docs/numbers.md).
+    A reader in another order turns it. Without this XLA has the product make that order itself, by swapping its
+    operands.
     """
     copy = [torch.ops.aten.view_copy(x, x.shape)]
     if x.device.type == "xla":

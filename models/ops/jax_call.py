@@ -58,11 +58,6 @@ def target() -> str:
     return _target[-1][0] if _target else str(xr.device_type()).lower()
 
 
-def has_links() -> bool:
-    """Whether devices are chips with links between them; virtual devices share one memory."""
-    return target() != "cpu"
-
-
 def exchanges_beside() -> bool:
     """Whether the compiler lets an all-to-all run beside what is computed."""
     return _ASYNCHRONOUS in _flags()
@@ -77,6 +72,8 @@ def gathers_beside() -> bool:
 
 
 def _flags() -> str:
+    if target() == "cpu":  # virtual devices stand in for a v5p or a v6e
+        return _ASYNCHRONOUS
     return _target[-1][1] if _target else os.environ.get("LIBTPU_INIT_ARGS", "")
 
 

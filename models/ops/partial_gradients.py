@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.models.ops import scopes
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import exchange_sum
-from shardwright.models.ops.fusion_barrier import apart
-from shardwright.models.ops.jax_call import Manual, jax, jax_call, target
+from shardwright.models.ops.jax_call import Manual, jax, jax_call
 
 # name -> tensor
 Tensors = dict[str, torch.Tensor]
@@ -201,16 +200,8 @@ def _expert_rule(weight: str) -> _Rule:
     )
 
 
-def _linear_grad(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    if target() != "cpu":
-        return torch.einsum("d...o,d...i->doi", g, x)
-    # One dimension of rows: XLA's CPU backend turns an operand in memory where it sums over two. And x comes first, for
-    # that backend turns the first operand: g, which the gradient of x takes as it is, would be computed twice.
-    return apart(torch.einsum("dri,dro->dio", x.flatten(1, -2), g.flatten(1, -2))).transpose(1, 2)
-
-
 # Letters in einsums: d batch shards, r rows, i inputs, o outputs, e experts, f expert width, h hidden width.
-_LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, _linear_grad)
+_LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x))
 _SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
 _SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
 _EMBEDDING = _Rule(F.embedding, lambda g, x, w: g, _embedding_grad, rank=1)

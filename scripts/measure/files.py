@@ -22,14 +22,14 @@ from typing import Any
 from rich.table import Table
 
 from shardwright.hosts.output_streams import exit_code
-from shardwright.scripts.measure import speed
-from shardwright.scripts.measure.speed import model_config, resolved_job, run
+from shardwright.scripts.measure import tables
+from shardwright.scripts.measure.tables import model_config, resolved_job, run
 
 # the largest fused parameter, gate and up of a layer's experts, is 32 MiB of 503 MiB
 LOAD = {"num_hidden_layers": 10, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048}
 PIECE = 16 << 20  # bytes of a plain read
 
-worker = functools.partial(speed.worker, script=__file__)
+worker = functools.partial(tables.worker, script=__file__)
 
 
 def main() -> int:

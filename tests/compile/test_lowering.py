@@ -28,7 +28,7 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.models.attention import attention_interface, portable
+from shardwright.models.attention import portable
 from shardwright.models.ops import jax_call
 from shardwright.step.build import build
 from shardwright.step.train_step import TrainStep
@@ -37,6 +37,7 @@ from shardwright.xla import sharding
 from shardwright.xla.device_mesh import build_mesh
 from tests.support.cases import relative
 from tests.support.jobs import job_of
+from tests.support.kernels import without_kernel
 from tests.support.marking import InPlace, donating_no_base, in_place
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
@@ -278,9 +279,7 @@ def test_attention_dropout_takes_a_tpu_no_more_memory_and_no_communication(
 ) -> None:
     monkeypatch.setattr(portable, "BLOCK", 64)
     monkeypatch.setattr(portable, "BANDS", 1)  # as many as there are with dropout
-    monkeypatch.setattr(
-        attention_interface, "target", lambda: "cpu"
-    )  # the step without dropout has the same loops, no kernel
+    without_kernel(monkeypatch)  # the step without dropout has the same loops
     recipe, reports = load_recipe("llama_fsdp"), []
     recipe = replace(recipe, compute=replace(recipe.compute, scan=False, remat="none"))
     for dropout in (0.0, 0.1):

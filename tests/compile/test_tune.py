@@ -24,7 +24,7 @@ from shardwright.compile.report.report import CompileReport
 from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.step.auto_remat import Platform, answer, with_remat
+from shardwright.step.auto_remat import answer, with_remat
 from tests.support.tpu_compiler import asked_of
 
 ARGS = TrainingArguments(recipe="mixtral_ep", sequence_length=64, per_device_train_batch_size=1)
@@ -75,7 +75,7 @@ def test_auto_keeps_the_largest_share_that_leaves_room(taking, monkeypatch, full
     assert f"--compute remat={share:g}" in out
     assert asked.count(TRAIN_STEP) <= 6
     job = Job.resolve(args, lambda: 8)
-    assert answer(job, Platform("TPU", "v5p"))[0] == ("full" if full > 1 else share)
+    assert answer(job, "v5p")[0] == ("full" if full > 1 else share)
     assert with_remat(job, share).recipe.compute.remat == share
 
 

@@ -21,12 +21,19 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from shardwright.models.attention import portable as portable_kernel
 from shardwright.models.attention.attention_interface import Attention
 from shardwright.models.ops.randomness import drawing
+from tests.support.kernels import without_kernel
 
 B, H, K, S, D = 4, 4, 2, 70, 16
 SINGLE, LOOPED = 512, 16  # blocks for 70 positions: one, or five of which the last is not full
 BANDED = 40  # queries in a band: two bands, of three blocks and of two
 HEADS_SPLIT = (("data", "fsdp"), "tensor", None, None)
 MODULE = SimpleNamespace(num_key_value_groups=H // K, training=False)
+
+
+@pytest.fixture(autouse=True)
+def portable_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA has the portable attention; its kernel is tested in test_splash.py."""
+    without_kernel(monkeypatch)
 
 
 def make_inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 
 import numpy as np
@@ -15,20 +13,14 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from shardwright.models.experts import dropless, dropless_rows, exchange, grouped_matmul
+from shardwright.models.experts import dropless_rows, exchange, grouped_matmul
 from shardwright.models.experts.dropless import Dropless
+from shardwright.models.ops import tpu_kernels
 from shardwright.models.ops.jax_call import jax, lowering_for
 from shardwright.models.ops.kernel_cost import Tiles, buffer_bytes
 from shardwright.xla.chips import CHIPS
 
 T, H, I, E, K = 128, 16, 32, 8, 2
-
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["over links", "in one memory"])
-def links(request, monkeypatch):
-    """Devices exchange tokens by need and multiply rows in large blocks, as a TPU's; or as virtual devices do."""
-    monkeypatch.setattr(dropless, "has_links", lambda: request.param)
-    return request.param
 
 
 def make_experts(family):
@@ -184,22 +176,22 @@ BY_NEED = {
 
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", BY_NEED)
-def test_tokens_cross_by_need_for_any_routing(mesh, kind, links):
-    check_crossing(*BY_NEED[mesh], kind, links)
+def test_tokens_cross_by_need_for_any_routing(mesh, kind):
+    check_crossing(*BY_NEED[mesh], kind)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "a device's last tokens to one pair", "all to one device"])
 @pytest.mark.parametrize("mesh", ["fsdp=2 x expert=4", "fsdp=2 x expert=4, rounds"])
 @pytest.mark.parametrize("every", [False, True], ids=["", "weights too"])
-def test_what_spread_experts_keep_changes_no_number(mesh, kind, links, every):
-    check_crossing(*BY_NEED[mesh], kind, links, keep=True, keep_all=every)
+def test_what_spread_experts_keep_changes_no_number(mesh, kind, every):
+    check_crossing(*BY_NEED[mesh], kind, keep=True, keep_all=every)
 
 
-def check_crossing(sizes, rounds, kind, links, **keep):
+def check_crossing(sizes, rounds, kind, **keep):
     tokens, shards = 2048, sizes["expert"]
     most = tokens // 8 * shards // rounds  # tokens that a device holds in a round
-    planned = exchange.plan(tokens // 8, K, shards, E // shards, most, links=links, overlaps=False)
-    assert (planned.slots is not None) == links
+    planned = exchange.plan(tokens // 8, K, shards, E // shards, most, overlaps=False)
+    assert planned.slots is not None
     assert planned.rounds >= rounds
     options = {"buffer_bytes": most * K * H * 4, **keep}
     kernel, mesh = bound(sizes, ("fsdp", "expert"), EXPERT | BIASES, ("expert",), **options)
@@ -248,10 +240,10 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(overlaps, given, expe
 def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth_more(tokens, blocks):
     rows, row_bytes = tokens * K // 8, 57344  # of a round of Mixtral-8x7B's gate and up, on v5p
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
-    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
+    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     buffer = {"buffer_bytes": 2 * rows * row_bytes // blocks, "flops_a_byte": CHIPS["v5p"].flops_a_byte}
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
-        planned = dropless_rows.Local(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
+        planned = dropless_rows.ExpertShards(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
     assert planned.crossing.window * 8 == tokens
     assert planned.block == math.ceil(rows * 9 // 8 / (blocks * planned.tile.rows)) * planned.tile.rows
 
@@ -260,9 +252,9 @@ def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth
 def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, at_once):
     tokens, row_bytes, flops_a_byte = sequences * 4096, 57344, CHIPS[chip].flops_a_byte  # of Mixtral-8x7B, gathered
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
-    whole = {"axes": ("fsdp", "inner"), "expert_axes": (), "expert_shards": 1, "links": True}
+    whole = {"axes": ("fsdp", "inner"), "expert_axes": (), "expert_shards": 1}
     bound = {"buffer_bytes": buffer_bytes(flops_a_byte), "flops_a_byte": flops_a_byte}
-    planned = dropless_rows.Local(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
+    planned = dropless_rows.ExpertShards(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
     assert planned.at_once == at_once
 
 
@@ -272,9 +264,11 @@ def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, a
 )
 def test_tokens_cross_in_one_round_where_its_rows_fit_into_one_block(chip, sequences, rounds):
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
-    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
+    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     flops_a_byte = CHIPS[chip].flops_a_byte
-    local = dropless_rows.Local(**shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte))
+    local = dropless_rows.ExpertShards(
+        **shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte)
+    )
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
         planned = local.plan(sequences * 4096, K, 2, 8192, 57344)  # Mixtral-8x7B over 4
     assert (planned.crossing.rounds, planned.at_once) == (rounds, rounds == 1)
@@ -283,9 +277,9 @@ def test_tokens_cross_in_one_round_where_its_rows_fit_into_one_block(chip, seque
 
 def test_one_planned_round_has_room_in_one_block_for_what_a_pair_of_devices_may_send():
     shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
-    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4, "links": True}
+    spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     fast = {"buffer_bytes": 2**32, "flops_a_byte": CHIPS["v6e"].flops_a_byte}
-    planned = dropless_rows.Local(**shape, **spread, **fast).plan(8192, K, 2, 8192, 57344)
+    planned = dropless_rows.ExpertShards(**shape, **spread, **fast).plan(8192, K, 2, 8192, 57344)
     assert planned.at_once
     assert (
         planned.crossing.pairs == 4352
@@ -322,14 +316,11 @@ def _grouped_products(rows, gmm=(1024, 1024), tgmm=(512, 1024)):
 
 # all widths at once, and several tiles of each
 @pytest.mark.parametrize("widths", [{}, {"gmm": (128, 256), "tgmm": (128, 128)}], ids=["whole", "in tiles"])
-def test_the_tpus_kernels_give_the_portable_loops_numbers(widths, monkeypatch):
-    portable = list(_grouped_products(64))
-    # monkeypatch: jax/experimental/pallas/ops/tpu/megablox/gmm.py, jax 0.7.1. This machine interprets its kernels.
-    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-    for name in ("gmm", "tgmm"):
-        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
-    monkeypatch.setattr(grouped_matmul, "target", lambda: "tpu")
-    for ours, theirs in zip(_grouped_products(128, **widths), portable, strict=True):
+def test_the_tpus_kernels_give_the_plain_operations_numbers(widths, monkeypatch):
+    plain = list(_grouped_products(64))
+    monkeypatch.setattr(tpu_kernels, "INTERPRETED", True)
+    monkeypatch.setattr(grouped_matmul, "kernels", lambda: tpu_kernels)
+    for ours, theirs in zip(_grouped_products(128, **widths), plain, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The order of rows for the experts that a device holds: every pair once, each block with rows of one expert."""
+"""The order of rows for the experts that a device holds, and what is kept of a block."""
 
 from __future__ import annotations
 
@@ -8,54 +8,10 @@ import numpy as np
 import pytest
 
 from shardwright.models.experts import exchange
-from shardwright.models.experts.row_blocks import Block, BlockPlan, OwnBlock, in_order
+from shardwright.models.experts.row_blocks import Block, BlockPlan, in_order
 from shardwright.models.ops.jax_call import jax
 
 CROSSING = exchange.ExchangePlan(rounds=1, window=0, slots=None, rows=0)
-
-
-@pytest.mark.parametrize("block", [2, 8])
-@pytest.mark.parametrize(
-    "experts",
-    [
-        [0, 1, 2, 3, 4, 5, 6, 7] * 3,
-        [4] * 24,  # all to one that is held
-        [0] * 24,  # none is held
-        [4] * 2 + [6] * 9 + [7] * 13,  # one that is held has none
-        [5, 4, 4, 4] + [4] * 13 + [0],  # as many blocks as there can be, and a pair that is not held
-    ],
-)
-def test_each_expert_has_blocks_of_its_own(experts, block):
-    index_Tk = np.asarray(experts, np.int32).reshape(-1, 2)
-    held = np.arange(4, 8, dtype=np.int32)
-    rows = in_order(jax.numpy.asarray(index_Tk), held, BlockPlan(CROSSING, block, block, False, apart=True), False)
-    token_R, choice_R, row_kT, end_E = (np.asarray(x) for x in (rows.token_R, rows.choice_R, rows.row_kT, rows.end_E))
-    is_held = (index_Tk >= 4).T
-    assert len(token_R) % block == 0
-    assert (row_kT[~is_held] >= end_E[-1]).all()
-    assert row_kT.max() < len(token_R)
-    assert len(set(row_kT[is_held])) == is_held.sum()
-    # a pair's row has the pair's token, and is among its expert's rows
-    numbers = np.arange(index_Tk.size).reshape(2, -1)
-    assert (choice_R[row_kT[is_held]] == numbers[is_held]).all()
-    assert (token_R[row_kT[is_held]] == (numbers % len(index_Tk))[is_held]).all()
-    assert (end_E % block == 0).all()
-    expert_R = np.searchsorted(end_E, np.arange(end_E[-1]), side="right")
-    # copies too are of a pair of their expert's
-    assert (index_Tk.T.reshape(-1)[choice_R[: end_E[-1]]] - 4 == expert_R).all()
-
-
-@pytest.mark.parametrize("block", [2, 8])
-def test_a_copy_weighs_nothing(block):
-    index_Tk = np.asarray([[0, 1], [1, 0], [1, 0]], np.int32)
-    rows = in_order(
-        jax.numpy.asarray(index_Tk), np.arange(2), BlockPlan(CROSSING, block, block, False, apart=True), True
-    )
-    ones = jax.numpy.ones(index_Tk.size)
-    starts = range(0, int(rows.end_E[-1]), block)
-    weight_R = np.concatenate([np.asarray(OwnBlock(rows, jax.numpy.int32(start)).weights(ones)) for start in starts])
-    assert weight_R.sum() == index_Tk.size
-    assert (weight_R[np.asarray(rows.row_kT)] == 1).all()
 
 
 @pytest.mark.parametrize("rounds", [2, 3], ids=["as planned", "one more than planned"])
@@ -118,17 +74,3 @@ def test_rows_are_sorted_by_expert_and_then_by_number(monkeypatch, most):
     text = str(jax.make_jaxpr(function)(index_Tk))
     assert text.count(" sort[") == 1
     assert "is_stable=False" in text
-
-
-@pytest.mark.parametrize("widths", [(4, 6), (6, 4)], ids=["as it is stored", "rows and columns swapped"])
-def test_a_weights_gradient_is_summed_in_float32(widths):
-    out, inner = widths
-    index_Tk = jax.numpy.zeros((16, 1), "int32")
-    rows = in_order(index_Tk, np.arange(1), BlockPlan(CROSSING, 8, 8, False, apart=True), False)
-    out_R, in_R = (np.random.default_rng(width).normal(size=(16, width)).astype("bfloat16") for width in widths)
-
-    def add(block, parameters, carry, sums):
-        return carry, [block.outer(sums[0], block.take(out_R), block.take(in_R), contract_last=True)]
-
-    _, (sums,) = rows.fold(add, (), (), [jax.numpy.zeros((1, out, inner))])
-    np.testing.assert_allclose(sums[0], np.float32(out_R).T @ np.float32(in_R), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""`models.attention.splash`: the TPU's kernel interpreted, against the portable one, and lowered for a TPU."""
+"""`models.attention.splash`: by each device's kernel, a TPU's interpreted, against the portable one; and lowered."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from shardwright.models.attention import splash
 from shardwright.models.attention.attention_interface import NAME, Attention, bind, mark_chunks
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.ops.jax_call import lowering_for
 from shardwright.models.ops.randomness import drawing
+from tests.support.kernels import interpreted
 
 MODULE = SimpleNamespace()
 # the sequence takes three blocks, of which the last is padded
@@ -41,6 +44,14 @@ LAYOUTS = {
         4,
     ),
 }
+
+
+@pytest.fixture(params=[nullcontext, interpreted], ids=["plain operations", "a TPU's kernel"])
+def kernel(request, monkeypatch):
+    """Attention by the kernel of virtual devices or of a TPU, in blocks of `BLOCK` tokens."""
+    monkeypatch.setattr(splash, "BLOCK", 2 * BLOCK)  # of float32 it is halved
+    with request.param():
+        yield
 
 
 def make_inputs(heads: int, dtype: torch.dtype = torch.float32, batch: int = B) -> list[torch.Tensor]:
@@ -65,7 +76,7 @@ def output_and_gradients(
 
     They are the kernel's under ``layout``, or the portable attention's on the CPU if that is None.
     """
-    function = Attention() if layout is None else Attention(layout, interpret=BLOCK)
+    function = Attention() if layout is None else Attention(layout)
     device = "cpu" if layout is None else "xla"
     *tensors, grad_out = [t.detach().to(device).requires_grad_() for t in inputs]
     if layout is not None and layout.axes:
@@ -110,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
         ("packed and padded, window and sinks", "devices in another order"),
     ],
 )
-def test_output_and_gradients_equal_the_portable_attention(case, layout):
+def test_output_and_gradients_equal_the_portable_attention(case, layout, kernel):
     layout, heads = LAYOUTS[layout]
     # all of it runs on each of the 8 devices where nothing is split
     inputs = make_inputs(heads, batch=B if layout.axes else 1)
@@ -124,7 +135,7 @@ def test_output_and_gradients_equal_the_portable_attention(case, layout):
             assert grad.transpose(1, 2)[padding].eq(0).all()
 
 
-def test_bfloat16_stays_near_float32_and_keeps_its_dtype():
+def test_bfloat16_stays_near_float32_and_keeps_its_dtype(kernel):
     layout, heads = LAYOUTS["batch over four, heads over two"]
     inputs = make_inputs(heads, dtype=torch.bfloat16)
     ours = output_and_gradients(inputs, layout, make_segments())
@@ -197,7 +208,7 @@ def test_the_name_is_not_one_that_transformers_takes_for_a_kernel_of_the_hub():
     assert not set("/:|@") & set(NAME)
 
 
-def test_inside_a_scanned_layer_gradients_equal_the_portable_attentions(monkeypatch):
+def test_inside_a_scanned_layer_gradients_equal_the_portable_attentions(kernel, monkeypatch):
     from functorch.compile import min_cut_rematerialization_partition
     from torch_xla.experimental import scan
 
@@ -217,7 +228,7 @@ def test_inside_a_scanned_layer_gradients_equal_the_portable_attentions(monkeypa
     def scanned(carry, weight):
         hidden, segments = carry
         return (
-            layer(Attention(layout, interpret=BLOCK), hidden, weight, segments.detach().to(torch.int32)),
+            layer(Attention(layout), hidden, weight, segments.detach().to(torch.int32)),
             segments,
         ), None
 

@@ -41,7 +41,7 @@ class HostLives:
         self.environment = {
             **{name: value for name, value in os.environ.items() if name not in ("NPROC", "CPU_NUM_DEVICES")},
             **ENVIRONMENT,
-            "NPROC": "10",
+            "NPROC": "16",
             "SHARDWRIGHT_COMPILED": "",  # each job compiles what it runs, unless told otherwise
             **environment,
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip(),

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -73,28 +72,3 @@ def test_devices_that_another_library_opened_before_are_refused_if_they_are_fewe
 
 def test_a_job_for_another_number_of_devices_is_refused(outcomes: list[str]) -> None:
     assert outcomes[2] == "a job for 1 devices: this process has 8"
-
-
-# the second program of a process: a loop that is worth splitting
-SPLITTING = """
-import os, torch, torch_xla
-from shardwright.xla.runtime import init_runtime, run_now
-
-cpus = os.sched_getaffinity(0)
-init_runtime()
-for size in (8, 1024):
-    x = torch.ones(size, size, device="xla") * 1.5
-    run_now([x.exp().sin()])
-torch_xla._XLAC._xla_wait_device_ops([])
-assert os.sched_getaffinity(0) == cpus
-"""
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_loop_is_split_over_threads_only_where_cores_outnumber_devices(tmp_path: Path, devices: int) -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "XLA_FLAGS": flags}
-    subprocess.run([sys.executable, "-c", SPLITTING], check=True, cwd=ROOT, env=environment)
-    *_, last = sorted(tmp_path.glob("*cpu_after_optimizations.txt"))
-    assert "1024,1024" in last.read_text()
-    assert ("parallel_" in last.read_text()) == (devices < len(os.sched_getaffinity(0)))

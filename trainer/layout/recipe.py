@@ -44,7 +44,7 @@ class Compute:
             products (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a
             TPU. A number from 0 to 1 is the share that is kept of what products and attention make, in bytes: first
             what takes most FLOPs a byte. 0 is ``full``. ``auto`` is the largest share with which the run fits the chip,
-            once scripts/compile.py has found it, else ``full``; on the CPU it is ``none``.
+            once scripts/compile.py has found it, else ``full``.
         scan: store decoder layers that repeat stacked, and run them as one scanned layer, or one scanned period of
             layers. Layers that do not repeat run one by one.
         reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates

@@ -35,19 +35,6 @@ _COUNTED = (
 
 
 @dataclass(frozen=True)
-class Platform:
-    """What a job runs on.
-
-    Args:
-        kind: ``TPU``, ``CPU`` or another of the runtime's names.
-        chip: the TPU's generation, ``v5p``; empty: it is none that is known.
-    """
-
-    kind: str
-    chip: str = ""
-
-
-@dataclass(frozen=True)
 class LayerValue:
     """What a product or a kernel of a layer makes, and the backward uses: kept from the forward, or computed again.
 
@@ -160,16 +147,14 @@ def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] 
     return path
 
 
-def answer(job: Job, where: Platform) -> Answer:
-    """The policy that ``auto`` means for ``job``."""
-    if where.kind == "CPU":
-        return Answer("none", "a host's memory is no HBM")
-    path = _path(job, where.chip)
+def answer(job: Job, chip: str) -> Answer:
+    """The policy that ``auto`` means for ``job`` on a ``chip``, by its name; empty: none that is known."""
+    path = _path(job, chip)
     try:
         noted = json.loads(path.read_text())
         share, kept = noted["share"], noted.get("kept", [])
         if isinstance(share, int | float) and 0 <= share <= 1:
-            return Answer(share, f"as {command('compile')} found for {where.chip}", tuple(map(str, kept)))
+            return Answer(share, f"as {command('compile')} found for {chip}", tuple(map(str, kept)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or none that can be read
         pass
     return Answer("full", f"nobody has asked {command('compile')} how much fits (the same options, and --topology)")

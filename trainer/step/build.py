@@ -190,8 +190,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             expert_axes=expert_axes,
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
-            # on virtual devices what is kept goes through memory, and takes longer than to make it again
-            keep=jax_call.has_links() and (not isinstance(remat, str) or remat == "none"),
+            keep=not isinstance(remat, str) or remat == "none",
             # a loop over layers would copy it into a stack and out of it, which takes longer than to make it again
             keep_all=not job.recipe.compute.scan,
             flops_a_byte=flops_a_byte,

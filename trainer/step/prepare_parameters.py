@@ -13,6 +13,7 @@ from shardwright.model.facts import experts_modules
 from shardwright.models.adapters.int8 import SCALE, from_int8
 from shardwright.models.experts.routing import selection_biases
 from shardwright.models.ops import jax_call
+from shardwright.models.ops.kernels import kernels
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.stored_layout import as_stored
 from shardwright.step.gradient_reduction import PartialGradient, token_axes
@@ -27,8 +28,7 @@ class Prepare:
 
     def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
         self.job, self.mesh, self.partials = job, mesh, partials
-        default = "bfloat16" if jax_call.target() == "tpu" else "float32"
-        self.dtype = DTYPES[job.recipe.compute.dtype or default]
+        self.dtype = DTYPES[job.recipe.compute.dtype or kernels().COMPUTE_DTYPE]
         self.experts_inside = experts_modules(job.assembled)
         self.biases = selection_biases(job.model, experts_modules(job.model))
 
@@ -52,8 +52,6 @@ class Prepare:
 
         One that is cast first chooses none.
         """
-        if jax_call.target() != "tpu":
-            return self(parameters)
         return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
 
     def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:

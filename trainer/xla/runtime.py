@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch_xla
@@ -82,28 +82,8 @@ def run_now(tensors: list[torch.Tensor]) -> None:
     `torch_xla.sync` would compute every lazy tensor that is alive. Those of a reference cycle are alive until the
     garbage collector comes by, so one day the step would have one output more and compile again.
     """
-    with _loops_unsplit():
-        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-        torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
-
-
-@contextlib.contextmanager
-def _loops_unsplit() -> Iterator[None]:
-    """Inside, what is compiled for virtual devices has loops that one thread runs, if there is a device for each core.
-
-    XLA's CPU backend splits a loop over as many threads as the thread that compiles has CPUs to run on: here it has
-    one. But not for a process's first program, for which XLA starts as many threads to compile with.
-    """
-    # NumSchedulableCPUs in xla/service/cpu/cpu_compiler.cc, as of torch_xla 2.9
-    cpus = os.sched_getaffinity(0)
-    if device_kind() != "CPU" or xr.global_runtime_device_count() < len(cpus) or not program_count():
-        yield
-        return
-    os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})  # not the same for every process
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cpus)
+    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
 
 
 def program_count() -> int:
@@ -217,19 +197,15 @@ def _chip_on_the_bus() -> Chip | None:
 
 
 def _give_devices_threads(devices: int) -> None:
-    """Set XLA's CPU client up so that virtual devices keep the cores busy and never starve; what the user set stays.
+    """Set XLA's CPU client up so that virtual devices never starve; what the user set stays.
 
     The client makes NPROC threads (default: one a core), and a device that waits in a collective holds one for each op
-    it runs at a time. Fewer threads than waiting ops, and cores idle, or all wait until XLA aborts the process after
-    10 s. So: one op at a time on a device, a thread for each device, and none borrowed to split an op where devices
-    outnumber cores. `python scripts/measure/speed.py threads` measures it.
+    it runs at a time. With fewer threads than waiting ops all wait, until XLA aborts the process after 10 s. So: four
+    threads for each device, one op at a time on it where ops depend on each other, and none borrowed to split an op.
     """
-    cores = os.cpu_count() or 1
-    os.environ.setdefault("NPROC", str(max(cores, devices + 2)))
-    flags = {"xla_cpu_enable_concurrency_optimized_scheduler": "false"}
-    if devices >= cores:
-        flags["xla_cpu_multi_thread_eigen"] = "false"
-    mine = [f"--{flag}={value}" for flag, value in flags.items() if flag not in os.environ.get("XLA_FLAGS", "")]
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 4 * devices)))
+    flags = ("xla_cpu_enable_concurrency_optimized_scheduler", "xla_cpu_multi_thread_eigen")
+    mine = [f"--{flag}=false" for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *mine]).strip()
 
 

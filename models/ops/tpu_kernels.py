@@ -1,0 +1,123 @@
+"""A TPU's kernels: jax's own in Pallas, of splash attention and of megablox (Gale et al., arXiv:2211.15841).
+
+The parts of splash attention that are called here are private to jax 0.7.1, at which jax is pinned. To differentiate,
+the public function would run the forward a second time, and it is slow to make its lists of blocks
+(:mod:`shardwright.models.attention.splash_masks`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch_xla.experimental import stablehlo_custom_call
+
+# sets jax up: it must come before jax itself
+from shardwright.models.ops.jax_call import jax
+
+# isort: split
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+# semi-private: splash_attention_kernel.py there, jax 0.7.1
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+# a jax.Array, when it is traced
+Array = Any
+# of a tile: rows, and the two widths
+Tiling = tuple[int, int, int]
+
+COMPUTE_DTYPE = "bfloat16"
+# semi-private: `_opoverload` of torch/_library/custom_ops.py, torch 2.9; both operations are torch_xla's
+TO_HOST = stablehlo_custom_call.place_to_host._opoverload
+TO_DEVICE = stablehlo_custom_call.place_to_device._opoverload
+
+INTERPRETED = False  # tests have Pallas interpret the kernels
+
+
+def attention(
+    tensors: Sequence[Array], segments: Any, sinks: Array | None, mask: Any, softcap: float | None
+) -> tuple[Array, Array]:
+    """The output [B, H, S, E] of query, key and value, and the logarithm of each row's sum of exponents [B, H, S].
+
+    Args:
+        tensors: the query [B, H, S, D], multiplied by the scale, key [B, K, S, D] and value [B, K, S, E].
+        segments: the segments of queries (q) and keys (kv), [B, S] each; None: there is one.
+        sinks: [H] float32, logits that take part in each row's sum.
+        mask: a `shardwright.models.attention.splash_masks.Mask`, whose blocks divide S.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+    """
+    block, compute = mask.sizes.block, mask.sizes.compute
+    run = functools.partial(
+        splash._splash_attention_forward,
+        mask.queries,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        is_mqa=False,
+        block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=compute),
+        residual_checkpoint_name=None,
+        save_residuals=True,
+        mask_function=mask.function,
+        attn_logits_soft_cap=softcap,
+        interpret=INTERPRETED,
+    )
+    axes = (0, 0, 0, None if segments is None else 0, None)
+    out, (logsumexp,) = jax.vmap(run, in_axes=axes)(*tensors, segments, sinks)
+    return out, logsumexp
+
+
+def attention_backward(
+    tensors: Sequence[Array], rows: Sequence[Array], grad_out: Array, segments: Any, mask: Any, softcap: float | None
+) -> tuple[Array, Array, Array]:
+    """The gradients of query, key and value.
+
+    Args:
+        rows: for each query the logarithm of its sum of exponents, and its output times the output's gradient.
+    """
+
+    def run(tensors: Any, rows: Any, grad_out: Array, segments: Any) -> tuple[Array, Array, Array]:
+        logsumexp, dot = rows
+        # the sinks are in the logsumexp already
+        arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
+        common: dict[str, Any] = {
+            "bq": mask.sizes.block,
+            "bkv": mask.sizes.block,
+            "is_mqa": False,
+            "mask_value": splash.DEFAULT_MASK_VALUE,
+            "attn_logits_soft_cap": softcap,
+            "mask_function": mask.function,
+            "interpret": INTERPRETED,
+            **{f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
+        }
+        _, grad_key, grad_value = splash._splash_attention_bwd_dkv(
+            *arguments,
+            bkv_compute=mask.sizes.compute,
+            # the fused kernel writes a gradient of the query for each block of keys: memory quadratic in the sequence
+            use_fused_bwd_kernel=False,
+            mask_info=mask.keys,
+            **common,
+        )
+        grad_query = splash._splash_attention_bwd_dq(*arguments, mask_info=mask.queries, **common)
+        return grad_query, grad_key, grad_value
+
+    return jax.vmap(run)(tensors, rows, grad_out, segments)
+
+
+def grouped_product(x_RK: Array, w_G: Array, sizes_G: Array, tiling: Tiling, *, contract_last: bool) -> Array:
+    """See `shardwright.models.experts.grouped_matmul.multiply`."""
+    return gmm(x_RK, w_G, sizes_G, x_RK.dtype, tiling, transpose_rhs=contract_last, interpret=INTERPRETED)
+
+
+def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into_GKN: Array | None) -> Array:
+    """See `shardwright.models.experts.grouped_matmul.outer`."""
+    dtype = a_RK.dtype if into_GKN is None else into_GKN.dtype
+    return tgmm(a_RK.T, b_RN, sizes_G, dtype, tiling, existing_out=into_GKN, interpret=INTERPRETED)
+
+
+def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
+    """See `shardwright.models.experts.grouped_matmul.unwritten`."""
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    make = pl.pallas_call(
+        lambda *refs: None, jax.ShapeDtypeStruct(shape, dtype), in_specs=[anywhere], out_specs=anywhere
+    )
+    return make(after)
