@@ -1,4 +1,4 @@
-"""A step that compiles again is an error that names what changed: an input, or an operation with its module and line."""
+"""A step that compiles again is an error that names what changed: an input, or an operation, its module and line."""
 
 from __future__ import annotations
 

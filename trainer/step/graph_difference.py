@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch_xla
 from torch.overrides import TorchFunctionMode
 
@@ -81,7 +82,7 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
         before: see :func:`graph_text`.
         results: of the step, computed; those that ``trace`` changes in place keep their values.
     """
-    values = {name: tensor.clone() for name, tensor in results.items()}
+    values = {name: tensor.detach().clone() for name, tensor in results.items()}
     lines = _Lines()
     torch_xla._XLAC._set_ir_debug(True)  # semi-private, as above
     try:
@@ -89,8 +90,9 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
             after = graph_text(trace())
     finally:
         torch_xla._XLAC._set_ir_debug(False)
-    for name, value in values.items():
-        torch_xla._XLAC._replace_xla_tensor(results[name], value)  # semi-private, as above
+    with torch.no_grad():
+        for name, value in values.items():
+            results[name].copy_(value)
     known = {operation.value for operation in _operations(before)}
     found = next((operation for operation in _operations(after) if operation.value not in known), None)
     if found is None:

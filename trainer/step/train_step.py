@@ -24,7 +24,7 @@ from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss, scored_tokens
 from shardwright.step.objectives.preference import LOGGED, Preference
-from shardwright.step.optimizers.optimizer import Optimizer, clip_factor, global_norm
+from shardwright.step.parameter_updates import ParameterUpdates, clip_factor, global_norm
 from shardwright.step.router_load import Routing, totals
 from shardwright.step.spikes import SpikeWatch
 from shardwright.step.step_metrics import METRICS, MetricsLayout, StepMetrics
@@ -73,7 +73,7 @@ class TrainStep:
         self,
         loss: Loss,
         placed: Placed,
-        optimizer: Optimizer,
+        optimizer: ParameterUpdates,
         options: StepOptions,
         restored: Callable[[str], Array] | None = None,
         routing: Routing | None = None,
