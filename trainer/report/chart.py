@@ -97,7 +97,7 @@ def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | N
     if not (drawn := _thin_lines(lines)):
         return ""
     many = len(drawn) > _FEW
-    parts, x = [f'<text class="title" x="{LEFT}" y="-28">{escape(title)}</text>'], float(LEFT)
+    parts, x = [f'<text class="title" x="{LEFT}" y="-28">{escape(title)}, by step</text>'], float(LEFT)
     for number, name in enumerate([f"{len(drawn)} lines"] if many else drawn):
         parts.append(f'<rect class="c{number}" x="{x:.0f}" y="-18" width="10" height="10"/>')
         parts.append(f'<text x="{x + 14:.0f}" y="-9">{escape(name)}</text>')

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, Point, svg_chart
 from shardwright.report.expert_load import BUSIEST, ExpertLoad, labelled
-from shardwright.report.html import STYLE as COLORS
+from shardwright.report.html import LIGHT, PART_STYLE
 
 LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
 _SHADES = 16  # of a map
@@ -55,7 +55,7 @@ def _map(loads: Mapping[str, ExpertLoad]) -> str:
     most = max(2.0, *(max(load.over_mean) for load in loads.values()))
     width = (WIDTH - LEFT - RIGHT) / max(len(load.shares) for load in loads.values())
     height = (HEIGHT - TOP - BOTTOM) / len(loads)
-    title = f"Load of each expert over the mean, a row a layer; darkest: {most:.3g}"
+    title = f"Load over the mean: layers down, experts across; darkest: {most:.3g}"
     parts, cells = [f'<text class="title" x="{LEFT}" y="-28">{escape(title)}</text>'], defaultdict(list)
     for row, (label, load) in enumerate(loads.items()):
         y = TOP + row * height
@@ -76,5 +76,7 @@ def svg_file(panels: Sequence[str]) -> bytes:
     body = "".join(f'<g transform="translate(0 {n * each + 45})">{panel}</g>' for n, panel in enumerate(shown))
     size = f'viewBox="0 0 {WIDTH} {max(len(shown), 1) * each}" width="{1.5 * WIDTH:.0f}"'
     paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size}><style>{COLORS}{STYLE}</style>'
-    return f"{head}{paper}{body}</svg>\n".encode()
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size}><style>{PART_STYLE}{STYLE}</style>'
+    # what shows pictures knows no variables of CSS
+    plain = re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], f"{head}{paper}{body}</svg>\n")
+    return plain.encode()
