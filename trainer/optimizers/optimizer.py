@@ -75,6 +75,7 @@ class Update:
         return self.parameter * (1 - learning_rate * self.weight_decay) if self.weight_decay else self.parameter
 
 
+@dataclass(frozen=True)
 class Optimizer(ABC):
     """What updates the weights. An entry is a frozen dataclass with a title; its fields are made by :func:`number`.
 
