@@ -120,8 +120,8 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
     """Writes the recipe to the new file ``--write``, and says how to use it."""
     from rich.console import Console
 
-    from shardwright.layout.optimizer_state import TITLES
     from shardwright.layout.recipe_source import recipe_source
+    from shardwright.optimizers import OPTIMIZERS
     from shardwright.report.lines import say
     from shardwright.report.units import size
 
@@ -131,7 +131,7 @@ def _write(made: AutoRecipe, plan: ShardingPlan, model_class: str, arguments: ar
         f"{model_class}: made from its own parallel plan and shapes by {command('plan')} --recipe {AUTO}, and yours to "
         f"edit.\n\ncommand:   {use}\nhardware:  {plan.devices} devices as {sizes}\n"
         f"memory:    {size(sum(plan.totals.values()), decimals=2)} a device for weights, gradients and "
-        f"{TITLES[plan.optim]} state, by {command('plan')}\n"
+        f"{OPTIMIZERS[plan.optim].title} state, by {command('plan')}\n"
     )
     with open(arguments.write, "x", encoding="utf-8") as file:
         file.write(recipe_source(made, docstring))

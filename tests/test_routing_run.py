@@ -64,7 +64,7 @@ def test_a_run_logs_and_draws_its_load_exports_its_biases_and_goes_on_from_a_che
     assert saved["step"] == 4
     shares = [layer["shares"] for layer in saved["layers"].values()]
     assert [sum(layer) for layer in shares] == pytest.approx([1])
-    assert (tmp_path / "whole" / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "whole" / "expert_load.svg").read_bytes().startswith(b"<svg")
 
     ours, theirs = weights(tmp_path / "whole"), weights(tmp_path / "rest")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

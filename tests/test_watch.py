@@ -177,7 +177,7 @@ def test_the_page_goes_on_after_a_restart_and_links_what_lies_beside_it(run: Run
     losses = "JSON.parse(document.querySelector('figure.chart').dataset.chart).lines[0][1].map(p => p[0])"
     assert browser.evaluate(losses) == [1, 2, 3, 4, 5, 6]
     links = browser.evaluate("[...document.links].map(a => a.getAttribute('href'))")
-    assert {"compile.html", "plan.json", "expert_load.png", "trainer_state.json"} <= set(links)
+    assert {"compile.html", "plan.json", "expert_load.svg", "trainer_state.json"} <= set(links)
     assert all((run.output / link).exists() for link in links)
     assert "15.7 GiB that a program can use" in text
     assert "256×64" in browser.evaluate("document.querySelector('details').textContent")

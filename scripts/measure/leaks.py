@@ -1,6 +1,6 @@
 """Whether a long run's memory is flat: a tiny Mixtral that logs, saves and evaluates, on 8 virtual devices.
 
-python scripts/measure/leaks.py                                   500 steps, a table, and leaks.png
+python scripts/measure/leaks.py                                   500 steps, a table, and leaks.svg
 python scripts/measure/leaks.py --steps 2000 -- --lora_r 4        longer, with other options of scripts/train.py
 
 The table has the process's memory, which here is also the devices', the device tensors alive, and the compiles so far.
@@ -10,7 +10,6 @@ memory or tensors still grow: by more than 2 % from the median of the second fif
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import statistics
@@ -24,7 +23,6 @@ os.environ.setdefault("CPU_NUM_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import torch_xla.debug.metrics as met
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from transformers import MixtralConfig, TrainerCallback, TrainerControl, TrainerState
@@ -33,6 +31,8 @@ from transformers import logging as transformers_logging
 from shardwright.arguments.command_line import Parser, parse
 from shardwright.arguments.training import TrainingArguments
 from shardwright.hosts.output_streams import exit_code
+from shardwright.report.chart import svg_chart
+from shardwright.report.pictures import svg_file
 from shardwright.run import train
 from shardwright.xla.runtime import compile_count
 
@@ -83,7 +83,7 @@ def main() -> int:
     cut = words.index("--") if "--" in words else len(words)
     parser = Parser(__doc__)
     parser.add_argument("--steps", type=int, default=500, help="how many (default: 500)")
-    parser.add_argument("--plot", default="leaks.png", help="the picture's file (default: leaks.png)")
+    parser.add_argument("--plot", default="leaks.svg", help="the picture's file (default: leaks.svg)")
     options = parser.parse_args(words[:cut])
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -116,16 +116,8 @@ def _table(noted: list[dict[str, float]]) -> Table:
 
 
 def _picture(noted: list[dict[str, float]]) -> bytes:
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(len(COLUMNS), 1, sharex=True), COLUMNS.items(), strict=True):
-        values = [each[name] for each in noted]
-        axes.plot(range(1, len(noted) + 1), values)
-        axes.set(ylabel=label, ylim=(0, 1.2 * max(values)))
-        axes.grid(alpha=0.3)
-    axes.set(xlabel="step")
-    found = io.BytesIO()
-    figure.savefig(found, dpi=100, format="png")
-    return found.getvalue()
+    lines = {label: [(step, each[name]) for step, each in enumerate(noted, 1)] for name, label in COLUMNS.items()}
+    return svg_file([svg_chart(label, {label: points}, 0.0) for label, points in lines.items()])
 
 
 if __name__ == "__main__":

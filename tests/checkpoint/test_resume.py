@@ -250,7 +250,7 @@ def test_a_run_that_lives_in_an_object_store_is_resumed_from_it(place, store):
     options = as_options(place)
     options |= {"max_steps": 10, "save_steps": 5, "logging_steps": 1}
     train(TrainingArguments(**options, output_dir=f"{store}/one"))
-    assert {"checkpoint-5", "checkpoint-10", "trainer_state.json", "loss_curve.png", "model"} <= set(
+    assert {"checkpoint-5", "checkpoint-10", "trainer_state.json", "loss_curve.svg", "model"} <= set(
         Folder(f"{store}/one").names()
     )
     train(TrainingArguments(**options, output_dir=f"{store}/two", resume_from_checkpoint=f"{store}/one/checkpoint-5"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import struct
+from xml.etree import ElementTree
 
 import pytest
 
-from shardwright.report.expert_load import ExpertLoad, as_record, labelled, load_picture, log_entries
+from shardwright.report.expert_load import ExpertLoad, as_record, labelled, log_entries
+from shardwright.report.pictures import load_picture
 
 EVEN = ExpertLoad("model.layers.3.mlp.experts", (0.25, 0.25, 0.25, 0.25))
 ONE = ExpertLoad("model.layers.12.mlp.experts", (0.0, 1.0, 0.0, 0.0), dropped=0.5)
@@ -36,12 +37,13 @@ def test_two_modules_of_one_layer_go_by_their_names():
 
 
 @pytest.mark.parametrize("layers", [1, 40])
-def test_the_picture_is_a_png_of_1200_by_500_also_with_other_numbers_of_experts(layers):
+def test_the_picture_has_a_cell_for_each_expert_also_with_other_numbers_of_them_and_a_line_for_each_layer(layers):
     loads = [ExpertLoad(f"h.{i}.moe", (0.5, *[0.5 / (3 + i % 2)] * (3 + i % 2))) for i in range(layers)]
     history = [{"step": step, **log_entries(loads)} for step in (5, 10)]
-    picture = load_picture(loads, history)
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", picture[16:24]) == (1200, 500)
+    picture = ElementTree.fromstring(load_picture(loads, history))
+    paths = [path.get("d", "") for path in picture.iter("{http://www.w3.org/2000/svg}path")]
+    assert sum(path.count("M") for path in paths) == sum(len(load.shares) for load in loads)
+    assert len(list(picture.iter("{http://www.w3.org/2000/svg}polyline"))) == layers
 
 
 def test_the_file_has_each_layers_shares():

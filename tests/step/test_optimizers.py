@@ -5,7 +5,11 @@ AdamW's parity is in test_parity.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
+from shardwright import optimizers
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint.tensors import StoredTensors, write_listing, write_part
 from shardwright.compile.lowering import lower
@@ -21,9 +26,12 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
+from shardwright.layout.plan_table import held_by_a_device
+from shardwright.optimizers.muon import Muon
+from shardwright.optimizers.optimizer import Update
 from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import build
-from shardwright.step.optimizers.muon import Matrices, Muon
+from shardwright.step.parameter_updates import lay_on
 from shardwright.step.train_step import TrainStep
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import build_mesh
@@ -116,11 +124,12 @@ def train(case: Case, optimizers: list[Any], steps: int) -> None:
             optimizer.step(rate(step))
 
 
-def in_float32(step: TrainStep) -> None:
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
     """Muon's iteration in float32: in bfloat16 sums in another order have other roundings, and there is no telling."""
-    rules = step.optimizer.rules.items()
-    wide = {name: replace(rule, dtype=torch.float32) if isinstance(rule, Muon) else rule for name, rule in rules}
-    step.optimizer = replace(step.optimizer, rules=wide)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        yield
 
 
 @functools.cache
@@ -129,9 +138,7 @@ def trained(optim: str, recipe: str, optim_args: str | None, accumulation: int) 
     more = {"optim": optim, "optim_args": optim_args}
     case = make_case(recipe, accumulation=accumulation, weight_decay=DECAY, more=more)
     numbers = TrainingArguments("any", **more).optimizer_numbers if optim_args else {}
-    in_float32(case.step)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # the reference's iteration too
+    with in_float32():
         train(case, references(optim, dict(case.reference.named_parameters()), numbers), STEPS)
     return case
 
@@ -177,11 +184,13 @@ def test_muon_in_bfloat16_is_torch_s(shape):
     weight, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
     mesh, stacked = build_mesh(job_of("mixtral_ep").recipe.mesh), len(shape) > 2
     spec = (None, "expert", None, "fsdp") if len(shape) > 3 else (*[None] * (len(shape) - 2), ("fsdp", "expert"), None)
-    rule = Muon(0.95, 5, "original", Matrices(mesh, spec[int(stacked) :]), stacked)
+    rule, layout = Muon(0.95, 5, "original"), lay_on(mesh, spec, stacked)
     values = {"weight": weight, "gradient": gradient, "momentum": torch.zeros(shape)}
     placed = {name: sharding.place(name, value, mesh, spec) for name, value in values.items()}
     scalars = [sharding.place("scalar", torch.tensor(value), mesh, ()) for value in (1.0, 1.0)]
-    new, _ = rule(placed["weight"], placed["gradient"], (placed["momentum"],), *scalars, 0.0)
+    new, _ = rule.update(
+        Update(placed["weight"], placed["gradient"], (placed["momentum"],), *scalars, weight_decay=0.0, layout=layout)
+    )
     new = sharding.constrain(new, mesh, spec)
     run_now([new])
     expected = weight.clone()
@@ -201,12 +210,12 @@ def saved(step: TrainStep, folder: Path) -> StoredTensors:
     return StoredTensors(Folder(folder), {n: int(e["bytes"]) for n, e in files.items() if n.endswith(".distcp")})
 
 
-def goes_on(case: Case, job: Job, source: StoredTensors, steps: range) -> dict[str, torch.Tensor]:
+def goes_on(case: Case, job: Job, source: StoredTensors, steps: Iterable[int]) -> dict[str, torch.Tensor]:
     """The weights, under the model's own names, of a run of ``job`` that takes ``steps`` from what was saved."""
     built = build(job, build_mesh(job.recipe.mesh), source, source)
-    in_float32(built.step)
-    for step in steps:
-        built.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
+    with in_float32():
+        for step in steps:
+            built.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
     return dict(unstacked(job.stored, built.step.parameters))
 
 
@@ -220,8 +229,9 @@ def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unsca
     job = job_of(case.recipe, case.config, weight_decay=DECAY, **options)
     again = goes_on(case, job, source, steps)
     trained.cache_clear()  # the case goes on, and another test expects it after STEPS
-    for step in steps:
-        case.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
+    with in_float32():
+        for step in steps:
+            case.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
     whole = case.parameters()
     assert all(torch.equal(again[name], whole[name]) for name in whole)
     if optim == "lion":
@@ -231,6 +241,62 @@ def test_a_run_goes_on_from_what_was_saved_bit_for_bit_and_on_another_mesh_unsca
     elsewhere = goes_on(case, job_of(other, case.config, weight_decay=DECAY, **options), source, steps)
     worst, name = relative(elsewhere, whole)
     assert worst < 1e-5, f"{name} is off by {worst}"
+
+
+SGD = """
+from dataclasses import dataclass
+
+from shardwright.optimizers.optimizer import Optimizer, number
+
+
+@dataclass(frozen=True)
+class Momentum(Optimizer):
+    title = "SGD"
+    about = "one moment, of gradients as they are"
+    momentum: float = number(0.9, "the moment's decay", least=0, below=1)
+
+    @classmethod
+    def state(cls, shape):
+        return {"velocity": 0}
+
+    def update(self, of):
+        velocity = self.momentum * of.state[0] + of.gradient
+        return of.decayed(of.learning_rate) - of.learning_rate * velocity, (velocity,)
+"""
+WITH_IT = """
+import sys
+from shardwright import optimizers
+optimizers.__path__.append(sys.argv.pop(1))
+optimizers.OPTIMIZERS.update(optimizers.entries())
+from shardwright.scripts.train import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_file_in_the_folder_is_an_optimizer_that_is_offered_planned_trained_saved_and_gone_on_with(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "sgd.py").write_text(SGD)
+    command = [sys.executable, "-c", WITH_IT, str(tmp_path), "--help"]
+    told = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert "sgd (one moment, of gradients as they are)" in told
+    assert "sgd: momentum=0.9 (the moment's decay)" in told
+    monkeypatch.setattr(optimizers, "__path__", [*optimizers.__path__, str(tmp_path)])
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "sgd", optimizers.entries()["sgd"])
+    options = {"optim": "sgd", "optim_args": "momentum=0.8"}
+    case = make_case("llama_fsdp", weight_decay=0.0, more=options)
+    assert 2 * case.plan.totals["optimizer_bytes"] == replace(case.plan, optim="adamw").totals["optimizer_bytes"]
+    assert held_by_a_device(case.plan)[-1] == ("SGD state", case.plan.totals["optimizer_bytes"])
+    named = dict(case.reference.named_parameters())
+    train(case, [Torch(torch.optim.SGD(named.values(), lr=RATE, momentum=0.8))], 3)
+    worst, where = relative(case.parameters(), named)
+    assert worst < 1e-5, f"{where} is off by {worst}"
+    again = goes_on(
+        case, job_of(case.recipe, case.config, weight_decay=0.0, **options), saved(case.step, tmp_path / "c"), [4]
+    )
+    case.step(make_batch(case.config, seed=4), step=4, learning_rate=RATE)
+    assert all(torch.equal(again[name], weight) for name, weight in case.parameters().items())
 
 
 @pytest.mark.parametrize(("optim", "kept"), [("adafactor", 2), ("muon", 1)])

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError, did_you_mean
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.optimizers.adamw import AdamW
+from shardwright.optimizers.optimizer import Optimizer, fits, range_text
 
-# --optim → what --optim_args may say of it, each with its default: that of the paper, of transformers' Trainer
-# (Adafactor) or of torch.optim.Muon, but for adjust_lr_fn, since one learning rate is for Muon's part and for AdamW's
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "adafactor": {"clip_threshold": 1.0, "decay_rate": -0.8, "scale_parameter": False},
-    "lion": {"beta1": 0.9, "beta2": 0.99},
-    "muon": {"momentum": 0.95, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
-}
-_OF_ADAMW = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
-_ADJUSTMENTS = ("match_rms_adamw", "original")
-_MOST_STEPS = 20  # of Newton and Schulz; five are the practice, and each is compiled
+_OF_ADAMW = {f"adam_{number.name}": number for number in fields(AdamW)}
+
+
+def _numbers(optim: str) -> tuple[Field[Any], ...]:
+    """What --optim_args may say of --optim; AdamW's numbers have options of their own."""
+    entry = OPTIMIZERS[optim]
+    return () if entry is AdamW else fields(entry)
 
 
 def _shown(optim: str) -> str:
-    return ",".join(f"{name}={str(value).lower()}" for name, value in OPTIMIZERS[optim].items())
+    return ",".join(f"{number.name}={str(number.default).lower()}" for number in _numbers(optim))
+
+
+def _told(optim: str) -> str:
+    each = (f"{n.name}={str(n.default).lower()} ({n.metadata['help']})" for n in _numbers(optim))
+    return f"{optim}: {', '.join(each)}"
+
+
+def _adamw(name: str) -> Any:
+    number = _OF_ADAMW[name]
+    return option(number.default, f"{number.metadata['help']}; also for what another leaves to it.")
 
 
 @dataclass
@@ -31,38 +40,41 @@ class OptimizerArguments(Checked):
 
     optim: str = option(
         "adamw",
-        "What updates the weights: adamw; adafactor (no first moment, and a factored second: next to no state); lion "
-        "(one moment; a learning rate 3 to 10 times below AdamW's); muon (matrices of layers move by their "
-        "orthogonalised momentum, the rest by AdamW).",
+        f"What updates the weights: {'; '.join(f'{name} ({entry.about})' for name, entry in OPTIMIZERS.items())}.",
     )
     optim_args: str | None = option(
         None,
-        "Numbers that only this optimizer has, e.g. `momentum=0.9,ns_steps=6`. The defaults: "
-        + "; ".join(f"{name} `{_shown(name)}`" for name, own in OPTIMIZERS.items() if own)
-        + ". adjust_lr_fn=original is Keller Jordan's scale, for a learning rate of Muon's own.",
+        "Numbers that only this optimizer has, e.g. `momentum=0.9,ns_steps=6`. With their defaults, "
+        f"{'; '.join(_told(name) for name in OPTIMIZERS if _numbers(name))}.",
     )
     weight_decay: float = option(0.0, "Decoupled weight decay, of every optimizer; biases and norms are spared.")
-    adam_beta1: float = option(0.9, "AdamW's decay of the first moment, also of what --optim muon leaves to AdamW.")
-    adam_beta2: float = option(0.999, "AdamW's decay of the second moment.")
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
+    adam_beta1: float = _adamw("adam_beta1")
+    adam_beta2: float = _adamw("adam_beta2")
+    adam_epsilon: float = _adamw("adam_epsilon")
 
     def check_optimizer(self) -> None:
         """Refuse what can't be."""
         self.choose("optim", list(OPTIMIZERS))
         self.check("weight_decay", self.weight_decay >= 0, "it can't be negative", 0)
-        for name in ("adam_beta1", "adam_beta2"):
-            self.check(name, 0 <= getattr(self, name) < 1 - 2**-25, "a moment's decay lies in [0, 1) of float32", 0.9)
-        least = 2.0**-126  # float32's least normal number
-        self.check("adam_epsilon", self.adam_epsilon >= least, "it keeps a division of float32 finite", 1e-8)
-        for name, default in _OF_ADAMW.items():
-            if self.optim in ("adafactor", "lion") and getattr(self, name) != default:
+        entry = OPTIMIZERS[self.optim]
+        for name, number in _OF_ADAMW.items():
+            value = getattr(self, name)
+            why = f"it lies {range_text(number)} of float32: {number.metadata['help']}"
+            self.check(name, fits(number, value), why, number.default)
+            if AdamW not in (entry, entry.rest) and value != number.default:
                 raise UserError(
-                    asked=f"--{name} {getattr(self, name)} with --optim {self.optim}",
+                    asked=f"--{name} {value} with --optim {self.optim}",
                     found="an optimizer that is not AdamW and leaves nothing to it",
                     why="it has no such number",
                     instead=f"no --{name}; what {self.optim} has is set so: --optim_args {_shown(self.optim)}",
                 )
         self.optimizer_numbers  # noqa: B018 - raises what can't be
+
+    def rule(self, entry: type[Optimizer]) -> Optimizer:
+        """``entry`` with this run's numbers."""
+        if entry is AdamW:
+            return AdamW(self.adam_beta1, self.adam_beta2, self.adam_epsilon)
+        return entry(**self.optimizer_numbers if entry is OPTIMIZERS[self.optim] else {})
 
     @property
     def optimizer_numbers(self) -> dict[str, Any]:
@@ -71,23 +83,24 @@ class OptimizerArguments(Checked):
         Raises:
             UserError: ``optim_args`` names one that it has not, or gives one a value that can't be.
         """
-        numbers = dict(OPTIMIZERS[self.optim])
+        known = {number.name: number for number in _numbers(self.optim)}
+        numbers = {name: number.default for name, number in known.items()}
         for part in [] if self.optim_args is None else self.optim_args.split(","):
             name, _, text = (word.strip() for word in part.partition("="))
-            if name not in numbers:
+            if name not in known:
                 raise self._refused(
                     f"{name!r:.80} is none of {self.optim}'s numbers",
-                    f"{did_you_mean(name, list(numbers))}one of {', '.join(numbers)}"
-                    if numbers
+                    f"{did_you_mean(name, list(known))}one of {', '.join(known)}"
+                    if known
                     else "no --optim_args; AdamW's numbers are --adam_beta1, --adam_beta2 and --adam_epsilon",
                 )
             try:
-                numbers[name] = _READ[type(numbers[name])](text)
+                numbers[name] = _READ[type(known[name].default)](text)
             except ValueError:
                 raise self._refused(f"{name} is {text!r:.80}", f"--optim_args {_shown(self.optim)}") from None
-        for name, value in numbers.items():
-            if name in _FITS and not _FITS[name](value):
-                raise self._refused(f"{name} is {value}", f"--optim_args {_shown(self.optim)}")
+            if not fits(known[name], numbers[name]):
+                found = f"{name} is {numbers[name]}, where it is {range_text(known[name])}"
+                raise self._refused(found, f"--optim_args {_shown(self.optim)}")
         return numbers
 
     def _refused(self, found: str, instead: str) -> UserError:
@@ -105,17 +118,4 @@ def _bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _decays(value: float) -> bool:
-    return 0 <= value < 1 - 2**-25
-
-
 _READ: dict[type, Any] = {bool: _bool, int: int, float: float, str: str}
-_FITS: dict[str, Any] = {
-    "clip_threshold": lambda value: 1e-6 <= value < 1e6,
-    "decay_rate": lambda value: -10 <= value < 0,
-    "beta1": _decays,
-    "beta2": _decays,
-    "momentum": _decays,
-    "ns_steps": lambda value: 1 <= value <= _MOST_STEPS,
-    "adjust_lr_fn": _ADJUSTMENTS.__contains__,
-}

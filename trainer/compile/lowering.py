@@ -22,7 +22,6 @@ from shardwright.evaluation.generate import Decoder, can_cache
 from shardwright.evaluation.prompt_samples import expected_shape, sampling_of
 from shardwright.evaluation.reference_step import REFERENCE_PASS, ReferenceStep
 from shardwright.job import Job
-from shardwright.layout.optimizer_state import STATE_NAMES
 from shardwright.layout.partition import PartitionSpec, axes_of
 from shardwright.layout.plan import ParameterPlan
 from shardwright.layout.stacking import is_stacked
@@ -267,6 +266,6 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
 def _kind(name: str, parameters: Collection[str]) -> str:
     if name in parameters:
         return "weights"
-    if name.endswith(STATE_NAMES):
+    if name.partition(" ")[0] in parameters:  # whose state has its name behind the parameter's
         return "optimizer"
     return "batch" if name in BATCH else "other"

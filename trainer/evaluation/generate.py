@@ -17,7 +17,6 @@ from shardwright.layout.partition import PartitionSpec
 from shardwright.model.facts import most_positions
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.xla.runtime import run_now
 
 TOKEN = "next token"  # the name of what a graph computes
 _CACHED = {"full_attention", "sliding_attention", "dummy"}
@@ -138,11 +137,11 @@ class Generator:
         """Start the graph of the first token behind ``prompts``, or of the next token; that token, on the devices."""
         decoder = self.decoder
         guard = decoder.guards[-1 if prompts is None else 0]
-        computed = decoder.next(uniform) if prompts is None else decoder.begin(prompts, uniform)
-        guard.before({"uniform": uniform})
-        run_now(list(computed.values()))
-        guard.after()
-        return computed[TOKEN]
+
+        def trace(batch: Tensors) -> Tensors:
+            return decoder.next(uniform) if prompts is None else decoder.begin(prompts, uniform)
+
+        return guard.run({"uniform": uniform}, trace)[TOKEN]
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from shardwright.step.objectives.preference import SEGMENTS, SegmentLogps
 from shardwright.weights.placed_parameters import Placed
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
-from shardwright.xla.runtime import run_now
 
 REFERENCE_PASS = "reference pass"
 
@@ -36,11 +35,8 @@ class ReferenceStep:
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[np.ndarray]:
         """Of each of ``batches`` (host tensors of [rows, S]) the log-probabilities, float32 [rows, 2 x pairs]."""
         for batch in batches:
-            self.guard.before(batch)
-            logps = self.trace(batch)
-            run_now([logps])
-            self.guard.after()
-            yield sharding.fetch(logps).numpy()
+            found = self.guard.run(batch, lambda batch: {"logps": self.trace(batch)})
+            yield sharding.fetch(found["logps"]).numpy()
 
     def trace(self, batch: Tensors) -> torch.Tensor:
         """Build the graph of ``batch``, and run nothing."""

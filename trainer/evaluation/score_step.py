@@ -12,7 +12,6 @@ from shardwright.step.loss import Loss
 from shardwright.weights.placed_parameters import Placed
 from shardwright.xla import sharding
 from shardwright.xla.batch import own_rows, place_batch
-from shardwright.xla.runtime import run_now
 
 UNSCORED = -100
 
@@ -46,10 +45,7 @@ class ScoreStep:
         for batch in batches:
             shape = tuple(batch["input_ids"].shape)
             guard = self.guards.setdefault(shape, CompileGuard(f"scoring step of {shape[0]} × {shape[1]}", expected=1))
-            guard.before(batch)
-            values = self.trace(batch)
-            run_now([values])
-            guard.after()
+            values = guard.run(batch, lambda batch: {"values": self.trace(batch)})["values"]
             if waiting is not None:
                 yield waiting.cpu()
             waiting = values

@@ -61,7 +61,7 @@ class ShardingPlan:
         aliases: a tied parameter's other name → the name under which it stands in ``parameters``.
         activations: pattern of module names → layout of that module's output.
         optimizer_dtype: what the optimizer's state is stored in.
-        optim: which optimizer, a key of `shardwright.layout.optimizer_state.TITLES`.
+        optim: which optimizer, a file of `shardwright.optimizers`.
     """
 
     mesh: dict[str, int]
@@ -251,7 +251,7 @@ def make_plan(
         model: any module, also one on meta.
         weight_dtype: what weights are stored in; None: what ``model`` has them in.
         optimizer_dtype: what the optimizer's state is stored in.
-        optim: which optimizer, a key of `shardwright.layout.optimizer_state.TITLES`.
+        optim: which optimizer, a file of `shardwright.optimizers`.
 
     Raises:
         UserError: the mesh does not fit the devices; a parameter matches no line, or two; a line matches nothing; a

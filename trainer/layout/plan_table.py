@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.layout.optimizer_state import TITLES
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.recipe import layout_text
+from shardwright.optimizers import OPTIMIZERS
 from shardwright.report.lines import say
 from shardwright.report.units import size
 
@@ -37,7 +37,7 @@ def plan_rows(plan: ShardingPlan) -> list[list[str]]:
 
 def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
     """(what, bytes) that a device holds of weights, gradients and the optimizer's state."""
-    totals, state = plan.totals, f"{TITLES[plan.optim]} state"
+    totals, state = plan.totals, f"{OPTIMIZERS[plan.optim].title} state"
     names = {"parameters": "parameters_bytes", "gradients": "gradients_bytes", state: "optimizer_bytes"}
     return [(what, totals[name]) for what, name in names.items()]
 

@@ -16,10 +16,10 @@ from shardwright.evaluation.prompt_samples import SAMPLES, Samples
 from shardwright.files.folder import Folder, StorageError, as_json
 from shardwright.job import Job
 from shardwright.layout.plan_table import PLAN_HEADER, held_by_a_device, plan_rows
-from shardwright.report.curve import loss_curve
-from shardwright.report.expert_load import ExpertLoad, as_record, load_picture
+from shardwright.report.expert_load import ExpertLoad, as_record
 from shardwright.report.goodput import Clock, Life, lives_as_json, log_entries, read_lives
 from shardwright.report.lines import say
+from shardwright.report.pictures import load_picture, loss_curve
 from shardwright.report.run_view import RunView, run_page
 from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
@@ -32,8 +32,8 @@ _FILES = {
     "recipe.json": "the recipe, in full",
     "training_args.json": "the options",
     "trainer_state.json": "all log lines",
-    "loss_curve.png": "the loss as a picture",
-    "expert_load.png": "the load of experts as a picture",
+    "loss_curve.svg": "the loss as a picture",
+    "expert_load.svg": "the load of experts as a picture",
     "expert_load.json": "the load of experts in numbers",
     SAMPLES: "the answers to --sample_prompts",
     LIVES: "where each process's seconds went",
@@ -122,10 +122,10 @@ class RunPage:
         Raises:
             StorageError: a picture could not be written.
         """
-        self.folder.write("loss_curve.png", loss_curve(state.log_history, self.unigram))
+        self.folder.write("loss_curve.svg", loss_curve(state.log_history, self.unigram))
         if loads:
             self.folder.write("expert_load.json", as_json(as_record(loads, state.global_step)))
-            self.folder.write("expert_load.png", load_picture(loads, state.log_history))
+            self.folder.write("expert_load.svg", load_picture(loads, state.log_history))
         self.update(state, loads, running=False)
 
     def _earlier_lives(self, home: Folder) -> list[Life]:

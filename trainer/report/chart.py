@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from shardwright.report.html import COLORS
 
 Point = tuple[float, float]  # (step, value)
 Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 240, 58, 10, 10, 26  # of the drawing and of its margins
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # of the drawing and of its margins
 _FEW = COLORS  # lines that have a colour each; more of them share one, and the pointer finds the nearest
 _POINTS = 6_000  # of all lines of a chart together
 
@@ -26,11 +27,12 @@ STYLE = """
 figure.chart { margin: 1rem 0; position: relative; }
 figure.chart figcaption { font-weight: 600; }
 figure.chart svg { width: 100%; height: auto; display: block; touch-action: pan-y; }
-figure.chart text { fill: var(--ink); font-size: 11px; }
-figure.chart .grid { stroke: var(--line); stroke-width: 1; }
-figure.chart polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-figure.chart .many { stroke-width: 1; opacity: .45; }
-figure.chart .cross { stroke: var(--ink); stroke-width: 1; opacity: .5; visibility: hidden; }
+.chart text { fill: var(--ink); font-size: 11px; }
+.chart .title { font-weight: 600; font-size: 13px; }
+.chart .grid { stroke: var(--line); stroke-width: 1; }
+.chart polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
+.chart .many { stroke-width: 1; opacity: .45; }
+.chart .cross { stroke: var(--ink); stroke-width: 1; opacity: .5; visibility: hidden; }
 figure.chart output { position: absolute; top: 1.6rem; pointer-events: none; visibility: hidden; white-space: pre;
   background: var(--paper); border: 1px solid var(--line); padding: .2rem .5rem; font-size: .8rem;
   font-variant-numeric: tabular-nums; }
@@ -77,29 +79,53 @@ def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | 
         lines: name → (step, value), by ascending step.
         floor: a value that the vertical axis reaches down to.
     """
-    finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
-    drawn = {name: thinned(points, max(_POINTS // len(lines), 20)) for name, points in finite.items() if points}
-    if not drawn:
+    if not (drawn := _thin_lines(lines)):
         return ""
+    frame, parts = _plot(drawn, floor)
+    data = {**frame, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
+    _, top, _, bottom = frame["plot"]
+    parts += f'<line class="cross" y1="{top}" y2="{bottom}"/>'
+    svg = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {HEIGHT}">{parts}</svg>'
+    return (
+        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
+        f"<figcaption>{escape(title)}</figcaption>{svg}<output></output>{_legend(list(drawn))}</figure>"
+    )
+
+
+def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
+    """The same chart as SVG for a picture, with its title and legend above y = 0; empty if no value is finite."""
+    if not (drawn := _thin_lines(lines)):
+        return ""
+    many = len(drawn) > _FEW
+    parts, x = [f'<text class="title" x="{LEFT}" y="-28">{escape(title)}, by step</text>'], float(LEFT)
+    for number, name in enumerate([f"{len(drawn)} lines"] if many else drawn):
+        parts.append(f'<rect class="c{number}" x="{x:.0f}" y="-18" width="10" height="10"/>')
+        parts.append(f'<text x="{x + 14:.0f}" y="-9">{escape(name)}</text>')
+        x += 32 + 6.5 * len(name)
+    return "".join(parts) + _plot(drawn, floor)[1]
+
+
+def _thin_lines(lines: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
+    """The finite points of the lines that have any, no more than can be seen."""
+    finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
+    return {name: thinned(points, max(_POINTS // len(lines), 20)) for name, points in finite.items() if points}
+
+
+def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[dict[str, Any], str]:
+    """The ends of both axes and the plot's edges, by name, and what is drawn, as SVG."""
     steps = [step for points in drawn.values() for step, _ in points]
     values = [value for points in drawn.values() for _, value in points]
     x0, x1 = min(steps), max(max(steps), min(steps) + 1)
     ticks = round_ticks(min(values) if floor is None else min(floor, *values), max(values))
     y0, y1 = ticks[0], ticks[-1]
-    plot = (_LEFT, _TOP, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM)
+    plot = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = plot[0] + (step - x0) / (x1 - x0) * (plot[2] - plot[0])
         return x, plot[3] - (value - y0) / (y1 - y0) * (plot[3] - plot[1])
 
-    data = {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot, "many": len(drawn) > _FEW, "lines": [*drawn.items()]}
-    parts = [_grid(place, (x0, x1), ticks), *_lines(place, drawn)]
-    parts.append(f'<line class="cross" y1="{plot[1]}" y2="{plot[3]}"/>')
-    svg = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(parts)}</svg>'
-    return (
-        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
-        f"<figcaption>{escape(title)}</figcaption>{svg}<output></output>{_legend(list(drawn))}</figure>"
-    )
+    frame = {"x0": x0, "x1": x1, "y0": y0, "y1": y1, "plot": plot}
+    return frame, "".join([_grid(place, (x0, x1), ticks), *_lines(place, drawn)])
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
@@ -129,12 +155,12 @@ def _grid(place: Place, ends: tuple[float, float], ticks: Sequence[float]) -> st
     parts = []
     for tick in ticks:
         _, y = place(ends[0], tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     for tick in round_ticks(*ends):
         if ends[0] <= tick <= ends[1]:
             x, _ = place(tick, ticks[0])
-            parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>')
     return "".join(parts)
 
 

@@ -1,11 +1,10 @@
-"""How tokens are spread over a model's experts: as log entries, as a file, and as a picture."""
+"""How tokens are spread over a model's experts: as log entries and as a file."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,34 +67,3 @@ def as_record(loads: Sequence[ExpertLoad], step: int) -> dict[str, Any]:
     """The loads up to ``step``, JSON-able."""
     layers = {load.name: {"shares": load.shares, "dropped": load.dropped} for load in loads}
     return {"step": step, "layers": layers}
-
-
-def load_picture(loads: Sequence[ExpertLoad], log_history: Sequence[Mapping[str, Any]]) -> bytes:
-    """The loads as a map of layers × experts, and beside it each layer's busiest expert over the steps: a PNG."""
-    from matplotlib.figure import Figure
-
-    by_label = labelled(loads)
-    width = max(len(load.shares) for load in loads)
-    rows = [load.over_mean + [math.nan] * (width - len(load.shares)) for load in loads]
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    most = max(2.0, *(max(load.over_mean) for load in loads))
-    image = left.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=most)
-    figure.colorbar(image, ax=left, label="load over the mean")
-    left.set(xlabel="expert", ylabel="layer", title="Load of each expert, in the steps of the last log line")
-    ticks = range(0, len(rows), max(1, len(rows) // 16))
-    left.set_yticks(ticks, [list(by_label)[i].removeprefix("layer_") for i in ticks])
-    for number, label in enumerate(by_label):
-        key = f"{BUSIEST}/{label}"
-        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
-        if points:
-            shade = f"C{number}" if len(loads) <= 10 else (0.2, 0.4, 0.7, 0.3)
-            right.plot(*zip(*points, strict=True), color=shade, linewidth=1, label=label.removeprefix("layer_"))
-    right.set(xlabel="step", ylabel="load over the mean", title="Busiest expert of each layer")
-    right.set_ylim(bottom=1)
-    right.grid(alpha=0.3)
-    if len(loads) <= 10:
-        right.legend(title="layer", fontsize="small")
-    image_bytes = io.BytesIO()
-    figure.savefig(image_bytes, dpi=100, format="png")
-    return image_bytes.getvalue()

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from shardwright.report.units import size
 
-# Colours of a chart's parts in order: the CSS variables --c0, --c1, …
-_LIGHT = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c", "#b59a2d")
-_DARK = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8", "#d8c066")
+# CSS variable → colour; c0, c1, … are those of a chart's parts in order
+LIGHT = {
+    "ink": "#1d2126",
+    "paper": "#fdfdfc",
+    "line": "#d5d9de",
+    "good": "#1a7f4b",
+    "bad": "#b3261e",
+    "flag": "#8a5a00",
+}
+_DARK = {
+    "ink": "#e6e8ea",
+    "paper": "#16191d",
+    "line": "#3a4048",
+    "good": "#5fd38d",
+    "bad": "#ff8a80",
+    "flag": "#f2c14e",
+}
+_PARTS = ("#3b6fb6", "#e08a2e", "#6aa84f", "#8e8e93", "#a05195", "#c9485b", "#5b8c8c", "#b59a2d")
+_DARK_PARTS = ("#6f9fe0", "#f0a75a", "#8cc974", "#a0a0a6", "#c382b8", "#e57f8d", "#86b8b8", "#d8c066")
+COLORS = len(_PARTS)
+LIGHT |= {f"c{number}": color for number, color in enumerate(_PARTS)}
+_DARK |= {f"c{number}": color for number, color in enumerate(_DARK_PARTS)}
+PART_STYLE = "".join(f".c{n} {{ fill: var(--c{n}); }} .k{n} {{ background: var(--c{n}); }}\n" for n in range(COLORS))
 
 
-COLORS = len(_LIGHT)
-
-
-def _variables(colors: Sequence[str]) -> str:
-    return "".join(f"--c{number}: {color}; " for number, color in enumerate(colors))
+def _variables(colors: Mapping[str, str]) -> str:
+    return "".join(f"--{name}: {color}; " for name, color in colors.items())
 
 
 STYLE = (
     """
-:root { color-scheme: light dark; --ink: #1d2126; --paper: #fdfdfc; --line: #d5d9de;
-  --good: #1a7f4b; --bad: #b3261e; --flag: #8a5a00; LIGHT}
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #16191d; --line: #3a4048;
-  --good: #5fd38d; --bad: #ff8a80; --flag: #f2c14e; DARK} }
+:root { color-scheme: light dark; LIGHT}
+@media (prefers-color-scheme: dark) { :root { DARK} }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.3rem; }
@@ -45,8 +60,8 @@ td.bar { width: 55%; }
 .limit { fill: var(--ink); }
 .frame { fill: none; stroke: var(--line); }
 pre { overflow-x: auto; font-size: .85rem; }
-""".replace("LIGHT", _variables(_LIGHT)).replace("DARK", _variables(_DARK))
-    + "".join(f".c{n} {{ fill: var(--c{n}); }} .k{n} {{ background: var(--c{n}); }}\n" for n in range(len(_LIGHT)))
+""".replace("LIGHT", _variables(LIGHT)).replace("DARK", _variables(_DARK))
+    + PART_STYLE
 )
 
 

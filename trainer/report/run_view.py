@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from shardwright.report.chart import SCRIPT, STYLE, Point, html_chart
-from shardwright.report.curve import heldout_keys
+from shardwright.report.chart import SCRIPT, STYLE, html_chart
 from shardwright.report.expert_load import BUSIEST, DROPPED, ENTROPY, ExpertLoad, labelled
 from shardwright.report.goodput import WHAT, Life, goodput, where_time_went
 from shardwright.report.html import html_bars, html_memory_bar, html_page, html_table
+from shardwright.report.pictures import BUSIEST_TITLE, LOSS, heldout_keys, loss_lines, points_of
 from shardwright.report.units import size
 
 RELOAD_SECONDS = 60
 _ANSWERS = 6  # to one prompt: the first, and the last ones
 
-# log keys → chart: a log line's value, as it is, over the steps; the first two have a line for each set held out too
+# log keys → chart: a log line's value, as it is, over the steps
 _CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
-    ("Loss (nats a token)", {"loss": "training"}, None),
-    ("Held-out token accuracy", {}, None),
     ("Learning rate", {"learning_rate": "learning rate"}, 0.0),
     ("Gradient norm", {"grad_norm": "gradient norm"}, 0.0),
     ("Tokens a second", {"tokens_per_second": "tokens/s"}, 0.0),
@@ -31,7 +29,7 @@ _CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
     ("Router losses", {"router_z_loss": "z-loss", "router_balance_loss": "balance"}, 0.0),
 )
 _LAYER_CHARTS: tuple[tuple[str, str, float | None], ...] = (
-    ("Busiest expert of each layer (load over the mean)", BUSIEST, 1.0),
+    (BUSIEST_TITLE, BUSIEST, 1.0),
     ("Entropy of the load of each layer (1: balanced)", ENTROPY, None),
     ("Dropped share of each layer", DROPPED, 0.0),
 )
@@ -101,11 +99,6 @@ def run_page(view: RunView) -> str:
     return html_page(view.title, body, style=STYLE, script=SCRIPT, reload_seconds=reload)
 
 
-def points_of(log: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """(step, value) of the log lines that have a number under ``key``."""
-    return [(line["step"], line[key]) for line in log if type(line.get(key)) in (int, float)]
-
-
 def _verdict(view: RunView) -> str:
     done = f"Step {view.step:,} of {view.max_steps:,}"
     if view.running:
@@ -142,15 +135,9 @@ def _latest(view: RunView) -> Iterator[tuple[str, str]]:
 
 
 def _charts(view: RunView) -> Iterator[str]:
-    (loss, *_), (accuracy, *_), *_ = _CHARTS
-    heldout = {loss: heldout_keys(view.log, "loss"), accuracy: heldout_keys(view.log, "accuracy")}
-    for title, own, floor in _CHARTS:
-        keys = {**own, **heldout.get(title, {})}
-        lines = {name: points_of(view.log, key) for key, name in keys.items()}
-        if view.unigram is not None and "loss" in keys:
-            ends = [step for points in lines.values() for step, _ in points]
-            lines["unigram model"] = [(step, view.unigram) for step in sorted({min(ends), max(ends)})] if ends else []
-        yield html_chart(title, lines, floor)
+    yield html_chart(LOSS, loss_lines(view.log, view.unigram))
+    for title, keys, floor in (("Held-out token accuracy", heldout_keys(view.log, "accuracy"), None), *_CHARTS):
+        yield html_chart(title, {name: points_of(view.log, key) for key, name in keys.items()}, floor)
 
 
 def _experts(view: RunView) -> Iterator[str]:

@@ -36,7 +36,7 @@ from shardwright.step.eval_step import EvalStep, PreferenceEvalStep
 from shardwright.step.gradient_reduction import partial_gradients_of
 from shardwright.step.loss import Loss, LossFunction
 from shardwright.step.objectives.preference import Preference
-from shardwright.step.optimizers.optimizer import make_optimizer
+from shardwright.step.parameter_updates import make_updates
 from shardwright.step.prepare_parameters import Prepare
 from shardwright.step.router_load import make_routing, router_losses, watch_routing
 from shardwright.step.spikes import spike_watch
@@ -80,7 +80,7 @@ def build(
     trained = job.trained  # before anything is placed, since a loss of no parameter is refused
     evaluation = build_evaluation(job, mesh, source, compute_loss=compute_loss, measures=measures)
     loss, placed, args = evaluation.loss, evaluation.placed, job.args
-    optimizer = make_optimizer(args, job.stored, mesh, loss.model)
+    optimizer = make_updates(args, job.stored, mesh, loss.model)
     options = StepOptions(
         args.gradient_accumulation_steps,
         args.max_grad_norm,

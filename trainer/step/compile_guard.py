@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
-
 from shardwright.errors import UserError
-from shardwright.xla.runtime import program_count
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.graph_difference import Trace, first_difference, graph_text
+from shardwright.xla.runtime import program_count, run_now
 
 
 class CompileGuard:
-    """Stops a run that would compile its step again, and says which input changed.
+    """Runs a step, and stops the run where the step compiles again: it says which input or operation changed.
 
     Args:
         what: the step's name in messages.
@@ -21,11 +19,37 @@ class CompileGuard:
     def __init__(self, what: str, expected: int) -> None:
         self.what, self.expected = what, expected
         self.compiles, self.first = 0, True
-        self._before = 0  # compiles of the process when the step began
         self._signature: dict[str, str] = {}
+        self._graph = b""  # of the first step
 
-    def before(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a batch whose names, shapes or dtypes differ from the first batch's: it would compile anew."""
+    def run(self, batch: Tensors, trace: Trace) -> Tensors:
+        """Run the graph that ``trace`` builds of ``batch``; returns its results, as ``trace`` does.
+
+        Raises:
+            UserError: the batch's names, shapes or dtypes differ from the first batch's, or the graph was compiled
+                though they do not.
+        """
+        self._compare(batch)
+        before = program_count()
+        results = trace(batch)
+        if self.first:
+            self._graph = graph_text(results)
+        run_now(list(results.values()))
+        self.compiles += program_count() - before
+        self.first = False
+        if self.compiles > self.expected:
+            raise UserError(
+                asked=f"{self.expected} compile of the {self.what} in this run",
+                found=f"{self.compiles} compiles, though every input kept its shape and dtype: "
+                + "; ".join(f"{name}: {text}" for name, text in self._signature.items()),
+                why="something else in the traced graph changed between two steps, such as a number in its code: "
+                + first_difference(self._graph, results, lambda: trace(batch)),
+                instead="make what changes a tensor input of the model, or constant",
+            )
+        return results
+
+    def _compare(self, batch: Tensors) -> None:
+        """Refuse a batch that is unlike the first: it would compile anew."""
         signature = {name: f"shape {list(t.shape)}, {t.dtype}" for name, t in batch.items()}
         if self.first:
             self._signature = signature
@@ -38,17 +62,3 @@ class CompileGuard:
                     why="a changed input compiles the whole step again, minutes on a pod, at every change",
                     instead="the same shapes and dtypes in every batch: drop or pad the last, pack to sequence_length",
                 )
-        self._before = program_count()
-
-    def after(self) -> None:
-        """Count what the step has compiled. More than expected is an error, since no input changed."""
-        self.compiles += program_count() - self._before
-        self.first = False
-        if self.compiles > self.expected:
-            raise UserError(
-                asked=f"{self.expected} compile of the {self.what} in this run",
-                found=f"{self.compiles} compiles, though every input kept its shape and dtype: "
-                + "; ".join(f"{name}: {text}" for name, text in self._signature.items()),
-                why="something else in the traced graph changed between two steps, such as a number in its code",
-                instead="make what changes a tensor input of the model, or constant",
-            )

@@ -18,7 +18,6 @@ from shardwright.step.objectives.preference import CHOSEN_LOSS, LOGGED, PAIR_LOS
 from shardwright.weights.placed_parameters import Placed
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
-from shardwright.xla.runtime import run_now
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,13 @@ class EvalStep:
     def __call__(self, batches: Iterable[Tensors]) -> Evaluation | PreferenceEvaluation:
         """What ``batches`` (host tensors of [rows, S]) come to together."""
         sums = self.begin()
-        for batch in batches:
-            self.guard.before(batch)
+
+        def trace(batch: Tensors) -> Tensors:
             self.trace(batch, sums)
-            run_now([sums])
-            self.guard.after()
+            return {"sums": sums}
+
+        for batch in batches:
+            self.guard.run(batch, trace)
         return self._read(sums)
 
     def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation | PreferenceEvaluation, np.ndarray, np.ndarray]:
@@ -101,13 +102,14 @@ class EvalStep:
         """
         sums = self.begin()
         kept: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+
+        def trace(batch: Tensors) -> Tensors:
+            return {"sums": sums, **dict(zip((IDS, LOG_PROBS), self.trace(batch, sums, values=True), strict=True))}
+
         for batch in batches:
-            self.predict_guard.before(batch)
-            values = self.trace(batch, sums, values=True)
-            run_now([sums, *values])
-            self.predict_guard.after()
-            for column, value in zip(kept, values, strict=True):
-                column.append(value.cpu().numpy())
+            found = self.predict_guard.run(batch, trace)
+            for column, name in zip(kept, (IDS, LOG_PROBS), strict=True):
+                column.append(found[name].cpu().numpy())
         ids, log_probs = map(np.concatenate, kept)
         return self._read(sums), ids, log_probs
 

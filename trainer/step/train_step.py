@@ -24,14 +24,13 @@ from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss, scored_tokens
 from shardwright.step.objectives.preference import LOGGED, Preference
-from shardwright.step.optimizers.optimizer import Optimizer, clip_factor, global_norm
+from shardwright.step.parameter_updates import ParameterUpdates, clip_factor, global_norm
 from shardwright.step.router_load import Routing, totals
 from shardwright.step.spikes import SpikeWatch
 from shardwright.step.step_metrics import METRICS, MetricsLayout, StepMetrics
 from shardwright.weights.placed_parameters import Placed
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
-from shardwright.xla.runtime import run_now
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class TrainStep:
         self,
         loss: Loss,
         placed: Placed,
-        optimizer: Optimizer,
+        optimizer: ParameterUpdates,
         options: StepOptions,
         restored: Callable[[str], Array] | None = None,
         routing: Routing | None = None,
@@ -102,14 +101,16 @@ class TrainStep:
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
         """Run step number ``step`` (from 1) on host tensors of [rows, ...]: all micro-batches' rows together."""
         guard = self.guards.get(batch["input_ids"].shape[1], next(reversed(self.guards.values())))
-        guard.before(batch)
-        inputs = self.trace(batch, step=step, learning_rate=learning_rate)
-        if guard.first:
-            planned = {name: batch_spec(t.dim(), self.placed.batch_axes) for name, t in inputs.items()}
-            sharding.check_placed(inputs, self.mesh, planned)
-        self.metrics_read = False
-        run_now(list(self.replaced.values()))
-        guard.after()
+
+        def trace(batch: Tensors) -> Tensors:
+            inputs = self.trace(batch, step=step, learning_rate=learning_rate)
+            if guard.first:
+                planned = {name: batch_spec(t.dim(), self.placed.batch_axes) for name, t in inputs.items()}
+                sharding.check_placed(inputs, self.mesh, planned)
+            self.metrics_read = False
+            return self.replaced
+
+        guard.run(batch, trace)
 
     @property
     def compiles(self) -> int:

@@ -32,7 +32,7 @@ from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
 from shardwright.files.folder import Folder, as_json
 from shardwright.model.meta_model import meta_model
-from shardwright.report.curve import loss_curve
+from shardwright.report.pictures import loss_curve
 from tests.support.fuzz.edits import MILD, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.fuzz.pickles import EVIL, as_pickle, as_tree

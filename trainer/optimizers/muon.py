@@ -10,107 +10,109 @@ what every device holds whole is the Gram matrix of the shorter one, in each tur
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch.nn.functional import pad
+from shardwright.optimizers.adamw import AdamW
+from shardwright.optimizers.optimizer import BELOW_ONE, OnMesh, Optimizer, State, Update, number
 
-from shardwright.layout.partition import PartitionSpec, axes_of
-from shardwright.models.ops.while_loop import run_turns
-from shardwright.step.optimizers.rule import State, decayed
-from shardwright.xla import sharding
-from shardwright.xla.device_mesh import DeviceMesh
+if TYPE_CHECKING:
+    import torch
 
 # of Newton and Schulz's quintic iteration, and the least norm: those of torch/optim/_muon.py, torch 2.9
 _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
 
 
 @dataclass(frozen=True)
-class Matrices:
-    """How the iteration's tensors lie on the mesh: [rows, columns], or [experts, rows, columns].
-
-    Args:
-        spec: of the parameter, of one layer.
-    """
-
-    mesh: DeviceMesh
-    spec: PartitionSpec
+class Matrices(OnMesh):
+    """How the iteration's tensors lie on the mesh: [rows, columns], or [experts, rows, columns], of one layer."""
 
     def stored(self, matrix: torch.Tensor) -> torch.Tensor:
         """As the parameter is."""
-        return sharding.constrain(matrix, self.mesh, self.spec)
+        return self.constrain(matrix, self.spec)
 
     def split(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
         """Split along ``dim`` (-1 or -2) alone, by all axes that split the parameter's matrices and divide it."""
         axes: list[str] = []
         for axis in self.axes:
-            if matrix.shape[dim] % math.prod(self.mesh.shape()[a] for a in (*axes, axis)) == 0:
+            if matrix.shape[dim] % math.prod(self.mesh[a] for a in (*axes, axis)) == 0:
                 axes.append(axis)
-        last = (None, self._entry(axes)) if dim == -1 else (self._entry(axes), None)
-        return sharding.constrain(matrix, self.mesh, (*self.spec[:-2], *last))
+        last = ((), self._entry(axes)) if dim == -1 else (self._entry(axes), ())
+        return self.constrain(matrix, (*self.spec[:-2], *last))
 
     def whole(self, matrix: torch.Tensor) -> torch.Tensor:
         """Each matrix on every device that has a part of it."""
-        return sharding.constrain(matrix, self.mesh, (*self.spec[:-2], None, None))
+        return self.constrain(matrix, (*self.spec[:-2], (), ()))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Those that split a matrix."""
-        return tuple(axis for entry in self.spec[-2:] for axis in axes_of(entry))
+        return tuple(axis for entry in self.spec[-2:] for axis in entry)
 
     def by_layers(self) -> Matrices:
         """Of several layers, [layers, …]: what splits a matrix splits the layers, whose matrices are whole."""
-        return replace(self, spec=(self._entry(self.axes), *self.spec[:-2], None, None))
+        return replace(self, spec=(self._entry(self.axes), *self.spec[:-2], (), ()))
 
-    def _entry(self, axes: Sequence[str]) -> str | tuple[str, ...] | None:
-        ordered = tuple(axis for axis in self.mesh.shape() if axis in axes)
-        return ordered if len(ordered) > 1 else ordered[0] if ordered else None
+    def _entry(self, axes: Collection[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in self.mesh if axis in axes)
 
 
 @dataclass(frozen=True)
-class Muon:
-    """See the module, and `shardwright.step.update_rules` for what a rule is.
+class Muon(Optimizer):
+    """See the module."""
 
-    Args:
-        momentum: its decay; Nesterov's form, as in the reference.
-        ns_steps: turns of the iteration.
-        adjust_lr_fn: how the learning rate follows a matrix' shape, in torch's names: ``original`` (Keller Jordan's
-            √max(1, rows/columns)) or ``match_rms_adamw`` (0.2 √max(rows, columns), arXiv:2502.16982).
-        stacked: whether dimension 0 is layers.
-        dtype: what the iteration computes in.
-    """
+    title = "Muon"
+    about = "matrices of layers move by their orthogonalised momentum, the rest by AdamW"
+    rest = AdamW
 
-    momentum: float
-    ns_steps: int
-    adjust_lr_fn: str
-    matrices: Matrices
-    stacked: bool
-    dtype: torch.dtype = torch.bfloat16
+    momentum: float = number(0.95, "its decay, in Nesterov's form", least=0, below=BELOW_ONE)
+    # five are the practice, and each is compiled
+    ns_steps: int = number(5, "turns of Newton and Schulz's iteration", least=1, below=21)
+    # unlike torch.optim.Muon's default, since one learning rate is for Muon's part and for AdamW's
+    adjust_lr_fn: str = number(
+        "match_rms_adamw",
+        "how the rate follows a matrix' shape, in torch's words: 0.2 √max(rows, columns) of arXiv:2502.16982, or "
+        "original, Keller Jordan's √max(1, rows/columns), for a learning rate of Muon's own",
+        words=("match_rms_adamw", "original"),
+    )
 
-    def __call__(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        learning_rate: torch.Tensor,
-        step: torch.Tensor,
-        weight_decay: float,
-    ) -> tuple[torch.Tensor, State]:
-        (momentum,) = state
+    @classmethod
+    def takes(cls, name: str, shape: Sequence[int]) -> bool:
+        """Matrices of layers, one for each expert.
+
+        The rest are embeddings, head, norms, biases, and kernels of convolutions along a sequence, which are
+        [channels, 1, width].
+        """
+        in_a_layer = any(part == "*" or part[:1].isdigit() for part in name.split("."))
+        return in_a_layer and len(shape) > 1 and min(shape[-2:]) > 1 and "bias" not in name
+
+    @classmethod
+    def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
+        """One moment."""
+        return {"momentum": 0}
+
+    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+        """See the module. The iteration computes in bfloat16."""
+        (momentum,), gradient = of.state, of.gradient
         momentum = momentum + (1 - self.momentum) * (gradient - momentum)
-        update = self._orthogonalised((momentum - (1 - self.momentum) * (momentum - gradient)).to(self.dtype))
-        rows, columns = parameter.shape[-2:]
+        update = self._orthogonalised((momentum - (1 - self.momentum) * (momentum - gradient)).bfloat16(), of.layout)
+        rows, columns = gradient.shape[-2:]
         matched = self.adjust_lr_fn == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if matched else math.sqrt(max(1.0, rows / columns))
-        parameter = decayed(parameter, learning_rate, weight_decay)
-        return parameter - (scale * learning_rate) * update.to(torch.float32), (momentum,)
+        return of.decayed(of.learning_rate) - (scale * of.learning_rate) * update.float(), (momentum,)
 
-    def _orthogonalised(self, update: torch.Tensor) -> torch.Tensor:
-        if not self.stacked:
-            return orthogonalised(update, self.ns_steps, self.matrices)
-        apart, layers = self.matrices.by_layers(), len(update)
-        shards = math.prod(self.matrices.mesh.shape()[axis] for axis in self.matrices.axes)
+    def _orthogonalised(self, update: torch.Tensor, layout: OnMesh) -> torch.Tensor:
+        import torch
+        from torch.nn.functional import pad
+
+        from shardwright.models.ops.while_loop import run_turns
+
+        apart = Matrices(layout.mesh, layout.spec[int(layout.stacked) :], False, layout.constrain)
+        if not layout.stacked:
+            return orthogonalised(update, self.ns_steps, apart)
+        shards, layers = math.prod(layout.mesh[axis] for axis in apart.axes), len(update)
+        apart = apart.by_layers()
         # layers of zeros, which stay zeros, make the exchange even
         update = apart.stored(pad(update, [0, 0] * (update.dim() - 1) + [0, -layers % shards]))
         turns = update.reshape(shards, -1, *update.shape[1:]).transpose(0, 1)
@@ -120,7 +122,7 @@ class Muon:
 
         made = run_turns(turn, torch.zeros((), device=update.device), turns)[1]
         whole = apart.stored(made.transpose(0, 1).reshape(update.shape))[:layers]
-        return sharding.constrain(whole, self.matrices.mesh, (None, *self.matrices.spec))
+        return layout.constrain(whole, layout.spec)
 
 
 def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.Tensor:
@@ -128,7 +130,7 @@ def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     wide = layout.split(matrix.mT if tall else matrix, -1)
-    norm = torch.sqrt(wide.float().pow(2).sum((-2, -1), keepdim=True)).to(wide.dtype)
+    norm = wide.float().pow(2).sum((-2, -1), keepdim=True).sqrt().to(wide.dtype)
     wide = wide / norm.clamp(min=_EPSILON)
     for _ in range(steps):
         rows = layout.split(_product(wide, wide.mT).to(wide.dtype), -2)

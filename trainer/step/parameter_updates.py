@@ -1,4 +1,4 @@
-"""The optimizer of a step: each parameter's rule and state; which parameters decay; clipping by the global norm."""
+"""How a step updates the parameters: each one's optimizer and state; which decay; clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from shardwright.arguments.training import TrainingArguments
-from shardwright.layout.optimizer_state import StateTensor, rule_of
-from shardwright.layout.partition import PartitionSpec, partition_spec
-from shardwright.layout.plan import ParameterPlan, ShardingPlan
+from shardwright.layout.optimizer_state import StateTensor, optimizer_of
+from shardwright.layout.partition import PartitionSpec, axes_of, partition_spec
+from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.stacking import is_stacked
-from shardwright.step.optimizers.adafactor import Adafactor
-from shardwright.step.optimizers.adamw import AdamW
-from shardwright.step.optimizers.lion import Lion
-from shardwright.step.optimizers.muon import Matrices, Muon
-from shardwright.step.optimizers.rule import State, UpdateRule
+from shardwright.optimizers.optimizer import Axes, OnMesh, Optimizer, State, Update
+from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh
 
 # The names that transformers' own Trainer keeps weight decay away from (`Trainer.get_decay_parameter_names`, 5.23).
@@ -26,17 +23,19 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class ParameterUpdates:
     """What updates the parameters.
 
     Args:
-        rules: name → how the parameter is updated.
+        rules: name → the optimizer that updates the parameter, with its numbers.
+        layouts: name → how the parameter lies on the mesh.
         state: name → what is kept of the parameter, in the order in which its rule takes it.
         specs: the same as partition specs.
         decay: names of the parameters that weight decay applies to.
     """
 
-    rules: Mapping[str, UpdateRule]
+    rules: Mapping[str, Optimizer]
+    layouts: Mapping[str, OnMesh]
     state: Mapping[str, tuple[StateTensor, ...]]
     specs: Mapping[str, tuple[PartitionSpec, ...]]
     weight_decay: float
@@ -56,31 +55,31 @@ class Optimizer:
         It computes in float32 whatever ``parameter`` and ``state`` are stored in.
         """
         parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
-        weight_decay = self.weight_decay if name in self.decay else 0.0
-        return self.rules[name](parameter, gradient, state, learning_rate, step, weight_decay)
+        decay = self.weight_decay if name in self.decay else 0.0
+        return self.rules[name].update(
+            Update(parameter, gradient, state, learning_rate, step, decay, self.layouts[name])
+        )
 
 
-def make_optimizer(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, model: nn.Module) -> Optimizer:
-    """The optimizer that ``args`` ask for, of the parameters that ``plan`` trains: those of ``model``, as stored."""
+def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, model: nn.Module) -> ParameterUpdates:
+    """How ``args`` have the parameters updated that ``plan`` trains: those of ``model``, as stored."""
     axes, entries = tuple(plan.mesh), [entry for entry in plan.parameters if entry.trained]
     state = {entry.name: plan.state_of(entry.name) for entry in entries}
     specs = {
         name: tuple(partition_spec(kept.layout, len(kept.shape), axes) for kept in both) for name, both in state.items()
     }
-    rules = {entry.name: _rule(args, entry, plan, mesh) for entry in entries}
-    return Optimizer(rules, state, specs, args.weight_decay, decay_names(model))
+    rules = {entry.name: args.rule(optimizer_of(args.optim, entry.name, entry.shape)) for entry in entries}
+    layouts = {entry.name: lay_on(mesh, plan.specs[entry.name], is_stacked(entry.name)) for entry in entries}
+    return ParameterUpdates(rules, layouts, state, specs, args.weight_decay, decay_names(model))
 
 
-def _rule(args: TrainingArguments, entry: ParameterPlan, plan: ShardingPlan, mesh: DeviceMesh) -> UpdateRule:
-    rule, stacked = rule_of(args.optim, entry.name, entry.shape), is_stacked(entry.name)
-    if rule == "adamw":
-        return AdamW(args.adam_beta1, args.adam_beta2, args.adam_epsilon)
-    numbers = args.optimizer_numbers
-    if rule == "lion":
-        return Lion(**numbers)
-    if rule == "muon":
-        return Muon(**numbers, matrices=Matrices(mesh, plan.specs[entry.name][int(stacked) :]), stacked=stacked)
-    return Adafactor(**numbers, stacked=stacked)
+def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
+    """``spec`` on ``mesh``, as an optimizer is told of it."""
+
+    def constrain(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
+
+    return OnMesh(mesh.shape(), tuple(axes_of(entry) for entry in spec), stacked, constrain)
 
 
 def decay_names(model: nn.Module) -> frozenset[str]:

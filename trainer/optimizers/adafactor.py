@@ -1,0 +1,64 @@
+"""Adafactor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.optimizers.optimizer import Optimizer, State, Update, number
+
+if TYPE_CHECKING:
+    import torch
+
+_SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # of squared gradients, and the least scale of a parameter
+
+
+@dataclass(frozen=True)
+class Adafactor(Optimizer):
+    """Adafactor (arXiv:1804.04235) at a learning rate that is given, without a first moment.
+
+    It equals `transformers.optimization.Adafactor(relative_step=False, warmup_init=False)` step by step. The second
+    moment of a matrix is the outer product of its rows' and its columns' means, which are all that is kept; that of
+    experts is factored for each of them.
+    """
+
+    title = "Adafactor"
+    about = "no first moment, and a factored second: next to no state"
+
+    clip_threshold: float = number(
+        1.0, "the most that the root mean square of a parameter's update may be", least=1e-6, below=1e6
+    )
+    decay_rate: float = number(-0.8, "the second moment's decay at update n is 1 - n**decay_rate", least=-10, below=0)
+    scale_parameter: bool = number(False, "whether rates are times the root mean square of the parameter")
+
+    @classmethod
+    def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
+        """The second moment: factored of whatever has two dimensions or more, as transformers' is."""
+        return {"second moment rows": 1, "second moment columns": 2} if len(shape) > 1 else {"second moment": 0}
+
+    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+        """See the class."""
+        new_share = (self.decay_rate * of.step.log()).exp()  # exp of a log: as in AdamW
+        squares = of.gradient * of.gradient + _SQUARE_EPSILON
+        factored = len(of.state) == 2
+        news = (squares.mean(-1), squares.mean(-2)) if factored else (squares,)
+        state = tuple((1 - new_share) * old + new_share * new for old, new in zip(of.state, news, strict=True))
+        if factored:
+            rows, columns = state
+            row_factor = (rows / rows.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
+            update = row_factor * columns.rsqrt().unsqueeze(-2) * of.gradient
+        else:
+            update = state[0].rsqrt() * of.gradient
+        update = update / (_root_mean_square(update, of) / self.clip_threshold).clamp(min=1.0)
+        learning_rate = of.learning_rate
+        if self.scale_parameter:
+            learning_rate = learning_rate * _root_mean_square(of.parameter, of).clamp(min=_SCALE_EPSILON)
+        return of.decayed(learning_rate) - learning_rate * update, state
+
+
+def _root_mean_square(tensor: torch.Tensor, of: Update) -> torch.Tensor:
+    """That of each parameter by itself, to be multiplied with ``tensor``."""
+    dims = list(range(int(of.layout.stacked), tensor.dim()))
+    squares = tensor * tensor
+    return (squares.mean(dims, keepdim=True) if dims else squares).sqrt()

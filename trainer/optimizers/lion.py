@@ -1,0 +1,35 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwright.optimizers.optimizer import BELOW_ONE, Optimizer, State, Update, number
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Lion (arXiv:2302.06675, program 1): each number moves by the learning rate, the way that the momentum points."""
+
+    title = "Lion"
+    about = "one moment; a learning rate 3 to 10 times below AdamW's"
+
+    beta1: float = number(0.9, "the momentum's share in the direction", least=0, below=BELOW_ONE)
+    beta2: float = number(0.99, "the momentum's decay", least=0, below=BELOW_ONE)
+
+    @classmethod
+    def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
+        """One moment."""
+        return {"momentum": 0}
+
+    def update(self, of: Update) -> tuple[torch.Tensor, State]:
+        """See the class."""
+        (momentum,) = of.state
+        direction = (self.beta1 * momentum + (1 - self.beta1) * of.gradient).sign()
+        momentum = self.beta2 * momentum + (1 - self.beta2) * of.gradient
+        return of.decayed(of.learning_rate) - of.learning_rate * direction, (momentum,)

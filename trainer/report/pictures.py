@@ -1,0 +1,82 @@
+"""Pictures of a run as SVG files: its loss, and the load of its experts."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from shardwright.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, Point, svg_chart
+from shardwright.report.expert_load import BUSIEST, ExpertLoad, labelled
+from shardwright.report.html import LIGHT, PART_STYLE
+
+LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
+_SHADES = 16  # of a map
+_ROWS = 16  # of a map that are named, at most
+
+
+def heldout_keys(log_history: Sequence[Mapping[str, Any]], what: str) -> dict[str, str]:
+    """Log key → how a person reads it, of ``what`` (loss, accuracy) of each set that is held out, in their order."""
+    found = dict.fromkeys(key for entry in log_history for key in entry if re.fullmatch(rf"eval_(\w+_)?{what}", key))
+    names = {key: key.removeprefix("eval_").removesuffix(what).strip("_") for key in found}
+    return {key: f"held out: {name}" if name else "held out" for key, name in names.items()}
+
+
+def points_of(log: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    """(step, value) of the log lines that have a number under ``key``."""
+    return [(line["step"], line[key]) for line in log if type(line.get(key)) in (int, float)]
+
+
+def loss_lines(log: Sequence[Mapping[str, Any]], unigram: float | None) -> dict[str, list[Point]]:
+    """Training and held-out loss over the steps, and the unigram model's of the same tokens."""
+    lines = {name: points_of(log, key) for key, name in {"loss": "training", **heldout_keys(log, "loss")}.items()}
+    steps = [step for points in lines.values() for step, _ in points]
+    if unigram is not None and steps:
+        lines["unigram model"] = [(step, unigram) for step in sorted({min(steps), max(steps)})]
+    return lines
+
+
+def loss_curve(log: Sequence[Mapping[str, Any]], unigram: float | None) -> bytes:
+    """Training and held-out loss (nats a token) against steps."""
+    return svg_file([svg_chart(LOSS, loss_lines(log, unigram))])
+
+
+def load_picture(loads: Sequence[ExpertLoad], log: Sequence[Mapping[str, Any]]) -> bytes:
+    """The loads as a map of layers × experts, and below it each layer's busiest expert over the steps."""
+    by_label = labelled(loads)
+    lines = {label: points_of(log, f"{BUSIEST}/{label}") for label in by_label}
+    return svg_file([_map(by_label), svg_chart(BUSIEST_TITLE, lines, 1.0)])
+
+
+def _map(loads: Mapping[str, ExpertLoad]) -> str:
+    """Each expert's load in the steps of the last log line, the darker the higher."""
+    most = max(2.0, *(max(load.over_mean) for load in loads.values()))
+    width = (WIDTH - LEFT - RIGHT) / max(len(load.shares) for load in loads.values())
+    height = (HEIGHT - TOP - BOTTOM) / len(loads)
+    title = f"Load over the mean: layers down, experts across; darkest: {most:.3g}"
+    parts, cells = [f'<text class="title" x="{LEFT}" y="-28">{escape(title)}</text>'], defaultdict(list)
+    for row, (label, load) in enumerate(loads.items()):
+        y = TOP + row * height
+        for column, value in enumerate(load.over_mean):
+            cell = f"M{LEFT + column * width:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
+            cells[round(_SHADES * value / most)].append(cell)
+        if row % -(-len(loads) // _ROWS) == 0:
+            name = escape(label.removeprefix("layer_"))
+            parts.append(f'<text x="{LEFT - 6}" y="{y + height / 2 + 4:.1f}" text-anchor="end">{name}</text>')
+    parts += [f'<path class="c0" opacity="{n / _SHADES:.2f}" d="{"".join(of)}"/>' for n, of in sorted(cells.items())]
+    return "".join(parts)
+
+
+def svg_file(panels: Sequence[str]) -> bytes:
+    """Panels of a chart's size, one below the other, as a file of their own."""
+    shown = [panel for panel in panels if panel]
+    each = HEIGHT + 50
+    body = "".join(f'<g transform="translate(0 {n * each + 45})">{panel}</g>' for n, panel in enumerate(shown))
+    size = f'viewBox="0 0 {WIDTH} {max(len(shown), 1) * each}" width="{1.5 * WIDTH:.0f}"'
+    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size}><style>{PART_STYLE}{STYLE}</style>'
+    # what shows pictures knows no variables of CSS
+    plain = re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], f"{head}{paper}{body}</svg>\n")
+    return plain.encode()

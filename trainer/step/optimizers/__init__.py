@@ -1,1 +1,0 @@
-"""Optimizers: update rules, their state and its layout."""
