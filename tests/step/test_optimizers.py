@@ -22,7 +22,7 @@ from shardwright.files.folder import Folder
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.scripts.measure.against_plain import unstacked
-from shardwright.step.build import build
+from shardwright.step.build import place_model
 from shardwright.step.optimizers.muon import Matrices, Muon
 from shardwright.step.train_step import TrainStep
 from shardwright.xla import sharding
@@ -203,11 +203,11 @@ def saved(step: TrainStep, folder: Path) -> StoredTensors:
 
 def goes_on(case: Case, job: Job, source: StoredTensors, steps: range) -> dict[str, torch.Tensor]:
     """The weights, under the model's own names, of a run of ``job`` that takes ``steps`` from what was saved."""
-    built = build(job, build_mesh(job.recipe.mesh), source, source)
-    in_float32(built.step)
+    step_of = TrainStep(place_model(job, build_mesh(job.recipe.mesh), source), source)
+    in_float32(step_of)
     for step in steps:
-        built.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
-    return dict(unstacked(job.stored, built.step.parameters))
+        step_of(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
+    return dict(unstacked(job.stored, step_of.parameters))
 
 
 @pytest.mark.slow
