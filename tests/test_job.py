@@ -16,7 +16,7 @@ from shardwright.errors import UserError
 from shardwright.job import Job
 from shardwright.layout.mesh import Mesh
 from shardwright.model import meta_model
-from shardwright.step.build import build
+from shardwright.step.build import place_model
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.sharding import fetch
@@ -77,7 +77,7 @@ def test_a_model_of_modules_without_end_is_refused_while_it_is_built(monkeypatch
 def test_a_job_can_be_built_twice_for_building_leaves_it_as_it_was():
     job = job_of("llama_fsdp")
     mesh = build_mesh(job.recipe.mesh)
-    one, two = (build(job, mesh, seeded_init(job.model, seed=0)).placed.parameters for _ in range(2))
+    one, two = (place_model(job, mesh, seeded_init(job.model, seed=0)).parameters for _ in range(2))
     assert all(torch.equal(fetch(one[name].detach()), fetch(two[name].detach())) for name in one)
     assert all(parameter.is_meta for model in (job.model, job.assembled) for parameter in model.parameters())
 

@@ -120,7 +120,7 @@ def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs)
             str(runs / "whole" / model), "any", recipe="mixtral_ep", max_length=64, base_dtype=base_dtype
         )
         opened = open_model(options, Console(quiet=True))
-        (score,) = LM(opened.job, opened.step, opened.tokenizer).loglikelihood([request], disable_tqdm=True)
+        (score,) = LM(opened.placed, opened.tokenizer).loglikelihood([request], disable_tqdm=True)
         found.append(score[0])
         plain = AutoModelForCausalLM.from_pretrained(runs / "base")
         if base_dtype == "int8":

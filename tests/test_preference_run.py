@@ -83,7 +83,7 @@ def test_predictions_of_its_tokens_are_refused_where_an_evaluation_is_asked_for_
     whole: tuple[TrainingLoop, str],
 ) -> None:
     evaluator = whole[0].evaluator
-    with pytest.raises(UserError, match="predictions with the objective dpo"):
+    with pytest.raises(UserError, match="predictions with the objective DPO"):
         evaluator.predict(evaluator.first)
 
 

@@ -17,7 +17,8 @@ from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.monitoring.run_page import RunPage
 from shardwright.step.auto_remat import LayerValue, answer, is_auto, keep_answer, layer_values, with_remat
-from shardwright.step.build import build
+from shardwright.step.build import place_model
+from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla.device_mesh import build_mesh
 from tests.support.jobs import job_of
@@ -69,14 +70,14 @@ def test_a_run_says_what_auto_is_and_notes_it_in_its_recipe(tmp_path):
 
 def test_a_runs_page_says_value_by_value_what_its_backward_is_given(tmp_path):
     job = job_of(load_recipe("llama_fsdp").with_compute("remat=0.4"), sequence_length=16, output_dir=str(tmp_path))
-    built = build(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))
+    placed = place_model(job, build_mesh(job.recipe.mesh), seeded_init(job.model, 0))
     watch = RunPage(Folder(str(tmp_path)), job, Console(quiet=True), None)
-    watch.model = built.model
+    watch.model = placed.model
     rows = torch.zeros((job.rows, 16), dtype=torch.int64)
-    built.step({"input_ids": rows, "labels": rows}, step=1, learning_rate=1e-3)
+    TrainStep(placed)({"input_ids": rows, "labels": rows}, step=1, learning_rate=1e-3)
     watch.update(TrainerState(max_steps=1), ())
     page = (tmp_path / "report.html").read_text()
-    values = layer_values(job, built.model)
+    values = layer_values(job, placed.model)
     assert {value.kept for value in values} == {True, False}
     for value in values:
         assert f"<td>{value.module}</td>" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started aga
 LOST = 76  # a host of the job was lost, or a step hung: started again, the same command goes on
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"  # of a checkout
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL: `user:password@`
 
 
 class UserError(Exception):
@@ -52,6 +54,11 @@ def command(name: str) -> str:
     if os.path.realpath(folder) == os.path.realpath(_SCRIPTS):  # python scripts/plan.py, by whichever path
         return f"python {shlex.quote(os.path.join(folder, name + '.py'))}"
     return f"shardwright {name}"
+
+
+def without_credentials(text: str) -> str:
+    """``text`` as it may be written down or told to others. Keys come from the environment, which is never told."""
+    return _CREDENTIALS.sub("", text)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -56,7 +56,7 @@ class Job:
         adapted: ``model`` with the factors of ``lora``, on meta; without, ``model`` itself.
         plan: where each of ``adapted``'s parameters goes.
         assembled: the model that runs, on meta: kernels chosen, layers stacked where they are scanned. It is a
-            template, and :func:`shardwright.step.build.build` fills a copy.
+            template, and :func:`shardwright.step.build.place_model` fills a copy.
         stored: the plan of ``assembled``'s parameters, as they are stored.
         notice: what a user should know about how the layers run; empty if they run as the recipe says.
 

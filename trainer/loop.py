@@ -42,9 +42,10 @@ from shardwright.monitoring.throughput import Meter, least_seconds
 from shardwright.monitoring.trackers import Tracker
 from shardwright.report.lines import say, waiting
 from shardwright.report.terminal import ProgressCallback
-from shardwright.step.build import build
+from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_metrics import ComputeMetrics
 from shardwright.step.loss import LossFunction
+from shardwright.step.train_step import TrainStep
 from shardwright.weights.adapter_weights import weights_of
 from shardwright.weights.weight_sources import Source, seeded_init
 from shardwright.xla.batch import batch_share
@@ -117,20 +118,19 @@ class TrainingLoop:
             self.rate = self.args.learning_rate or resume.host["learning_rate"]
             if self.reference is not None:
                 self.reference.load(resume.folder.parent)
-
         if self.args.sample_prompts is not None:
             self.watch.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
 
         # ---- weights and steps ----
-        if job.lora is None and (words := notice(*job.unused)) is not None:
+        if (words := notice(*job.unused)) is not None and job.lora is None:  # refuses a loss of no parameter
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
-            weights = weights_of(job, self.base, resume)
-            built = build(job, self.mesh, weights, resume, compute_loss=compute_loss, measures=measures)
-        self.watch.model = built.model
-        self.trained = TrainedModel(job, built.model, built.placed, self.base, corpus.tokenizer, self.console)
-        self.train_step, told = built.step, (self._event, self._tell_evaluated)
-        self.evaluator = Evaluator(job, corpus, built.evaluation, share, self.console, self.stop, *told)
+            self.placed = placed = place_model(job, self.mesh, weights_of(job, self.base, resume), loss=compute_loss)
+            self.train_step = TrainStep(placed, resume)
+        self.watch.model = placed.model
+        tokenizer, step = corpus.tokenizer, evaluation_step(placed, measures)
+        self.trained = TrainedModel(job, placed.model, self.mesh, placed.parameters, self.base, tokenizer, self.console)
+        self.evaluator = Evaluator(job, corpus, step, share, self.console, self.stop, self._event, self._tell_evaluated)
         self.schedule = self.args.schedule(self.rate)
 
         # ---- the loop's state, in transformers' own classes ----
@@ -141,15 +141,15 @@ class TrainingLoop:
         flow: list[Any] = [DefaultFlowCallback(), ProgressCallback(self.console), *callbacks]
         if self.args.profile_steps is not None:
             flow.append(Tracker("profile", ProfileCallback(*self.args.profiled, self.folder), self.console))
-        self.callbacks = Callbacks(flow, built.model, corpus.tokenizer, self.schedule, self.state.stateful_callbacks)
-        texts = run_texts(job.as_texts(), job.config, corpus.tokenizer)
+        self.callbacks = Callbacks(flow, placed.model, tokenizer, self.schedule, self.state.stateful_callbacks)
+        texts = run_texts(job.as_texts(), job.config, tokenizer)
         output = Folder(str(self.folder))  # where every host writes its part
         staging = open_staging(self.args.staging_dir, output) if self.args.staging_dir else None
         tell, limit = functools.partial(say, self.console), self.args.save_total_limit
         self.checkpoints = CheckpointWriter(output, texts, limit, self.lock.check_held, staging, tell)
         self.state.is_world_process_zero = hosts().first
         self._saved, self._epoch, self._last_rate = self.state.global_step, 0, self.rate
-        self.meter = Meter(built.step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
+        self.meter = Meter(self.train_step, job.rows, self._saved, functools.partial(least_seconds, job, chip()))
         self.log = RunLog(self.state, self.meter, self.watch, self.args, self.console, self._event)
         self._event("on_init_end")
 
@@ -162,7 +162,7 @@ class TrainingLoop:
                 compile again, a checkpoint could not be written, or the best one could not be read (the last step's
                 weights are written then).
         """
-        if not self.args.is_preference:  # whose losses are none of tokens
+        if not self.args.goal.parts:  # the loss is that of tokens
             with waiting(self.console, "counting tokens for the unigram model …"):
                 vocabulary = self.job.config.get_text_config().vocab_size
                 self.watch.unigram = unigram_loss(self.corpus.train, self.evaluator.first, vocabulary)
@@ -219,7 +219,7 @@ class TrainingLoop:
         if not self.reference.known:
             batch, stopped = (self.job.evaluation_rows, *self._share), lambda: self.stop.any
             with self.watch.clock.on("evaluation"):
-                self.reference.compute(self.train_step.loss, self.trained.placed, batch, stopped, self.console)
+                self.reference.compute(self.placed, batch, stopped, self.console)
         if kept and self.reference.known:
             self.reference.save(self.folder)
 
@@ -323,7 +323,7 @@ class TrainingLoop:
         with self.watch.clock.on("evaluation"):
             found = self.evaluator(stoppable=True)
             if self.watch.samples is not None and not self.stop.any:
-                self.watch.samples.take(self.state.global_step, self.evaluator.step)
+                self.watch.samples.take(self.state.global_step, self.placed)
         self.meter.leave_out(time.perf_counter() - started)
         self.control.should_evaluate = False
         self.watch.update(self.state, self.meter.expert_load)

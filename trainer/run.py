@@ -214,7 +214,7 @@ def prepare(
     Raises:
         UserError: anything in the arguments, the recipe or the model that can't be.
     """
-    args.check_given(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
+    args.check_beside(compute_loss_func=given.compute_loss, compute_metrics=given.compute_metrics)
     check_limit(args.max_restarts, restarts)
     trackers = open_trackers(args.report_to, console)
     job = Job.resolve(args, device_count, recipe=given.recipe, config=given.config)
@@ -293,8 +293,8 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated)
     dataset = args.dataset if given.train is None else given.train
-    shapes = shapes_of(dataset, args.text_column, args.is_preference)
-    if len(shapes) > 1 and args.has_reference:
+    shapes = shapes_of(dataset, args.reads)
+    if len(shapes) > 1 and args.entry.reference:
         raise not_one_dataset(mixed=True)
     if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job

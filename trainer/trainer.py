@@ -26,9 +26,10 @@ from shardwright.hosts.output_streams import lasting_output
 from shardwright.inputs import Records, check_records, named_sets, resolve
 from shardwright.layout.recipe import Recipe
 from shardwright.loop import TrainingLoop
+from shardwright.models.ops.labels import targets
 from shardwright.run import Start, prepare
 from shardwright.step.eval_metrics import ComputeMetrics
-from shardwright.step.loss import LossFunction, targets
+from shardwright.step.loss import LossFunction
 from shardwright.weights.hub_push import push_folder
 
 
@@ -157,7 +158,7 @@ class Trainer:
             log-probability of the token in ``label_ids`` (float32; 0 where there is none). ``label_ids``: int64 [rows,
             S], what each position is scored against, *already shifted*, else -100. ``metrics``: as :meth:`evaluate`.
         """
-        self.args.check_given(predict=test_dataset)
+        self.args.check_beside(predict=[test_dataset])
         check_records("test_dataset", test_dataset)
         rows = self._rows(test_dataset)
         metrics, ids, log_probs = self.loop.evaluator.predict(rows, metric_key_prefix)

@@ -22,8 +22,10 @@ from shardwright.layout.auto import auto_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.model.facts import experts_modules, in_short
 from shardwright.model.meta_model import meta_model
+from shardwright.models.ops.labels import IGNORE
 from shardwright.scripts.measure.tiny import tiny_config
-from shardwright.step.build import build
+from shardwright.step.build import place_model
+from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
@@ -90,7 +92,7 @@ def _batch(config: PretrainedConfig) -> Tensors:
     tokens = torch.randint(3, 200, (ROWS, LENGTH), generator=generator)
     labels = tokens.clone()
     for row in range(ROWS):
-        labels[row, : 2 * row] = -100
+        labels[row, : 2 * row] = IGNORE
     return {"input_ids": tokens, "labels": labels}
 
 
@@ -145,7 +147,7 @@ def job_of(config: PretrainedConfig, meta: PreTrainedModel, mesh: str | None, sc
 def _ours(job: Job, case: Plain) -> tuple[float, Tensors]:
     mesh = build_mesh(job.recipe.mesh)
     weights = {name: values.clone() for name, values in case.model.state_dict().items()}
-    step = build(job, mesh, state_dict_weights(weights)).step
+    step = TrainStep(place_model(job, mesh, state_dict_weights(weights)))
     inputs = place_batch({k: t.unsqueeze(1) for k, t in case.batch.items()}, mesh, job.recipe.batch)
     loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
     torch_xla.sync()

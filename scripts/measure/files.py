@@ -93,13 +93,14 @@ def checkpoint(recipe: str, rounds: int) -> Table:
 
 def saves(job: dict[str, Any]) -> dict[str, float]:
     """Medians of :func:`_save_seconds`, of a new model's state."""
-    from shardwright.step.build import build
+    from shardwright.step.build import place_model
+    from shardwright.step.train_step import TrainStep
     from shardwright.weights.weight_sources import seeded_init
     from shardwright.xla.device_mesh import build_mesh
 
     resolved = resolved_job(job, model_config(job))
     mesh = build_mesh(resolved.recipe.mesh)
-    state = build(resolved, mesh, seeded_init(resolved.model, 0)).step.state
+    state = TrainStep(place_model(resolved, mesh, seeded_init(resolved.model, 0))).state
     size, times = _save_seconds(state, job["rounds"])
     return {"bytes": size, **{name: statistics.median(found) for name, found in times.items()}}
 

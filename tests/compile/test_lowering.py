@@ -30,7 +30,7 @@ from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
 from shardwright.models.attention import portable
 from shardwright.models.ops import jax_call
-from shardwright.step.build import build
+from shardwright.step.build import place_model
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla import sharding
@@ -74,7 +74,7 @@ def make_both(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     # torch_xla passes Python's numbers as arguments; only the lowering itself knows which is which
     tensors = contexts[-1].device_parameter_id_tensor_mapping()
     constants = {i: tensors[i].cpu().numpy() for i, a in enumerate(lowered.arguments) if a.name == "a constant"}
-    built, rows = build(job, build_mesh(recipe.mesh), seeded_init(job.model, seed=0)), job.rows
+    placed, rows = place_model(job, build_mesh(recipe.mesh), seeded_init(job.model, seed=0)), job.rows
     tokens = torch.randint(0, job.config.vocab_size, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
     for row in range(rows):
@@ -83,15 +83,15 @@ def make_both(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     if job.args.isolate_documents:
         batch["segment_ids"] = 1 + (torch.arange(LENGTH) >= 5).long().expand(rows, LENGTH)
         batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(rows, LENGTH)
-    buffers = {name: buffer.cpu().numpy() for name, buffer in built.model.named_buffers()}
-    return Both(built.step, lowered, constants, buffers, batch)
+    buffers = {name: buffer.cpu().numpy() for name, buffer in placed.model.named_buffers()}
+    return Both(TrainStep(placed), lowered, constants, buffers, batch)
 
 
 def run_lowered(both: Both, folder: Path, before: dict[str, torch.Tensor], scalars: list[float]) -> Any:
     """What the lowered step makes of the state ``before``, by name."""
     known = {name: tensor.numpy() for name, tensor in before.items()} | both.buffers
     known |= {"scalars": np.array(scalars, np.float32)}
-    count = both.step.options.accumulation
+    count = both.step.accumulation
     for name, tensor in both.batch.items():  # [rows, ...] -> [rows, micro-batches, ...]
         known[name] = tensor.reshape(-1, count, *tensor.shape[1:]).numpy()
     arguments = both.lowered.arguments

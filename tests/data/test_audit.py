@@ -20,6 +20,7 @@ from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
+from shardwright.objectives.pairs import PAIRS
 from tests.support.browser import Browser
 from tests.support.chats import CHAT, CHATML, ENDLESS, PARTING, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl, write_parquet
@@ -188,7 +189,7 @@ def says(text: str) -> list[dict[str, str]]:
 
 
 # file → its pairs: (record, the findings, what is said of one)
-PAIRS: dict[str, list[tuple[dict[str, Any], set[str], str]]] = {
+FINDINGS_OF_PAIRS: dict[str, list[tuple[dict[str, Any], set[str], str]]] = {
     "strings": [
         ({"prompt": "2+2? ", "chosen": "4", "rejected": "5"}, set(), ""),
         ({"prompt": "3+3? ", "chosen": "6", "rejected": "6"}, {"bad row"}, "column rejected: no answer that differs"),
@@ -214,11 +215,11 @@ PAIRS: dict[str, list[tuple[dict[str, Any], set[str], str]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("kind", FINDINGS_OF_PAIRS)
 def test_of_every_pair_is_said_what_training_does_with_it(kind: str, tmp_path: Path) -> None:
-    path = write_records(tmp_path / f"{kind}.jsonl", [record for record, _, _ in PAIRS[kind]])
-    found = found_in(audited(path, samples=SampleOptions(pairs=4)))
-    for row, (_, names, words) in enumerate(PAIRS[kind], start=1):
+    path = write_records(tmp_path / f"{kind}.jsonl", [record for record, _, _ in FINDINGS_OF_PAIRS[kind]])
+    found = found_in(audited(path, samples=SampleOptions(groups=4), reads=(PAIRS,)))
+    for row, (_, names, words) in enumerate(FINDINGS_OF_PAIRS[kind], start=1):
         place = f"{kind}.jsonl, row {row}"
         said = {name: places[place] for name, places in found.items() if place in places}
         assert said.keys() == names
@@ -230,7 +231,7 @@ def test_the_bar_of_files_ends_with_their_bytes_and_that_of_a_stream_counts_char
     for name in ("a", "b"):
         write_records(tmp_path / "data" / f"{name}.jsonl", chats(60))
     bar = ReadingBar(Console(file=io.StringIO(), width=160, force_terminal=True))
-    stream = find_stream(str(tmp_path / "data"), None)
+    stream = find_stream(str(tmp_path / "data"))
     sizes = [path.stat().st_size for path in sorted((tmp_path / "data").iterdir())]
     # a group that ends in the first file, one that ends there too and is longer than it, and so on
     groups = {(0, 100): 100, (0, sizes[0]): sizes[0], (1, 50): sizes[0] + 50, (2, 7): sum(sizes)}

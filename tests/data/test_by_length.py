@@ -17,10 +17,10 @@ from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.by_length import in_runs, used
 from shardwright.data.rows.mixture import MixedRows
-from shardwright.data.rows.packing import IGNORE
 from shardwright.data.rows.rows import Rows
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import IGNORE
 from tests.data.test_fitting import TOKENIZER
 from tests.support.chats import write_records
 

@@ -16,6 +16,7 @@ from shardwright.data.corpus import Corpus
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.record_sources import locate
 from shardwright.errors import UserError
+from shardwright.objectives.objective import text_shape
 from tests.support.small_hub import write_hub_cache
 from tests.support.texts import (
     BAD,
@@ -33,6 +34,8 @@ from tests.support.texts import (
     write_saved_dataset,
     write_text,
 )
+
+TEXT = [text_shape()]
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_a_cell_of_a_table_is_the_text_that_stands_in_it(tmp_path: Path) -> None
     splits = documents_of(path, tmp_path / "scratch")
     found = [*splits["train"]["text"], *splits["heldout"]["text"]]
     assert sorted(found) == sorted(filter(None, cells))
-    assert [text for _, text in find_stream(str(path), "text").documents()] == cells
+    assert [text for _, text in find_stream(str(path), TEXT).documents()] == cells
 
 
 def test_same_text_is_never_on_both_sides(tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ def test_a_hub_dataset_is_loaded_with_its_own_validation_split(tmp_path: Path) -
         import pathlib
         from shardwright.data.records.documents import find_documents
         from shardwright.data.rows.heldout_rows import split_documents
-        documents = find_documents("someone/stories:default", "text")
+        documents = find_documents("someone/stories:default", TEXT)
         splits = split_documents(documents, pathlib.Path({str(tmp_path)!r}), 0.05)
         print(documents.fingerprint, *(len(splits[name]) for name in ("train", "heldout")))"""
     first, second = (run_python(script, **environment).split() for _ in range(2))
@@ -151,7 +154,7 @@ def test_what_is_written_about_a_dataset_is_not_read_as_its_data(tmp_path: Path,
         (folder / name).write_text(text)
     splits = documents_of(folder, tmp_path / "scratch")
     assert sorted([*splits["train"]["text"], *splits["heldout"]["text"]]) == sorted(TEXTS)
-    assert [text for _, text in find_stream(str(folder), "text").documents()] == TEXTS
+    assert [text for _, text in find_stream(str(folder), TEXT).documents()] == TEXTS
 
 
 def test_a_folder_of_texts_keeps_its_readme(tmp_path: Path) -> None:
@@ -174,7 +177,7 @@ def test_no_character_of_a_path_is_a_wildcard(tmp_path: Path, name: str) -> None
         write_text(folder / "p" / f"{name}.txt"),
     ):
         stored = documents_of(dataset, tmp_path / "scratch" / dataset.suffix / dataset.name)
-        streamed = [text for _, text in find_stream(str(dataset), "text").documents()]
+        streamed = [text for _, text in find_stream(str(dataset), TEXT).documents()]
         found = [*stored["train"]["text"], *stored["heldout"]["text"]]
         assert sorted(found) == sorted(filter(str.strip, map(str, streamed)))
         assert len(found) >= 20 if dataset.suffix == ".txt" else sorted(found) == sorted(TEXTS)
@@ -204,8 +207,8 @@ def test_bad_dataset_is_refused_with_what_was_found(load: Callable[..., Corpus],
 def test_column_that_is_no_text_is_refused_and_the_named_one_read(load: Callable[..., Corpus], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl", column="body")
     with pytest.raises(UserError, match="number"):
-        load(data, text_column="number")
-    assert len(load(data, text_column="body").train) > 100
+        load(data, reads=[text_shape("number")])
+    assert len(load(data, reads=[text_shape("body")]).train) > 100
 
 
 def test_a_folder_that_changes_while_it_is_looked_through_is_no_error(tmp_path, monkeypatch):

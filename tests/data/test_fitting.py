@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
-from shardwright.data.records.shapes import SHAPES
 from shardwright.data.rows.batches import TrainingBatches, heldout_batches
-from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.row_stream import StreamedRows
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker, best_fit
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives.sft import SHAPES
 from tests.support.chats import CHAT, CHATML, byte_tokenizer, chats, write_records
 
 CHATS, GIVEN = SHAPES[0], SHAPES[-1]

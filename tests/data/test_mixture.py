@@ -15,8 +15,8 @@ from shardwright.data.audit import audit
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.mixture import MixedRows, shares, sources_of
-from shardwright.data.rows.packing import IGNORE
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import IGNORE
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
 from tests.support.texts import TEXTS, write_jsonl
 

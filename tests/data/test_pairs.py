@@ -9,10 +9,10 @@ import pytest
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.data.corpus import DataOptions, load_corpus
-from shardwright.data.records.shapes import PAIRS
-from shardwright.data.rows.packing import IGNORE
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives.pairs import PAIRS
 from tests.data.test_fitting import pieces
 from tests.support.chats import CHAT, CHATML, byte_tokenizer, chats, write_records
 
@@ -28,7 +28,7 @@ def scored(tokens: list[int], labels: list[int]) -> tuple[str, str]:
 
 
 def packed(*records: dict[str, Any], length: int = 256, **options: Any) -> list[tuple[list[int], list[int]]]:
-    packer = SamplePacker(TOKENIZER, PAIRS, length, SampleOptions(**{"pairs": 4, **options}))
+    packer = SamplePacker(TOKENIZER, PAIRS, length, SampleOptions(**{"groups": 4, **options}))
     return pieces(packer.rows([str(PAIRS.document(record)) for record in records]))
 
 
@@ -62,7 +62,7 @@ def test_a_prompt_with_earlier_turns_of_the_assistant_is_not_scored() -> None:
 
 
 def test_a_row_has_as_many_pairs_as_it_may_and_never_half_of_one() -> None:
-    packer = SamplePacker(TOKENIZER, PAIRS, 256, SampleOptions(pairs=4))
+    packer = SamplePacker(TOKENIZER, PAIRS, 256, SampleOptions(groups=4))
     columns = packer.rows([str(PAIRS.document({"prompt": f"{i}", "chosen": "a", "rejected": "b"})) for i in range(10)])
     assert [int(row.max()) for row in columns["segment_ids"]] == [8, 8, 4]
     answers = [scored(*each) for each in pieces(columns)]
@@ -81,7 +81,7 @@ def test_a_pair_longer_than_a_row_is_cut_where_it_is_the_longest(overflow: str, 
 
 
 def test_a_pair_of_which_an_answer_is_cut_off_whole_is_dropped_and_counted() -> None:
-    packer = SamplePacker(TOKENIZER, PAIRS, 16, SampleOptions(pairs=1))
+    packer = SamplePacker(TOKENIZER, PAIRS, 16, SampleOptions(groups=1))
     assert not len(packer.rows([str(PAIRS.document({"prompt": "p" * 9, "chosen": "a", "rejected": "b"}))])["input_ids"])
     assert packer.tally["without target"] == 1
 
@@ -110,7 +110,10 @@ def test_pairs_are_looked_for_where_they_are_asked_for_alone(tmp_path: Path) -> 
     options = {"sequence_length": 1024, "isolate_documents": True, "heldout_fraction": 0.2}
     plain = load_corpus(DataOptions(path, **options), TOKENIZER, 300, tmp_path / "cache")
     pairs = load_corpus(
-        DataOptions(path, samples=SampleOptions(pairs=4), **options), TOKENIZER, 300, tmp_path / "cache"
+        DataOptions(path, samples=SampleOptions(groups=4), reads=(PAIRS,), **options),
+        TOKENIZER,
+        300,
+        tmp_path / "cache",
     )
     assert plain.notes[0].startswith("records with messages")
     assert pairs.notes[0] == "records with chosen, rejected; trained on: the chosen answer against the rejected"
@@ -119,7 +122,12 @@ def test_pairs_are_looked_for_where_they_are_asked_for_alone(tmp_path: Path) -> 
         load_corpus(DataOptions(only, **options), TOKENIZER, 300, tmp_path / "cache")
     chat = str(write_records(tmp_path / "chats.jsonl", chats(9)))
     with pytest.raises(UserError, match="prompt, chosen and rejected"):
-        load_corpus(DataOptions(chat, samples=SampleOptions(pairs=4), **options), TOKENIZER, 300, tmp_path / "cache")
+        load_corpus(
+            DataOptions(chat, samples=SampleOptions(groups=4), reads=(PAIRS,), **options),
+            TOKENIZER,
+            300,
+            tmp_path / "cache",
+        )
 
 
 @pytest.mark.parametrize(
@@ -130,10 +138,10 @@ def test_pairs_are_looked_for_where_they_are_asked_for_alone(tmp_path: Path) -> 
         ({"beta": 0.2}, "--objective sft"),
         ({"objective": "dpo", "simpo_gamma": 0.7}, "--objective simpo"),
         ({"objective": "simpo", "simpo_gamma": -1}, "--simpo_gamma -1"),
-        ({"objective": "dpo", "streaming": True}, "with --streaming"),
-        ({"objective": "orpo", "train_on_prompt": True}, "with --train_on_prompt"),
-        ({"objective": "orpo", "overflow": "split"}, "with --overflow split"),
-        ({"objective": "ipo", "text_column": "text"}, "with --text_column"),
+        ({"objective": "dpo", "streaming": True}, "--streaming True with the objective dpo"),
+        ({"objective": "orpo", "train_on_prompt": True}, "--train_on_prompt True with the objective orpo"),
+        ({"objective": "orpo", "overflow": "split"}, "--overflow split with the objective orpo"),
+        ({"objective": "ipo", "text_column": "text"}, "--text_column text with the objective ipo"),
     ],
 )
 def test_what_an_objective_cannot_be_combined_with_is_refused_by_name(options: dict[str, Any], words: str) -> None:

@@ -17,7 +17,10 @@ from shardwright.data.records.files import Unreadable, rows_of
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.samples.fitting import SampleOptions
 from shardwright.errors import UserError
+from shardwright.objectives.objective import text_shape
 from tests.support.texts import TEXTS, load_small, one_bad_record, write_csv, write_jsonl, write_parquet
+
+TEXT = [text_shape()]
 
 SKIP = SampleOptions(on_bad_row="skip")
 
@@ -82,7 +85,7 @@ def test_all_rows_but_the_bad_ones_are_read_stored_and_streamed(tmp_path: Path) 
     missing = {i for i in range(300) if f"Story {i}.\n" not in text}
     assert 7 in missing
     assert len(missing) <= 3, "and what fills no row"
-    stream = find_stream(str(path), "text", "skip")
+    stream = find_stream(str(path), TEXT, "skip")
     assert [found for _, found in stream.documents()] == [*TEXTS[:7], None, *TEXTS[8:]]
     assert [found for _, found in stream.read(0, 6)] == [TEXTS[6], None, *TEXTS[8:]]
 
@@ -152,7 +155,7 @@ def test_records_may_differ_in_their_columns_and_types(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "b"}]
     records = [{"messages": [{"role": "user", "content": content}]} for content in ("a", parts)]
     path.write_text("".join(json.dumps({**record, str(i): i}) + "\n" for i, record in enumerate(records)))
-    assert [json.loads(text or "") for _, text in find_stream(str(path), None).documents()] == records
+    assert [json.loads(text or "") for _, text in find_stream(str(path)).documents()] == records
 
 
 def test_groups_of_parquet_behind_a_damaged_one_are_read_from_any_row_on(tmp_path: Path) -> None:

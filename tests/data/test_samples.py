@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardwright.data.records.shapes import SHAPES, BadRecord
+from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.samples import Encoder, Sample
 from shardwright.errors import UserError
+from shardwright.objectives.sft import SHAPES
 from tests.support.chats import (
     CHAT,
     CHATML,

@@ -23,6 +23,7 @@ from shardwright.data.rows.row_stream import StreamedRows, StreamPosition
 from shardwright.data.rows.rows import StoredRows
 from shardwright.data.unigram import unigram_loss
 from shardwright.errors import UserError
+from shardwright.objectives.objective import text_shape
 from tests.support.small_hub import COMMIT, small_hub, write_hub_cache
 from tests.support.texts import (
     BAD,
@@ -40,6 +41,8 @@ from tests.support.texts import (
     written,
 )
 from tests.support.training import train
+
+TEXT = [text_shape()]
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
     environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = """if True:
         from shardwright.data.records.document_stream import find_stream
-        stream = find_stream("someone/stories:default", "text")
+        stream = find_stream("someone/stories:default", TEXT)
         print(stream.identity, len(list(stream.documents())), len(list(stream.heldout.documents())), sep="|")
         print([text for key, text in stream.read(0, 197)])"""
     first, second = run_python(script, **environment).splitlines()
@@ -109,7 +112,7 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
 )
 def test_a_stream_is_read_from_any_document_on(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """`datasets` skips exactly so many records in each kind of file, however many it reads at once."""
-    stream = find_stream(str(write(tmp_path / f"texts.{write.__name__.removeprefix('write_')}")), "text")
+    stream = find_stream(str(write(tmp_path / f"texts.{write.__name__.removeprefix('write_')}")), TEXT)
     whole = list(stream.documents())
     for document in (0, 1, 9, len(whole) - 1, len(whole)):
         assert list(stream.read(0, document)) == whole[document:]

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from shardwright.errors import UserError
 from shardwright.evaluation.evaluation_arguments import EvaluationArguments
-from shardwright.evaluation.score_step import UNSCORED, row_scores
+from shardwright.evaluation.score_step import row_scores
+from shardwright.models.ops.labels import IGNORE
 from tests.support.tasks import MOE, byte_tokenizer, save_tiny, write_tasks
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
@@ -48,7 +49,7 @@ def options(here, **more):
 @pytest.fixture(scope="module")
 def ours(here):
     opened = open_model(options(here), Console(quiet=True))
-    return LM(opened.job, opened.step, opened.tokenizer)
+    return LM(opened.placed, opened.tokenizer)
 
 
 def theirs(here, model, tasks=TASKS):
@@ -66,7 +67,7 @@ def test_a_rows_score_is_the_log_probability_of_its_targets_and_whether_argmax_g
     torch.manual_seed(0)
     logits = torch.randn(3, 5, 7)
     logits[2, 1, 4] = logits[2, 1, 2] = 9.0  # two highest: argmax takes the first
-    targets = torch.full((3, 5), UNSCORED)
+    targets = torch.full((3, 5), IGNORE)
     targets[0, 1:3] = torch.tensor([2, 3])
     targets[1, 4], targets[2, 1] = logits[1, 4].argmax(), 4
     found = row_scores(logits, targets)

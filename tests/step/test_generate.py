@@ -11,7 +11,7 @@ from shardwright.evaluation.build_generator import build_generator
 from shardwright.evaluation.decoders import CachedDecoder, RowDecoder
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling, can_cache, check_positions, choose
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.step.build import build_evaluation
+from shardwright.step.build import place_model
 from shardwright.weights.place import place_parameters
 from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla.device_mesh import build_mesh
@@ -26,7 +26,7 @@ SHAPE = GenerationShape(rows=8, prompt=8, new=12)
 
 
 def on_mesh(recipe_name, config):
-    """The plain model on the CPU, and a job with an evaluation step of the same weights on 8 devices."""
+    """The plain model on the CPU, and placed on 8 devices with the same weights."""
     torch.manual_seed(0)
     plain = plain_model(config)
     with torch.no_grad():
@@ -34,8 +34,8 @@ def on_mesh(recipe_name, config):
             parameter.mul_(2)
     recipe = load_recipe(recipe_name)
     job = job_of(recipe, config)
-    step = build_evaluation(job, build_mesh(recipe.mesh), state_dict_weights(plain.state_dict()))
-    return plain, job, step
+    placed = place_model(job, build_mesh(recipe.mesh), state_dict_weights(plain.state_dict()))
+    return plain, placed
 
 
 def their_greedy(model, prompt, new):
@@ -61,8 +61,8 @@ def test_which_models_take_a_cache_of_one_shape_is_asked_of_transformers():
 
 @pytest.mark.slow
 def test_greedy_is_transformers_own_generation_token_for_token_with_experts_and_a_window():
-    plain, job, step = on_mesh("mixtral_ep", MixtralConfig(**MOE | {"sliding_window": 6}))
-    generator = build_generator(job, step, SHAPE, Sampling())
+    plain, placed = on_mesh("mixtral_ep", MixtralConfig(**MOE | {"sliding_window": 6}))
+    generator = build_generator(placed, SHAPE, Sampling())
     expected = [their_greedy(plain, prompt, SHAPE.new) for prompt in PROMPTS]
     assert generator(PROMPTS, stops=()) == expected
     stop = expected[1][4]
@@ -74,21 +74,21 @@ def test_greedy_is_transformers_own_generation_token_for_token_with_experts_and_
 
 @pytest.mark.slow
 def test_a_dense_model_too_with_a_cache_and_without_with_the_weights_as_they_are_then():
-    plain, job, step = on_mesh("llama_tp", LlamaConfig(**TINY))
-    cached = build_generator(job, step, SHAPE, Sampling())
-    by_rows = Generator(RowDecoder(step.loss, step.placed, SHAPE, Sampling()), SHAPE)
+    plain, placed = on_mesh("llama_tp", LlamaConfig(**TINY))
+    cached = build_generator(placed, SHAPE, Sampling())
+    by_rows = Generator(RowDecoder(placed, SHAPE, Sampling()), SHAPE)
     before = [their_greedy(plain, prompt, SHAPE.new) for prompt in PROMPTS]
     assert cached(PROMPTS, stops=()) == by_rows(PROMPTS, stops=()) == before
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(parameter.flip(0))
     source = state_dict_weights(plain.state_dict())
-    step.placed.parameters.update(place_parameters(step.loss.model, job.stored, step.placed.mesh, source))
+    placed.parameters.update(place_parameters(placed.model, placed.job.stored, placed.mesh, source))
     after = [their_greedy(plain, prompt, SHAPE.new) for prompt in PROMPTS]
     assert cached(PROMPTS, stops=()) == by_rows(PROMPTS, stops=()) == after != before
     assert (cached.compiles, by_rows.compiles) == (2, 1)
 
-    sampled = build_generator(job, step, SHAPE, Sampling(1.0, 0.9))
+    sampled = build_generator(placed, SHAPE, Sampling(1.0, 0.9))
     drawn = sampled(PROMPTS, stops=(), seed=3)
     assert drawn == sampled(PROMPTS, stops=(), seed=3)
     assert drawn != sampled(PROMPTS, stops=(), seed=4)
@@ -97,9 +97,9 @@ def test_a_dense_model_too_with_a_cache_and_without_with_the_weights_as_they_are
 
 @pytest.mark.slow
 def test_a_model_whose_rows_are_split_too_with_a_cache_and_without():
-    plain, job, step = on_mesh("llama_cp", LlamaConfig(**TINY))
-    cached = build_generator(job, step, SHAPE, Sampling())
-    by_rows = Generator(RowDecoder(step.loss, step.placed, SHAPE, Sampling()), SHAPE)
+    plain, placed = on_mesh("llama_cp", LlamaConfig(**TINY))
+    cached = build_generator(placed, SHAPE, Sampling())
+    by_rows = Generator(RowDecoder(placed, SHAPE, Sampling()), SHAPE)
     expected = [their_greedy(plain, prompt, SHAPE.new) for prompt in PROMPTS]
     assert cached(PROMPTS, stops=()) == by_rows(PROMPTS, stops=()) == expected
 
@@ -110,7 +110,7 @@ def test_an_adapted_model_is_pefts_own(base_dtype):
     adapted = make_adapted("llama_tp", options={"base_dtype": base_dtype})
     vocabulary = adapted.job.config.vocab_size
     prompts = [[token % vocabulary for token in prompt] for prompt in PROMPTS]
-    generator = build_generator(adapted.job, adapted.case.evaluation, SHAPE, Sampling())
+    generator = build_generator(adapted.case.evaluation.placed, SHAPE, Sampling())
     expected = [their_greedy(adapted.peft, prompt, SHAPE.new) for prompt in prompts]
     assert generator(prompts, stops=()) == expected
     with adapted.peft.disable_adapter():

@@ -30,7 +30,7 @@ from shardwright.layout.plan_table import held_by_a_device
 from shardwright.optimizers.muon import Muon
 from shardwright.optimizers.optimizer import Update
 from shardwright.scripts.measure.against_plain import unstacked
-from shardwright.step.build import build
+from shardwright.step.build import place_model
 from shardwright.step.parameter_updates import lay_on
 from shardwright.step.train_step import TrainStep
 from shardwright.xla import sharding
@@ -212,11 +212,11 @@ def saved(step: TrainStep, folder: Path) -> StoredTensors:
 
 def goes_on(case: Case, job: Job, source: StoredTensors, steps: Iterable[int]) -> dict[str, torch.Tensor]:
     """The weights, under the model's own names, of a run of ``job`` that takes ``steps`` from what was saved."""
-    built = build(job, build_mesh(job.recipe.mesh), source, source)
+    step_of = TrainStep(place_model(job, build_mesh(job.recipe.mesh), source), source)
     with in_float32():
         for step in steps:
-            built.step(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
-    return dict(unstacked(job.stored, built.step.parameters))
+            step_of(make_batch(case.config, seed=step), step=step, learning_rate=RATE)
+    return dict(unstacked(job.stored, step_of.parameters))
 
 
 @pytest.mark.slow

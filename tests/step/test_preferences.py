@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.data.records.shapes import PAIRS
 from shardwright.data.rows.batches import as_batch
-from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.rows.packing import Columns
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.evaluation.reference_step import ReferenceStep
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.step.objectives.preference import LOGGED, REFERENCE, Preference
+from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives import OBJECTIVES
+from shardwright.objectives.objective import Objective
+from shardwright.objectives.pairs import PAIRS, PairObjective
 from tests.step.test_packing import apart
 from tests.support.adapters import make_adapted
 from tests.support.cases import make_case, relative, small_config
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 ROWS, LENGTH, MOST = 16, 48, 3
 WORDS = {"vocab_size": 272}  # the bytes and what is beside them
 BETA, GAMMA = 0.3, 0.7
+LOGGED, REFERENCE = PairObjective.logged, "reference"
 
 
 def packed(rows: int = ROWS) -> Columns:
@@ -39,7 +42,7 @@ def packed(rows: int = ROWS) -> Columns:
         prompt, chosen, rejected = (words(int(rng.integers(1, 9))) for _ in range(3))
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
-    packer = SamplePacker(byte_tokenizer(), PAIRS, LENGTH, SampleOptions(pairs=MOST))
+    packer = SamplePacker(byte_tokenizer(), PAIRS, LENGTH, SampleOptions(groups=MOST))
     columns = packer.rows([str(PAIRS.document(record())) for _ in range(8 * rows)])
     chosen = np.linspace(0, len(columns["input_ids"]) - 1, rows).astype(int)
     columns = {name: values[chosen] for name, values in columns.items()}
@@ -94,6 +97,10 @@ def options_of(objective: str) -> dict[str, Any]:
     return {"objective": objective, "beta": BETA, "sequence_length": LENGTH, **own}
 
 
+def made(objective: str) -> Objective:
+    return OBJECTIVES[objective]({"beta": BETA, "simpo_gamma": GAMMA}, LENGTH)
+
+
 def batch_of(columns: Columns, objective: str) -> dict[str, torch.Tensor]:
     batch = as_batch(columns)
     return batch if objective in ("dpo", "ipo") else {k: t for k, t in batch.items() if k != REFERENCE}
@@ -113,8 +120,9 @@ def test_every_loss_and_its_gradient_are_the_formulas_on_given_logits(objective:
 
     loss, logged = expected(Model(), columns, objective, False)
     (theirs,) = torch.autograd.grad(loss, by_token)
-    ours = Preference(objective, BETA, GAMMA, MOST)
-    found, values = ours(by_token[batch["input_ids"]], batch, ours.counts(batch))
+    ours = made(objective)
+    values = ours.loss(by_token[batch["input_ids"]], batch, ours.counts(batch))
+    found = sum(values[part] for part in ours.parts)
     assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     (gradient,) = torch.autograd.grad(found, by_token)
     assert relative({"": gradient}, {"": theirs})[0] < 1e-5
@@ -126,8 +134,9 @@ def test_a_certain_answer_and_rows_without_pairs_give_no_gradient_that_is_not_fi
     batch["labels"][3:], batch["segment_ids"][5] = IGNORE, 0
     logits = 200.0 * torch.nn.functional.one_hot(batch["input_ids"].roll(-1, 1), 272).float()
     for objective in ("dpo", "ipo", "orpo", "simpo"):
-        ours, leaf = Preference(objective, BETA, GAMMA, MOST), logits.clone().requires_grad_()
-        loss, _ = ours(leaf, batch, ours.counts(batch).clamp(min=1))
+        ours, leaf = made(objective), logits.clone().requires_grad_()
+        values = ours.loss(leaf, batch, ours.counts(batch).clamp(min=1))
+        loss = sum(values[part] for part in ours.parts)
         (gradient,) = torch.autograd.grad(loss, leaf)
         assert math.isfinite(loss.item()), objective
         assert bool(gradient.isfinite().all()), objective
@@ -164,7 +173,7 @@ def test_an_adapters_gradients_are_pefts_and_its_reference_is_the_model_without_
     worst, name = relative(gradients, theirs)
     assert worst < 1e-5, f"{name} is off by {worst}"
 
-    step = ReferenceStep(adapted.case.step.loss, adapted.case.step.placed, MOST)
+    step = ReferenceStep(adapted.case.step.placed)
     (said,) = step([{k: t for k, t in as_batch(columns).items() if k != REFERENCE}])
     zero = {**columns, REFERENCE: np.zeros_like(said)}
     with torch.no_grad(), adapted.peft.disable_adapter():

@@ -21,7 +21,7 @@ from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Compute, Recipe
 from shardwright.models.layers.decoder_layers import number_layers
 from shardwright.models.ops import random_bits, randomness
-from shardwright.step.loss import scored_tokens
+from shardwright.models.ops.labels import scored_tokens
 from shardwright.xla import sharding
 from tests.support.cases import Case, make_batch, make_case, relative, small_config
 
@@ -59,13 +59,13 @@ def reference(
     case: Case, batch: dict[str, torch.Tensor], step: int = 1, *, backward: bool = True
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the plain model, from the keys of the case's step."""
-    model, count = copy.deepcopy(case.reference), case.step.options.accumulation
+    model, count = copy.deepcopy(case.reference), case.step.accumulation
     number_layers(model)
     tokens = scored_tokens(batch["labels"]) / count
     total = 0.0
     for number in range(count):
         rows = {name: t[number::count] for name, t in batch.items()}
-        key = torch.tensor(random_bits.key_of(f"{case.step.options.seed}/{step}/{number}"), dtype=torch.int32)
+        key = torch.tensor(random_bits.key_of(f"{case.step.seed}/{step}/{number}"), dtype=torch.int32)
         with randomness.drawing(key):
             loss = model(**rows, num_items_in_batch=tokens, use_cache=False).loss / count
         if backward:
@@ -139,7 +139,7 @@ def test_what_a_step_draws_depends_on_the_seed_and_its_number_alone_and_evaluati
     case.step(batch, step=3, learning_rate=0.0)  # as after a resume: no step was before it
     found = case.step.read_metrics().loss
     assert found == pytest.approx(reference(case, batch, step=3)[0], rel=1e-5)
-    case.step.options = replace(case.step.options, seed=case.step.options.seed + 1)
+    case.step.seed += 1
     assert found != pytest.approx(reference(case, batch, step=3)[0], rel=1e-5)
     plain = case.reference.eval()(**batch, use_cache=False).loss.item()
     assert case.evaluation([batch]).loss == pytest.approx(plain, rel=1e-5)

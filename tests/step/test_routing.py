@@ -18,9 +18,10 @@ from shardwright.layout.placement import Shard
 from shardwright.layout.recipe import Compute, Recipe
 from shardwright.models.experts.routing import routers
 from shardwright.scripts.measure.against_plain import unstacked
-from shardwright.step.build import build
+from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.prepare_parameters import Prepare
 from shardwright.step.router_load import Routing, _order
+from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
@@ -72,8 +73,9 @@ def under(case: Case, **options: Any) -> Case:
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(bias, std=0.05)
     job = job_of(case.recipe, case.config, gradient_accumulation_steps=ACCUMULATION, **options)
-    built = build(job, case.mesh, state_dict_weights({k: t.clone() for k, t in case.reference.state_dict().items()}))
-    return replace(case, step=built.step, evaluation=built.evaluation)
+    weights = state_dict_weights({k: t.clone() for k, t in case.reference.state_dict().items()})
+    placed = place_model(job, case.mesh, weights)
+    return replace(case, step=TrainStep(placed), evaluation=evaluation_step(placed))
 
 
 def padded(config: PretrainedConfig, seed: int = 0) -> Batch:
@@ -231,7 +233,7 @@ def test_each_step_moves_the_biases_by_the_sign_of_what_lacks_and_a_run_that_goe
 
     job = job_of(case.recipe, case.config, gradient_accumulation_steps=ACCUMULATION, router_bias_update_rate=RATE)
     job = replace(job, args=replace(job.args, router_z_loss_coef=0.1, router_balance_coef=0.2, router_balance="batch"))
-    resumed = build(job, case.mesh, state_dict_weights(fetched), state_dict_weights(fetched)).step
+    resumed = TrainStep(place_model(job, case.mesh, state_dict_weights(fetched)), state_dict_weights(fetched))
     resumed.metrics_read = True
     for each in (case.step, resumed):
         each(padded(case.config, seed=4), step=4, learning_rate=1e-3)

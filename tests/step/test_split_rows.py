@@ -87,7 +87,7 @@ def test_an_evaluation_measures_tokens_in_a_rows_own_order():
     assert in_chunks.loss == pytest.approx(output.loss.item(), rel=1e-5)
     scored = batch["labels"][:, 1:] != -100
     hits = (output.logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:])[scored]
-    assert in_chunks.accuracy == found.accuracy == pytest.approx(hits.float().mean().item())
+    assert in_chunks.means["accuracy"] == found.means["accuracy"] == pytest.approx(hits.float().mean().item())
     assert (torch.from_numpy(ids) == output.logits.argmax(-1)).float().mean() > 0.999
 
 

@@ -11,7 +11,8 @@ from shardwright.errors import UserError
 from shardwright.model.meta_model import meta_model
 from shardwright.model.unused_parameters import notice, unused_parameters
 from shardwright.scripts.measure.tiny import tiny_config
-from shardwright.step.build import build
+from shardwright.step.build import place_model
+from shardwright.step.train_step import TrainStep
 from shardwright.xla.device_mesh import build_mesh
 from shardwright.xla.sharding import fetch
 from tests.support.cases import SMALL, after_steps, make_batch, make_case, relative, train_both
@@ -103,11 +104,12 @@ def test_moments_that_were_not_saved_because_there_were_none_begin_with_zeros():
             raise KeyError(name)
         return torch.ones(shapes.get(name.partition(" ")[0], (99,)))
 
-    built = build(job, build_mesh(job.recipe.mesh), lambda name: torch.zeros(shapes[name]), restored)
-    first = fetch(built.step.moments[stack][0])
+    placed = place_model(job, build_mesh(job.recipe.mesh), lambda name: torch.zeros(shapes[name]))
+    step = TrainStep(placed, restored)
+    first = fetch(step.moments[stack][0])
     assert first[[0, 2, 3]].all()
     assert not first[1].any()
-    assert fetch(built.step.moments["lm_head.weight"][1]).all()
+    assert fetch(step.moments["lm_head.weight"][1]).all()
 
 
 def test_a_bias_that_only_chooses_experts_is_left_as_it_is():
@@ -150,8 +152,8 @@ def test_a_model_that_reads_values_is_said_not_to_be_known():
     assert "can't be tried without values (RuntimeError: Tensor.item()" in notice(unused, why)
 
 
-def test_a_loss_in_which_nothing_takes_part_is_refused_before_a_weight_is_placed():
+def test_a_loss_in_which_nothing_takes_part_is_refused_without_a_weight_or_a_device():
     job = job_of("llama_fsdp")
     job.model.requires_grad_(False)
     with pytest.raises(UserError, match=r"none of its 39 parameters takes part in the loss"):
-        build(job, build_mesh(job.recipe.mesh), lambda name: pytest.fail("read"))
+        job.trained  # noqa: B018 - raises

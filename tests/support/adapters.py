@@ -13,7 +13,8 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.facts import routing_of
 from shardwright.model.lora_options import as_config
 from shardwright.models.adapters.int8 import from_int8, to_int8
-from shardwright.step.build import build
+from shardwright.step.build import evaluation_step, place_model
+from shardwright.step.train_step import TrainStep
 from shardwright.weights.adapter_weights import beside
 from shardwright.weights.peft_files import factor_shapes, from_peft, peft_keys
 from shardwright.weights.weight_sources import Source, state_dict_weights
@@ -101,9 +102,10 @@ def make_adapted(
     found.start = {name: t.detach() for name, t in found.start.items()}
     mesh = build_mesh(recipe.mesh)
     factors: Source = state_dict_weights(found.start)
-    built = build(job, mesh, beside(state_dict_weights(base), factors))
-    found.case = Case(recipe, config, plain, job.stored, built.step, built.evaluation, mesh)
-    found.case.model = built.model  # type: ignore[attr-defined]
+    placed = place_model(job, mesh, beside(state_dict_weights(base), factors))
+    step, evaluation = TrainStep(placed), evaluation_step(placed)
+    found.case = Case(recipe, config, plain, job.stored, step, evaluation, mesh)
+    found.case.model = placed.model  # type: ignore[attr-defined]
     return found
 
 

@@ -16,7 +16,7 @@ from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.facts import experts_modules, routing_of
 from shardwright.scripts.measure.against_plain import unstacked
-from shardwright.step.build import build
+from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_step import EvalStep
 from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
@@ -53,7 +53,7 @@ class Case:
 
     def gradients(self, batch: dict[str, torch.Tensor], step: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
         """Our loss and gradients, under the model's own names, on the CPU; what is random is that of ``step``."""
-        split = {k: t.reshape(-1, self.step.options.accumulation, *t.shape[1:]) for k, t in batch.items()}
+        split = {k: t.reshape(-1, self.step.accumulation, *t.shape[1:]) for k, t in batch.items()}
         inputs = place_batch(split, self.mesh, self.recipe.batch)
         loss, found, _ = self.step.loss_and_gradients(inputs, self.step.random_keys(step))
         torch_xla.sync()
@@ -99,8 +99,9 @@ def make_case(
     options = {"gradient_accumulation_steps": accumulation, "weight_decay": weight_decay, **more}
     job, device_mesh = job_of(recipe, config, **options), build_mesh(recipe.mesh)
     weights = {name: values.clone() for name, values in reference.state_dict().items()}
-    built = build(job, device_mesh, state_dict_weights(weights))
-    return Case(recipe, config, reference, job.stored, built.step, built.evaluation, device_mesh)
+    placed = place_model(job, device_mesh, state_dict_weights(weights))
+    step, evaluation = TrainStep(placed), evaluation_step(placed)
+    return Case(recipe, config, reference, job.stored, step, evaluation, device_mesh)
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:

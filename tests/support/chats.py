@@ -13,8 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from shardwright.data.rows.packing import IGNORE
 from shardwright.data.samples.samples import Sample
+from shardwright.models.ops.labels import IGNORE
 
 SPECIAL = ["<end>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|eot|>", "[INST]", "[/INST]"]
 # template -> what ends a turn in it; each is of the kind of the family after which it is called

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.corpus import Corpus, DataOptions, load_corpus
 from shardwright.data.records.documents import find_documents
 from shardwright.data.rows.heldout_rows import split_documents
+from shardwright.objectives.objective import text_shape
 
 TEXTS = [f"Story {i}.\n" + " ".join(f"{i * j % 97} is a number," for j in range(5 + i % 11)) for i in range(300)]
 
@@ -90,7 +91,7 @@ def written(path: Path, content: bytes) -> Path:
 
 def documents_of(dataset: Path | str | None, scratch: Path, fraction: float = 0.05) -> dict[str, Dataset]:
     """``train`` and ``heldout`` documents of ``dataset``."""
-    return split_documents(find_documents(None if dataset is None else str(dataset), "text"), scratch, fraction)
+    return split_documents(find_documents(None if dataset is None else str(dataset), [text_shape()]), scratch, fraction)
 
 
 def run_python(script: str, **environment: str) -> str:

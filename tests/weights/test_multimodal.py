@@ -19,7 +19,8 @@ from shardwright.model.attention_probe import text_part_differs
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole, whole_model
 from shardwright.run import train
 from shardwright.scripts.measure.against_plain import unstacked
-from shardwright.step.build import build
+from shardwright.step.build import place_model
+from shardwright.step.train_step import TrainStep
 from shardwright.weights import hub_read
 from shardwright.weights.hub_write import export
 from shardwright.weights.weight_sources import part_and_rest, part_of, seeded_init, state_dict_weights
@@ -51,7 +52,7 @@ def test_loss_and_every_gradient_of_the_text_equal_the_whole_plain_model_s(famil
     config = config_of(family)
     whole, job = plain(config), job_of(recipe_of(family), config)
     mesh = build_mesh(job.recipe.mesh)
-    step = build(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.names_in_whole)).step
+    step = TrainStep(place_model(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.names_in_whole)))
     ids = torch.randint(1, IMAGE_TOKEN, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     inputs = place_batch({"input_ids": ids.unsqueeze(1), "labels": ids.unsqueeze(1)}, mesh, job.recipe.batch)
     loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))

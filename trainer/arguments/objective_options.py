@@ -1,92 +1,71 @@
-"""Options that say what the loss is: of tokens, or of which of two answers is preferred."""
+"""Options that say what is learned: the objective, and the numbers that some have (:mod:`shardwright.objectives`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING
 
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
+from shardwright.objectives import DEFAULT, OBJECTIVES
+from shardwright.objectives.objective import Objective
 
-OBJECTIVES = ("sft", "dpo", "ipo", "orpo", "simpo")
-_BESIDE_WEIGHTS = ("dpo", "ipo")  # these ask what the starting weights would have said
-_BETA, _GAMMA = 0.1, 0.5
-_TOKENS_A_PAIR, _MOST_PAIRS = 16, 64
+_NUMBERS = {name: number for entry in OBJECTIVES.values() for name, number in entry.options.items()}
+
+
+def _help() -> str:
+    names: dict[str, list[str]] = {}
+    for name, entry in OBJECTIVES.items():
+        words = entry.shapes[0].words
+        names.setdefault(entry.learns + (f", from records with {words}" if words else ""), []).append(name)
+    return "What is learned: " + "; ".join(f"{learns} ({', '.join(own)})" for learns, own in names.items()) + "."
 
 
 @dataclass
-class ObjectiveArguments(Checked):
-    """The objective and its numbers, under trl's names."""
+class ObjectiveChoice(Checked):
+    """The objective, under trl's names."""
 
-    objective: str = option(
-        "sft",
-        "What is learned: the next token (sft), or which of two answers is preferred (dpo, ipo, orpo, simpo), from "
-        "records with `prompt`, `chosen` and `rejected`.",
-    )
-    beta: float = option(
-        _BETA,
-        "Of dpo, how strongly the starting weights hold; ipo's tau, orpo's lambda, and the scale of simpo's rewards.",
-    )
-    simpo_gamma: float = option(_GAMMA, "By how much simpo's reward of the chosen answer shall be the higher.")
+    objective: str = option(DEFAULT, _help())
+
+    @property
+    def entry(self) -> type[Objective]:
+        """The objective's own description."""
+        return OBJECTIVES[self.objective]
 
     def check_objective(self) -> None:
         """Refuse what can't be."""
-        self.choose("objective", OBJECTIVES)
-        self.check("beta", self.beta > 0, "it is a scale", _BETA)
-        self.check("simpo_gamma", self.simpo_gamma >= 0, "it is a margin", _GAMMA)
-        said = {"beta": self.beta != _BETA and not self.is_preference}
-        said["simpo_gamma"] = self.simpo_gamma != _GAMMA and self.objective != "simpo"
-        for name in (name for name, alone in said.items() if alone):
-            raise UserError(
-                asked=f"--{name} {getattr(self, name)}",
-                found=f"--objective {self.objective}",
-                why="its loss has no such number",
-                instead=f"no --{name}, or --objective {'simpo' if name == 'simpo_gamma' else 'dpo'}",
-            )
+        self.choose("objective", list(OBJECTIVES))
+        for name, number in _NUMBERS.items():
+            value = getattr(self, name)
+            self.check(name, number.fits(value), number.why, number.default)
+            if value != number.default and name not in self.entry.options:
+                raise UserError(
+                    asked=f"--{name} {value}",
+                    found=f"--objective {self.objective}",
+                    why="its loss has no such number",
+                    instead=f"no --{name}, or --objective "
+                    + next(known for known, entry in OBJECTIVES.items() if name in entry.options),
+                )
 
-    def check_beside(self, **options: object) -> None:
-        """Refuse ``options``, name → value, of which any that is true can't be combined with the objective."""
-        for name in (name for name, value in options.items() if value and self.is_preference):
-            raise UserError(
-                asked=f"--objective {self.objective} with --{name} {options[name]}",
-                found="an objective that compares two answers",
-                why=_WHY[name],
-                instead=f"no --{name}, or --objective sft",
-            )
-
-    def check_given(self, **given: object) -> None:
-        """Refuse what is ``given``, name → value, and is not None: it is made for a loss of tokens."""
-        for name in (name for name, value in given.items() if value is not None and self.is_preference):
-            raise UserError(
-                asked=f"{name} with the objective {self.objective}",
-                found="rows of pairs, whose loss compares two answers",
-                why=_WHY[name],
-                instead=f"no {name}, or the objective sft",
-            )
-
-    @property
-    def is_preference(self) -> bool:
-        """Whether records are pairs of answers."""
-        return self.objective != "sft"
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss compares with what the starting weights say."""
-        return self.objective in _BESIDE_WEIGHTS
-
-    def most_pairs(self, length: int) -> int:
-        """The most pairs that share a row of ``length`` tokens; 0: records are no pairs.
-
-        It is a dimension of the step's tensors, so it can't be left open.
-        """
-        return min(_MOST_PAIRS, max(1, length // _TOKENS_A_PAIR)) if self.is_preference else 0
+    def check_beside(self, **given: object) -> None:
+        """Refuse what is ``given``, name → value, and is not None or False, if the objective can't have it."""
+        for name, why in self.entry.refusals().items():
+            if given.get(name) not in (None, False):
+                value = given[name]
+                raise UserError(
+                    asked=f"{f'--{name} {value}' if isinstance(value, str | bool) else name} with the objective "
+                    f"{self.objective}",
+                    found=f"{self.entry.title}, which learns {self.entry.learns}",
+                    why=why,
+                    instead=f"no {name}, or --objective {DEFAULT}",
+                )
 
 
-_WHY = {
-    "text_column": "plain text has no two answers",
-    "train_on_prompt": "both answers have the same prompt, which says nothing of which is preferred",
-    "overflow": "a part of an answer is preferred to nothing",
-    "compute_loss_func": "the objective is the loss, and there is one loss",
-    "compute_metrics": "it is given tokens and their targets, and an evaluation of pairs adds up pairs",
-    "predict": "it tells of each record what the model says of its tokens, and a record of pairs has two answers",
-    "streaming": "what the starting weights say of each row is stored beside it, and of a stream no rows are stored",
-}
+if TYPE_CHECKING:
+    ObjectiveArguments = ObjectiveChoice
+else:
+    ObjectiveArguments = make_dataclass(
+        "ObjectiveArguments",
+        [(name, type(number.default), option(number.default, number.help)) for name, number in _NUMBERS.items()],
+        bases=(ObjectiveChoice,),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,9 +18,9 @@ from shardwright.arguments.output_options import OutputArguments
 from shardwright.arguments.recovery_options import RecoveryArguments
 from shardwright.arguments.sample_options import SampleArguments
 from shardwright.arguments.schedule import KINDS, Schedule
-from shardwright.errors import UserError
+from shardwright.errors import UserError, without_credentials
+from shardwright.objectives.objective import Objective, RecordShape, text_shape
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
 DEFAULT_STEPS = 300  # where neither steps nor epochs are asked for
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
@@ -87,11 +87,11 @@ class TrainingArguments(
         self.check_data()
         self.check_adapter()
         self.check_objective()
-        split, stream = self.overflow == "split" and "split", self.streaming and self.has_reference
+        split = self.overflow == "split" and "split"
         self.check_beside(
-            text_column=self.text_column, train_on_prompt=self.train_on_prompt, overflow=split, streaming=stream
+            text_column=self.text_column, train_on_prompt=self.train_on_prompt, overflow=split, streaming=self.streaming
         )
-        self.isolate_documents |= self.is_preference  # the two answers of a pair share a row
+        self.isolate_documents |= self.goal.groups is not None  # its loss tells the segments of a row apart
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             self.check(name, getattr(self, name) >= 1, "it counts something that a run needs one of", 1)
         for name in ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate"):
@@ -108,6 +108,16 @@ class TrainingArguments(
         saves = self.save_strategy != "no" or self.on_spike != "rollback"
         self.check("on_spike", saves, "--save_strategy no leaves no checkpoint to go back to", "skip, or stop")
         self._read_length()
+
+    @property
+    def goal(self) -> Objective:
+        """The objective with its numbers."""
+        return self.entry({name: getattr(self, name) for name in self.entry.options}, self.sequence_length)
+
+    @property
+    def reads(self) -> Sequence[RecordShape]:
+        """The shapes that records may have, in the order in which they are looked for."""
+        return self.entry.shapes if self.text_column is None else [text_shape(self.text_column)]
 
     def _read_length(self) -> None:
         """How many steps, if that can be said before the data are seen."""
@@ -180,7 +190,7 @@ class TrainingArguments(
         Keys of hubs and trackers are no options: they come from the environment.
         """
         values = asdict(self).items()
-        return {name: _CREDENTIALS.sub("", value) if isinstance(value, str) else value for name, value in values}
+        return {name: without_credentials(value) if isinstance(value, str) else value for name, value in values}
 
     # what transformers' integrations ask for
     to_dict = as_dict

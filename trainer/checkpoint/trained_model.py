@@ -15,9 +15,9 @@ from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.weights.adapter_weights import weights_of
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.place import place_parameters
-from shardwright.weights.placed_parameters import Placed
 from shardwright.weights.weight_sources import Source
 from shardwright.weights.write_model import write_model
+from shardwright.xla.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class TrainedModel:
     """A model whose parameters are trained on the devices.
 
     Args:
-        model: holds the buffers; ``placed`` has the parameters.
+        model: holds the buffers.
+        parameters: name → placed parameter; the dict that the steps share.
         base: where the weights came from, under the names of ``job.whole``.
     """
 
     job: Job
     model: PreTrainedModel
-    placed: Placed
+    mesh: DeviceMesh
+    parameters: Tensors
     base: Source
     tokenizer: PreTrainedTokenizerBase
     console: Console
@@ -52,7 +54,7 @@ class TrainedModel:
             source: of the weights; default: those that are being trained.
         """
         folder = folder if hosts().first else UnwrittenFolder(str(folder))
-        live = LiveWeights(self.model, self.job.stored, self.placed.mesh, self.placed.parameters)
+        live = LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
         write_model(self.job, folder, source or live, self.base, self.tokenizer, self.console)
 
     def in_checkpoint(self, folder: Folder) -> Source:
@@ -67,8 +69,6 @@ class TrainedModel:
 
     def place(self, source: Source) -> None:
         """Train, evaluate and export these weights from now on."""
-        # step, evaluation and export share this dict: all see the new weights, and the old are freed one by one
-        parameters = self.placed.parameters
-        parameters.clear()
+        self.parameters.clear()  # all that share it see the new weights, and the old are freed one by one
         weights = weights_of(self.job, self.base, source)
-        parameters.update(place_parameters(self.model, self.job.stored, self.placed.mesh, weights))
+        self.parameters.update(place_parameters(self.model, self.job.stored, self.mesh, weights))

@@ -1,6 +1,6 @@
 """A run's graphs without weights: placeholders → HLO with the plan's shardings.
 
-They are those that a run runs (:func:`shardwright.step.build.build`, :mod:`shardwright.weights`), on an abstract mesh.
+They are those that a run runs (:mod:`shardwright.step.build`, :mod:`shardwright.weights`), on an abstract mesh.
 Its tensors have shapes and layouts but no data, so a model of any size is lowered in seconds, in the memory of its
 graph.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,9 @@ from shardwright.models.layers.decoder_layers import DecoderLayers
 from shardwright.models.ops import jax_call
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.auto_remat import LayerValue, layer_values
-from shardwright.step.build import build, build_evaluation
-from shardwright.step.objectives.preference import REFERENCE
-from shardwright.step.train_step import step_name
+from shardwright.step.build import evaluation_step, place_model
+from shardwright.step.placed_model import PlacedModel
+from shardwright.step.train_step import TrainStep, step_name
 from shardwright.weights.place import layer_batches, read_layer, write_layer
 from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla.batch import batch_spec
@@ -40,8 +40,8 @@ from shardwright.xla.device_mesh import AbstractMesh
 from shardwright.xla.runtime import init_runtime
 
 EVALUATION, LOADING, READING = "evaluation", "loading", "reading back"
-# the third and fourth where documents are isolated, the last where an objective compares with the starting weights
-BATCH = ("input_ids", "labels", "segment_ids", "position_ids", REFERENCE)
+BATCH = ("input_ids", "labels")
+ISOLATED = ("segment_ids", "position_ids")  # besides, where documents are isolated
 
 
 class Traced(NamedTuple):
@@ -60,7 +60,7 @@ def graphs_of(job: Job) -> tuple[str, ...]:
     rows for those of :func:`shorter_steps`.
     """
     names = [TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ())]
-    if job.args.has_reference:
+    if job.args.entry.reference:
         names.append(REFERENCE_PASS)
     if job.args.sample_prompts is not None:
         names += [PROMPTS, NEXT_TOKEN] if can_cache(job.model) else [NEXT_TOKEN]
@@ -116,7 +116,7 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh) -> LoweredGraph:
         arguments.append(
             Argument(
                 name=name,
-                kind=_kind(name, job.stored.specs.keys()),
+                kind=_kind(name, job),
                 shape=dimensions,
                 dtype=str(parameter.numpy_dtype()),
                 sharding=sharding_text(job.plan.mesh, spec),
@@ -135,13 +135,18 @@ def _lower(job: Job, graph: str, mesh: AbstractMesh) -> LoweredGraph:
 
 
 def _trace_train_step(job: Job, mesh: AbstractMesh) -> Traced:
-    built = build(job, mesh, state_dict_weights(job.model.state_dict()))
-    built.step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
-    return Traced(built.step.replaced, {}, layer_values(job, built.model))
+    placed = _placed(job, mesh)
+    step = TrainStep(placed)
+    step.trace(_batch(job, job.rows), step=1, learning_rate=1.0)
+    return Traced(step.replaced, {}, layer_values(job, placed.model))
+
+
+def _placed(job: Job, mesh: AbstractMesh) -> PlacedModel:
+    return place_model(job, mesh, state_dict_weights(job.model.state_dict()))
 
 
 def _trace_evaluation(job: Job, mesh: AbstractMesh) -> Traced:
-    evaluation = build(job, mesh, state_dict_weights(job.model.state_dict())).evaluation
+    evaluation = evaluation_step(_placed(job, mesh))
     sums = evaluation.begin()
     evaluation.trace(_batch(job, job.evaluation_rows), sums)
     return Traced({"sums": sums}, {})
@@ -165,12 +170,10 @@ def _trace_reading(job: Job, mesh: AbstractMesh) -> Traced:
 
 
 def _trace_reference(job: Job, mesh: AbstractMesh) -> Traced:
-    evaluation = build_evaluation(job, mesh, state_dict_weights(job.model.state_dict()))
-    batch = _batch(job, job.evaluation_rows)
-    del batch[REFERENCE]
-    step = ReferenceStep(evaluation.loss, evaluation.placed, job.args.most_pairs(job.args.sequence_length))
-    logps = step.trace(batch)
-    return Traced({"logps": logps}, {"logps": batch_spec(2, job.recipe.batch)})
+    step, batch = ReferenceStep(_placed(job, mesh)), _batch(job, job.evaluation_rows)
+    del batch[step.column]
+    values = step.trace(batch)
+    return Traced({"logps": values}, {"logps": batch_spec(values.dim(), job.recipe.batch)})
 
 
 def _trace_prompts(job: Job, mesh: AbstractMesh) -> Traced:
@@ -188,9 +191,8 @@ def _trace_next_token(job: Job, mesh: AbstractMesh) -> Traced:
 
 def _begin_to_generate(job: Job, mesh: AbstractMesh) -> tuple[Decoder, Tensors]:
     """The decoder of the run's prompts, which has traced their graph; and what that computes."""
-    evaluation = build_evaluation(job, mesh, state_dict_weights(job.model.state_dict()))
     shape = expected_shape(job)
-    decoder = build_generator(job, evaluation, shape, sampling_of(job.args)).decoder
+    decoder = build_generator(_placed(job, mesh), shape, sampling_of(job.args)).decoder
     return decoder, decoder.begin([[0]] * shape.rows, torch.empty(shape.rows, device="meta"))
 
 
@@ -231,11 +233,10 @@ def _layer_specs(job: Job) -> dict[str, PartitionSpec]:
 
 def _batch(job: Job, rows: int) -> Tensors:
     args = job.args
-    names = BATCH[:4] if args.isolate_documents else BATCH[:2]
+    names = (*BATCH, *ISOLATED) if args.isolate_documents else BATCH
     batch = {name: torch.empty((rows, args.sequence_length), dtype=torch.int64, device="meta") for name in names}
-    if args.has_reference:
-        batch[REFERENCE] = torch.empty((rows, 2 * args.most_pairs(args.sequence_length)), device="meta")
-    return batch
+    columns = args.goal.columns
+    return batch | {name: torch.empty((rows, *shape), device="meta") for name, shape in columns.items()}
 
 
 def _layers(job: Job) -> int:
@@ -263,9 +264,9 @@ def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
     return f"{{devices=[{','.join(map(str, tiles))}]<={order}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
 
 
-def _kind(name: str, parameters: Collection[str]) -> str:
-    if name in parameters:
+def _kind(name: str, job: Job) -> str:
+    if name in job.stored.specs:
         return "weights"
-    if name.partition(" ")[0] in parameters:  # whose state has its name behind the parameter's
+    if name.partition(" ")[0] in job.stored.specs:  # whose state has its name behind the parameter's
         return "optimizer"
-    return "batch" if name in BATCH else "other"
+    return "batch" if name in (*BATCH, *ISOLATED, *job.args.goal.columns) else "other"

@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.data.corpus import DataOptions, check_samples
 from shardwright.data.records.document_stream import DocumentStream, find_stream
 from shardwright.data.records.documents import has_text
-from shardwright.data.records.shapes import BadRecord, RecordShape
+from shardwright.data.records.shapes import BadRecord
 from shardwright.data.rows.mixture import BLOCK, shares, sources_of
 from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE
 from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import Encoder, Sample, joined
+from shardwright.objectives.objective import RecordShape
 
 LISTED = 1000  # places of a finding that are kept; all are counted
 
@@ -162,7 +163,7 @@ def audit(
     auditor, sources = _Auditor(options, show), []
     asked = [*_asked(options)]
     for name, heldout, share in asked:
-        stream = find_stream(name, options.text_column, "list", bool(options.samples.pairs))
+        stream = find_stream(name, options.reads, "list")
         check_samples(options, stream.shape, tokenizer)
         limit = None if heldout else options.max_samples
         parts = [(stream, heldout, limit)]

@@ -20,12 +20,12 @@ from shardwright.data.audit_arguments import AuditArguments
 from shardwright.data.from_arguments import asked_tokenizer, data_options
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.rows.mixture import no_tokenizer, shapes_of
-from shardwright.data.rows.packing import IGNORE
 from shardwright.data.samples.samples import Sample
 from shardwright.errors import UserError
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.meta_model import load_config
+from shardwright.models.ops.labels import IGNORE
 from shardwright.report.audit_report import AuditView, Finding, audit_page, print_audit
 from shardwright.report.units import size
 
@@ -40,7 +40,7 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     """
     config = _config_of(args)
     tokenizer = asked_tokenizer(args, config)
-    shapes = shapes_of(args.dataset, args.text_column, args.is_preference)
+    shapes = shapes_of(args.dataset, args.reads)
     if tokenizer is None:
         raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):

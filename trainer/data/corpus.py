@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwright.data.records.document_stream import find_stream
 from shardwright.data.records.documents import find_documents
-from shardwright.data.records.shapes import RecordShape
 from shardwright.data.rows.heldout_rows import SAMPLE_CHARACTERS, first_documents, heldout_of_stream, split_documents
 from shardwright.data.rows.mixture import MixedRows, mixture_notes, no_tokenizer, shapes_of, shares, sources_of
 from shardwright.data.rows.packing import CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE, AnyPacker, Packer
@@ -39,6 +38,8 @@ from shardwright.data.samples.tally import notes, unread_notes
 from shardwright.data.tokenizer import check_tokenizer, check_vocabulary, tokenizer_fingerprint, trained_tokenizer
 from shardwright.errors import UserError
 from shardwright.files.cache import cache_root, cached, digest
+from shardwright.objectives.objective import RecordShape
+from shardwright.objectives.sft import SHAPES
 
 Found = TypeVar("Found")
 CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
@@ -54,7 +55,7 @@ class DataOptions:
             with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``; or records of the library `datasets`, stored or
             streamed. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
-        text_column: where records keep their text; None: their columns say of what shape they are.
+        reads: the shapes that records may have, in the order in which they are looked for.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
         streaming: rows are made as training asks for them and never stored.
         shuffle_rows: rows of a stream that are mixed with one another; 2048 take 32 MiB at 4096 tokens a row.
@@ -72,7 +73,7 @@ class DataOptions:
 
     dataset: str | Dataset | IterableDataset | None
     sequence_length: int
-    text_column: str | None = None
+    reads: Sequence[RecordShape] = SHAPES
     isolate_documents: bool = False
     streaming: bool = False
     shuffle_rows: int = 2048
@@ -157,7 +158,7 @@ def load_corpus(
         return load(options, tokenizer, vocab_size, root)
     if tokenizer is None:
         raise no_tokenizer(options.dataset)
-    shapes = shapes_of(options.dataset, options.text_column, bool(options.samples.pairs))
+    shapes = shapes_of(options.dataset, options.reads)
     labels = any(map(options.makes_samples, shapes))
     corpora = [
         load(replace(options, dataset=source.dataset, labels=labels), tokenizer, vocab_size, root) for source in sources
@@ -209,10 +210,7 @@ def _stored_corpus(
 
 def _finder(find: Callable[..., Found], options: DataOptions) -> Callable[[Any], Found]:
     """``find``, which takes a dataset, with what ``options`` say of all of them."""
-    samples = options.samples
-    return functools.partial(
-        find, text_column=options.text_column, on_bad_row=samples.on_bad_row, pairs=bool(samples.pairs)
-    )
+    return functools.partial(find, reads=options.reads, on_bad_row=options.samples.on_bad_row)
 
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
@@ -281,7 +279,7 @@ def _packing_key(options: DataOptions, shape: RecordShape, tokenizer: PreTrained
         samples = options.samples
         key += [shape.name, tokenizer.chat_template, tokenizer.pad_token_id, transformers.__version__]
         key += [samples.train_on_prompt, samples.overflow, samples.packing, samples.on_bad_row, sorted(samples.stops)]
-        key += [samples.pairs] if samples.pairs else []
+        key += [samples.groups] if samples.groups else []
     elif options.labels:
         key += ["labels"]
     return key

@@ -67,7 +67,7 @@ def data_options(
     stops = stop_tokens(args, config, model)
     return DataOptions(
         dataset=args.dataset if train is None else train,
-        text_column=args.text_column,
+        reads=args.reads,
         sequence_length=args.sequence_length,
         isolate_documents=args.isolate_documents,
         streaming=args.streaming,
@@ -80,6 +80,6 @@ def data_options(
             args.packing,
             on_bad_row=args.on_bad_row,
             stops=stops,
-            pairs=args.most_pairs(args.sequence_length),
+            groups=args.goal.groups,
         ),
     )

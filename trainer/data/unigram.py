@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from shardwright.data.rows.batches import as_batch
-from shardwright.data.rows.packing import IGNORE
 from shardwright.data.rows.rows import Rows, StoredRows
+from shardwright.models.ops.labels import IGNORE
 
 
 def unigram_loss(train: Rows, heldout: StoredRows, vocab_size: int) -> float:

@@ -19,7 +19,7 @@ from shardwright.layout.plan import ShardingPlan
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.loss import Loss
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.placed_model import PlacedModel
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
 from shardwright.xla.device_mesh import DeviceMesh
@@ -145,8 +145,8 @@ def _cache(config: Any, length: int) -> Cache:
 class RowDecoder:
     """Decodes without a cache: one graph computes the whole row for each token, whatever its layers are."""
 
-    def __init__(self, loss: Loss, placed: Placed, shape: GenerationShape, sampling: Sampling) -> None:
-        self.loss, self.placed, self.shape, self.sampling = loss, placed, shape, sampling
+    def __init__(self, placed: PlacedModel, shape: GenerationShape, sampling: Sampling) -> None:
+        self.placed, self.shape, self.sampling = placed, shape, sampling
         self.guards = (CompileGuard(NEXT_TOKEN, 1),)
 
     def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
@@ -163,7 +163,7 @@ class RowDecoder:
         """As :class:`shardwright.evaluation.generate.Decoder` says."""
         drawn = place_batch({"uniform": uniform}, self.placed.mesh, self.placed.batch_axes)["uniform"]
         with torch.no_grad():
-            logits = self.loss.logits(self.placed.parameters, {"input_ids": self._tokens})
+            logits = self.placed.loss.logits(self.placed.parameters, {"input_ids": self._tokens})
             places = torch.arange(self.shape.length, device=logits.device)
             there = (places == self._last).unsqueeze(-1)
             token = self._laid_out(choose(torch.where(there, logits, 0.0).sum(1), self.sampling, drawn))

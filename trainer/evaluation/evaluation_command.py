@@ -36,7 +36,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         manager, tasks = _load_tasks(options)
     opened = open_model(options, console)
     console.quiet = console.quiet or not hosts().first
-    lm = LM(opened.job, opened.step, opened.tokenizer, console)
+    lm = LM(opened.placed, opened.tokenizer, console)
     results: Any = simple_evaluate(
         lm,
         tasks=tasks,
@@ -46,7 +46,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         apply_chat_template=options.apply_chat_template,
         log_samples=False,
     )
-    results["config"] |= {"model": options.model, "recipe": opened.job.recipe.name, "mesh": opened.job.plan.mesh}
+    results["config"] |= {"model": options.model, "recipe": lm.job.recipe.name, "mesh": lm.job.plan.mesh}
     console.print(make_table(results), markup=False, highlight=False, soft_wrap=True)
     if "groups" in results:
         console.print(make_table(results, "groups"), markup=False, highlight=False, soft_wrap=True)

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from shardwright.errors import UserError
 from shardwright.evaluation.build_generator import build_generator
 from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
-from shardwright.evaluation.score_step import UNSCORED, ScoreStep
-from shardwright.job import Job
+from shardwright.evaluation.score_step import ScoreStep
+from shardwright.models.ops.labels import IGNORE
 from shardwright.report.bars import tracked
-from shardwright.step.eval_step import EvalStep
+from shardwright.step.placed_model import PlacedModel
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -42,9 +42,8 @@ class LM(TemplateLM):
     longer loses its beginning, as in the harness's own models.
 
     Args:
-        job: what the model is; its ``sequence_length`` is the longest row.
-        step: an evaluation step of it, such as a loop's ``evaluator.step``; its model and weights are used as they are
-            then.
+        placed: such as a loop's ``placed``; its weights are used as they are then, and the ``sequence_length`` of its
+            job is the longest row.
         tokenizer: the model's.
 
     Attributes:
@@ -55,14 +54,12 @@ class LM(TemplateLM):
         UserError: a tokenizer without a token that a text can begin with.
     """
 
-    def __init__(
-        self, job: Job, step: EvalStep, tokenizer: PreTrainedTokenizerBase, console: Console | None = None
-    ) -> None:
+    def __init__(self, placed: PlacedModel, tokenizer: PreTrainedTokenizerBase, console: Console | None = None) -> None:
         super().__init__()
-        self.job, self.tokenizer, self.console = job, tokenizer, console or Console(quiet=True)
-        self.step, self.score = step, ScoreStep(step.loss, step.placed)
+        self.placed, self.job, self.score = placed, placed.job, ScoreStep(placed)
+        self.tokenizer, self.console = tokenizer, console or Console(quiet=True)
         self.generators: dict[tuple[GenerationShape, Sampling], Generator] = {}
-        self.max_length = job.args.sequence_length
+        self.max_length = self.job.args.sequence_length
         if self.prefix_token_id is None:
             raise UserError(
                 asked=f"tasks with the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
@@ -168,7 +165,7 @@ class LM(TemplateLM):
 
     def _generator(self, shape: GenerationShape, sampling: Sampling) -> Generator:
         if (shape, sampling) not in self.generators:
-            self.generators[shape, sampling] = build_generator(self.job, self.step, shape, sampling)
+            self.generators[shape, sampling] = build_generator(self.placed, shape, sampling)
         return self.generators[shape, sampling]
 
     def _ended(self, untils: list[list[str]]) -> Callable[[int, list[int]], bool]:
@@ -225,7 +222,7 @@ def bucket(tokens: int, longest: int) -> int:
 def _batch(pairs: Sequence[Sequence[list[int]]], rows: int, length: int) -> dict[str, torch.Tensor]:
     """``pairs`` of context and continuation as rows [rows, length]; padding is token 0, at the end."""
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    targets = torch.full_like(tokens, UNSCORED)
+    targets = torch.full_like(tokens, IGNORE)
     for row, (context, continuation) in enumerate(pairs):
         whole = torch.tensor((context + continuation)[-(length + 1) :])
         tokens[row, : len(whole) - 1] = whole[:-1]

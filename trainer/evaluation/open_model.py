@@ -24,8 +24,8 @@ from shardwright.model.facts import stated
 from shardwright.model.lora_options import CONFIG
 from shardwright.model.meta_model import load_config
 from shardwright.report.lines import say, waiting
-from shardwright.step.build import build_evaluation
-from shardwright.step.eval_step import EvalStep
+from shardwright.step.build import place_model
+from shardwright.step.placed_model import PlacedModel
 from shardwright.weights.adapter_weights import check_adapter, weights_of
 from shardwright.weights.hub_read import open_hub_weights, reading
 from shardwright.weights.weight_sources import has_weights
@@ -39,8 +39,7 @@ LONGEST = 4096  # tokens of a row by default, where the model has positions for 
 class OpenModel:
     """A model whose weights lie on the mesh, ready to be evaluated."""
 
-    job: Job
-    step: EvalStep
+    placed: PlacedModel
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -66,11 +65,11 @@ def open_model(options: EvaluationArguments, console: Console) -> OpenModel:
     if saved is not None:
         saved.check_tensors(console)
     if saved is not None and job.lora is None:
-        return OpenModel(job, build_evaluation(job, build_mesh(job.recipe.mesh), saved), tokenizer)
+        return OpenModel(place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer)
     hub = open_hub_weights(base, job.whole)
     with reading(hub, console), waiting(console, "placing the weights on the devices …"):
-        step = build_evaluation(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved))
-    return OpenModel(job, step, tokenizer)
+        placed = place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved))
+    return OpenModel(placed, tokenizer)
 
 
 def _checkpoint(model: str) -> RunCheckpoint | None:

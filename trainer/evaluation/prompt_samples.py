@@ -21,7 +21,7 @@ from shardwright.evaluation.generate import GenerationShape, Generator, Sampling
 from shardwright.files.folder import Folder, StorageError
 from shardwright.job import Job
 from shardwright.report.lines import say
-from shardwright.step.eval_step import EvalStep
+from shardwright.step.placed_model import PlacedModel
 
 SAMPLES = "samples.jsonl"
 _SHOWN = 200  # characters of a prompt, and of an answer, on the console
@@ -66,13 +66,13 @@ class Samples:
         self.entries = [] if resume is None else _earlier(resume)
         self.generator: Generator | None = None
 
-    def take(self, step: int, evaluation: EvalStep) -> None:
+    def take(self, step: int, placed: PlacedModel) -> None:
         """Answers the prompts with the weights as they are, says the answers and writes them down.
 
         The same draws each time: what changes is the model. What can't be written is said, and the run goes on.
         """
         if self.generator is None:
-            self.generator = build_generator(self.job, evaluation, self.shape, sampling_of(self.job.args))
+            self.generator = build_generator(placed, self.shape, sampling_of(self.job.args))
         answers: list[list[int]] = []
         for first in range(0, len(self.prompts), self.shape.rows):
             prompts = self.prompts[first : first + self.shape.rows]

@@ -1,4 +1,4 @@
-"""What the starting weights say of every answer: computed once, before the first step, and kept beside the rows.
+"""What the starting weights say of every row: computed once, before the first step, and kept beside the rows.
 
 A run that goes on has trained weights, so it reads what its first life wrote.
 """
@@ -23,10 +23,9 @@ from shardwright.errors import UserError
 from shardwright.evaluation.reference_step import ReferenceStep
 from shardwright.files.folder import Folder, StorageError
 from shardwright.hosts.hosts import hosts
+from shardwright.objectives.objective import Objective
 from shardwright.report.bars import tracked
-from shardwright.step.loss import Loss
-from shardwright.step.objectives.preference import REFERENCE
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.placed_model import PlacedModel
 
 FILE = "reference.safetensors"
 
@@ -34,13 +33,16 @@ FILE = "reference.safetensors"
 class ReferredRows(StoredRows):
     """Stored rows with one column more, what the starting weights say; their name is that of the rows without it.
 
+    Args:
+        column: its name.
+
     Attributes:
-        values: that column, float32 [rows, 2 x pairs]; None until it is known.
+        values: that column, float32 [rows, ...]; None until it is known.
     """
 
-    def __init__(self, rows: StoredRows) -> None:
+    def __init__(self, rows: StoredRows, column: str) -> None:
         super().__init__(rows.dataset, rows.tally)
-        self.plain = rows
+        self.plain, self.column = rows, column
         self.values: np.ndarray | None = None
 
     @property
@@ -51,14 +53,14 @@ class ReferredRows(StoredRows):
     def read(self, numbers: np.ndarray) -> Columns:
         """The rows of these numbers. [rows, S]"""
         assert self.values is not None, "what the starting weights say is not known yet"
-        return {**super().read(numbers), REFERENCE: self.values[numbers]}
+        return {**super().read(numbers), self.column: self.values[numbers]}
 
 
 class Reference:
     """The rows of a run, and what the starting weights say of them.
 
     Args:
-        pairs: in a row at most.
+        objective: which compares with what they say.
 
     Attributes:
         train: the rows to train on with that column.
@@ -68,11 +70,12 @@ class Reference:
         UserError: the rows are not stored.
     """
 
-    def __init__(self, train: Rows, sets: Mapping[str, StoredRows], pairs: int) -> None:
+    def __init__(self, train: Rows, sets: Mapping[str, StoredRows], objective: Objective) -> None:
         if not isinstance(train, StoredRows):
             raise not_one_dataset(mixed=isinstance(train, MixedRows))
-        self.pairs, self.train = pairs, ReferredRows(train)
-        self.sets = {name: ReferredRows(rows) for name, rows in sets.items()}
+        column = str(objective.reference)
+        self.shape, self.train = objective.columns[column], ReferredRows(train, column)
+        self.sets = {name: ReferredRows(rows, column) for name, rows in sets.items()}
 
     @property
     def known(self) -> bool:
@@ -80,12 +83,7 @@ class Reference:
         return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self._splits().values())
 
     def compute(
-        self,
-        loss: Loss,
-        placed: Placed,
-        batch: tuple[int, int, int],
-        stopped: Callable[[], bool],
-        console: Console,
+        self, placed: PlacedModel, batch: tuple[int, int, int], stopped: Callable[[], bool], console: Console
     ) -> None:
         """Ask the ``placed`` weights about all rows; where ``stopped`` says so it ends, and the rest is NaN.
 
@@ -93,16 +91,16 @@ class Reference:
             batch: how many rows it has, and which of them this process reads, as
                 :func:`shardwright.data.rows.batches.heldout_batches` takes both.
         """
-        step, size = ReferenceStep(loss, placed, self.pairs), batch[0]
+        step, size = ReferenceStep(placed), batch[0]
         splits = self._splits()
-        found = {name: np.full((len(rows), 2 * self.pairs), np.nan, dtype=np.float32) for name, rows in splits.items()}
+        found = {name: np.full((len(rows), *self.shape), np.nan, dtype=np.float32) for name, rows in splits.items()}
         for name, rows in splits.items():
             rows.values = found[name]
         for name, rows in splits.items():
             batches, total = heldout_batches(rows.plain, *batch), -(-len(rows) // size)
-            for number, logps in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
+            for number, values in enumerate(step(tracked(console, f"reference, {name} rows", batches, total))):
                 first = number * size
-                found[name][first : first + size] = logps[: len(rows) - first]
+                found[name][first : first + size] = values[: len(rows) - first]
                 hosts().watchdog.progressed()
                 if stopped():
                     return
@@ -141,7 +139,7 @@ class Reference:
     def _differs(self, values: dict[str, np.ndarray]) -> str:
         """How ``values`` don't fit the rows; empty if they do."""
         for name, rows in self._splits().items():
-            wanted = (len(rows), 2 * self.pairs)
+            wanted = (len(rows), *self.shape)
             if values[name].shape != wanted or values[name].dtype != np.float32:
                 return f"{name} rows of another number or length: {values[name].shape}, where {wanted} are needed"
             if np.isnan(values[name]).any():
@@ -170,10 +168,10 @@ def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference
     Raises:
         UserError: as :class:`Reference`.
     """
-    if not args.has_reference:
+    if args.goal.reference is None:
         return corpus, None
     sets = {name: rows.spread(args.max_eval_rows) for name, rows in corpus.heldout_sets.items()}
-    found = Reference(corpus.train, sets, args.most_pairs(args.sequence_length))
+    found = Reference(corpus.train, sets, args.goal)
     heldout = next(iter(found.sets.values()))
     return replace(corpus, train=found.train, heldout=heldout, named=found.sets if corpus.named else {}), found
 

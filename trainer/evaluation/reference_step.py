@@ -1,42 +1,53 @@
-"""ReferenceStep: what the starting weights say of each segment of packed rows, in one graph."""
+"""ReferenceStep: what the starting weights say of rows, in one graph."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
 
 from shardwright.models.adapters.lora import B
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.objectives.objective import Objective
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.step.loss import Loss
-from shardwright.step.objectives.preference import SEGMENTS, SegmentLogps
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.placed_model import PlacedModel
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
 
 REFERENCE_PASS = "reference pass"
 
 
+class _Referring(Objective):
+    """No loss: what ``objective`` asks of the starting weights."""
+
+    title, parts = "the reference pass", ("nothing",)
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__({}, objective.length)
+        self.objective = objective
+
+    def loss(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], counts: torch.Tensor) -> Tensors:
+        """Zero, and the values by the name of their column; ``counts`` is not read."""
+        values = self.objective.refer(logits, batch)
+        return {"nothing": values.sum() * 0, str(self.objective.reference): values}
+
+
 class ReferenceStep:
-    """Log-probabilities of segments by the weights as they are, an adapter's left out.
+    """What the weights as they are, an adapter's left out, give for the column that the objective compares with."""
 
-    Args:
-        pairs: in a row at most.
-    """
-
-    def __init__(self, loss: Loss, placed: Placed, pairs: int) -> None:
-        self.loss, self.placed = copy.copy(loss), placed
-        self.loss.objective = SegmentLogps(pairs)
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed, self.loss = placed, copy.copy(placed.loss)
+        self.column = str(placed.loss.objective.reference)
+        self.loss.objective = _Referring(placed.loss.objective)
         self.guard = CompileGuard(REFERENCE_PASS, expected=1)
 
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[np.ndarray]:
-        """Of each of ``batches`` (host tensors of [rows, S]) the log-probabilities, float32 [rows, 2 x pairs]."""
+        """Of each of ``batches`` (host tensors of [rows, S]) the column's values, float32 [rows, ...]."""
         for batch in batches:
-            found = self.guard.run(batch, lambda batch: {"logps": self.trace(batch)})
-            yield sharding.fetch(found["logps"]).numpy()
+            found = self.guard.run(batch, lambda batch: {"values": self.trace(batch)})
+            yield sharding.fetch(found["values"]).numpy()
 
     def trace(self, batch: Tensors) -> torch.Tensor:
         """Build the graph of ``batch``, and run nothing."""
@@ -49,4 +60,5 @@ class ReferenceStep:
             }
             one = torch.ones((), device=inputs["labels"].device)
             _, recorded = self.loss(parameters, inputs, one, training=False)
-            return sharding.constrain(recorded[SEGMENTS], mesh, batch_spec(2, self.placed.batch_axes))
+            values = recorded[self.column]
+            return sharding.constrain(values, mesh, batch_spec(values.dim(), self.placed.batch_axes))

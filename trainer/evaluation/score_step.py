@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from shardwright.models.ops.labels import IGNORE
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.step.loss import Loss
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.placed_model import PlacedModel
 from shardwright.xla import sharding
 from shardwright.xla.batch import own_rows, place_batch
-
-UNSCORED = -100
 
 
 class ScoreStep:
@@ -23,8 +21,8 @@ class ScoreStep:
         guards: (rows, S) → the guard of that shape's graph, which may be compiled once.
     """
 
-    def __init__(self, loss: Loss, placed: Placed) -> None:
-        self.loss, self.placed = loss, placed
+    def __init__(self, placed: PlacedModel) -> None:
+        self.placed = placed
         self.guards: dict[tuple[int, ...], CompileGuard] = {}
 
     @property
@@ -38,7 +36,7 @@ class ScoreStep:
         A batch is read once the next one has been started, so that the devices don't wait for the host.
 
         Args:
-            batches: ``input_ids`` [rows, S], and ``targets`` [rows, S], the token that follows each; UNSCORED: not
+            batches: ``input_ids`` [rows, S], and ``targets`` [rows, S], the token that follows each; -100: not
                 scored. A row without a target scores 0 and 1.
         """
         waiting = None
@@ -58,7 +56,7 @@ class ScoreStep:
         axes = self.placed.batch_axes
         inputs = place_batch(own_rows(batch, mesh, axes), mesh, axes)
         with torch.no_grad():
-            logits = self.loss.logits(self.placed.parameters, {"input_ids": inputs["input_ids"]})
+            logits = self.placed.loss.logits(self.placed.parameters, {"input_ids": inputs["input_ids"]})
             return sharding.constrain(row_scores(logits, inputs["targets"]), mesh, (None, None))
 
 
@@ -70,7 +68,7 @@ def row_scores(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """
     logits = logits.to(torch.float32)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-    scored = targets != UNSCORED
+    scored = targets != IGNORE
     own = torch.where(vocabulary == targets.unsqueeze(-1), logits, -torch.inf).amax(-1)
     greedy = torch.where(logits == logits.amax(-1, keepdim=True), vocabulary, logits.shape[-1]).amin(-1)
     total = torch.where(scored, own - logits.logsumexp(-1), 0.0).sum(-1)

@@ -15,17 +15,15 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import signal
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError, command
+from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError, command, without_credentials
 
 NOTES = "SHARDWRIGHT_NOTES"  # in a child's environment: the path of its notes
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
@@ -148,7 +146,7 @@ def note(**facts: Any) -> None:
 
 def note_passing(why: str) -> None:
     """Tell the supervisor that this process ends because of something passing. No credentials of a URL are told."""
-    note(transient=True, ended=_CREDENTIALS.sub("", why.partition("\n")[0]))
+    note(transient=True, ended=without_credentials(why.partition("\n")[0]))
 
 
 def read_notes(path: str) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from shardwright.job import Job
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.report.terminal import closing_table
 from shardwright.step.eval_metrics import ComputeMetrics, Measures, measures_of
-from shardwright.step.eval_step import Evaluation, PreferenceEvaluation, prefix_of
+from shardwright.step.eval_step import Evaluation, names_of_means, prefix_of
 from shardwright.step.loss import LossFunction
-from shardwright.step.objectives.preference import LOGGED
 from shardwright.xla.runtime import compile_count
 
 
@@ -41,7 +40,7 @@ def settled(
         UserError: the rows are not the job's, nothing is left to do, or no evaluation gives what is called the best.
     """
     args, vocabulary = job.args, job.config.get_text_config().vocab_size
-    args.check_given(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
+    args.check_beside(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
     corpus.check_fits(args.sequence_length, vocabulary)
     epoch = steps_an_epoch(corpus.train, job.rows)
     if epoch is not None:
@@ -82,9 +81,8 @@ def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[s
         is_entropy: whether the loss has a perplexity.
     """
     wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
-    given: Evaluation | PreferenceEvaluation = Evaluation(0.0, 0.0, dict.fromkeys(metrics, 0.0), is_entropy)
-    if args.is_preference:
-        given = PreferenceEvaluation(0.0, dict.fromkeys(LOGGED, 0.0))
+    goal = args.goal
+    given = Evaluation(0.0, dict.fromkeys(names_of_means(goal, metrics), 0.0), is_entropy and not goal.parts)
     known = [name for each in sets for name in given.named(prefix_of(each))]
     if wanted and args.best_metric not in known:
         raise UserError(

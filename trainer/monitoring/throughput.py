@@ -81,7 +81,7 @@ class Meter:
             logs["unscored_steps"] = metrics.unscored_steps
         if metrics.spike is not None:
             logs |= spikes.log_entries(metrics.spike, since=self._last)
-        logs |= {**metrics.preferences, **metrics.router_losses, **log_entries(metrics.expert_load)}
+        logs |= {**metrics.logged, **metrics.router_losses, **log_entries(metrics.expert_load)}
         self.expert_load = metrics.expert_load
         self._clock, self._last, self._tokens = now, step, 0
         self._least.clear()

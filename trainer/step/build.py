@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwright.files.arrays import Array, Stack
 from shardwright.job import Job
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import partition_spec
@@ -32,18 +30,14 @@ from shardwright.models.mixers import bind as mixers
 from shardwright.models.ops import jax_call, kernel_cost, scopes
 from shardwright.models.ops.partial_gradients import SUFFIX
 from shardwright.step.eval_metrics import Measures
-from shardwright.step.eval_step import EvalStep, PreferenceEvalStep
+from shardwright.step.eval_step import EvalStep, ObjectiveEvalStep
 from shardwright.step.gradient_reduction import partial_gradients_of
 from shardwright.step.loss import Loss, LossFunction
-from shardwright.step.objectives.preference import Preference
-from shardwright.step.parameter_updates import make_updates
+from shardwright.step.placed_model import PlacedModel
 from shardwright.step.prepare_parameters import Prepare
-from shardwright.step.router_load import make_routing, router_losses, watch_routing
-from shardwright.step.spikes import spike_watch
+from shardwright.step.router_load import router_losses, watch_routing
 from shardwright.step.split_rows import RowPieces
-from shardwright.step.train_step import StepOptions, TrainStep
 from shardwright.weights.place import place_parameters
-from shardwright.weights.placed_parameters import Placed
 from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, chip_of, device_order
@@ -51,68 +45,23 @@ from shardwright.xla.device_mesh import DeviceMesh, chip_of, device_order
 _LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
 
 
-@dataclass(frozen=True)
-class Built:
-    """A job on its mesh, ready to run."""
-
-    model: PreTrainedModel
-    placed: Placed
-    step: TrainStep
-    evaluation: EvalStep
-
-
-def build(
-    job: Job,
-    mesh: DeviceMesh,
-    source: Source,
-    restored: Source | None = None,
-    *,
-    compute_loss: LossFunction | None = None,
-    measures: Measures | None = None,
-) -> Built:
-    """The job's model with its weights from ``source`` placed on ``mesh``, and its steps.
+def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction | None = None) -> PlacedModel:
+    """The job's model with its weights from ``source`` placed on ``mesh``; nothing else is placed.
 
     Args:
-        restored: values of the optimizer's state and of metrics, of a run to go on with; see `TrainStep`.
-        compute_loss: in place of the model's loss; see `Loss`.
-        measures: what an evaluation measures beside the loss.
+        loss: a function of the caller's own in place of the model's loss; see `Loss`.
     """
-    trained = job.trained  # before anything is placed, since a loss of no parameter is refused
-    evaluation = build_evaluation(job, mesh, source, compute_loss=compute_loss, measures=measures)
-    loss, placed, args = evaluation.loss, evaluation.placed, job.args
-    optimizer = make_updates(args, job.stored, mesh, loss.model)
-    options = StepOptions(
-        args.gradient_accumulation_steps,
-        args.max_grad_norm,
-        args.state_dtypes["optimizer_dtype"],
-        args.seed,
-        job.row_lengths,
-        spike_watch(args),
-    )
-    moments = restored and _with_zeros(job, restored)
-    step = TrainStep(loss, placed, optimizer, options, moments, make_routing(job, loss.model, placed), trained)
-    return Built(loss.model, placed, step, evaluation)
-
-
-def build_evaluation(
-    job: Job,
-    mesh: DeviceMesh,
-    source: Source,
-    *,
-    compute_loss: LossFunction | None = None,
-    measures: Measures | None = None,
-) -> EvalStep:
-    """The job's model with its weights from ``source`` placed on ``mesh``, to be evaluated: nothing else is placed."""
-    model = _on_mesh(job, mesh, job.recipe.activations)
+    model = on_mesh(job, mesh, job.recipe.activations)
     parameters = place_parameters(model, job.stored, mesh, source)
-    placed = Placed(mesh, job.recipe.batch, parameters, job.stored.specs)
-    loss = _make_loss(job, model, mesh, compute_loss)
-    if isinstance(loss.objective, Preference):
-        return PreferenceEvalStep(loss, placed, loss.objective)
-    return EvalStep(loss, placed, measures)
+    return PlacedModel(job, mesh, model, parameters, loss_of(job, model, mesh, loss))
 
 
-def _on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
+def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> EvalStep:
+    """The step that evaluates ``placed``; ``measures``: what is measured beside the loss, where it is of tokens."""
+    return ObjectiveEvalStep(placed) if placed.loss.objective.parts else EvalStep(placed, measures)
+
+
+def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> PreTrainedModel:
     """A copy of the job's assembled model, its kernels bound to ``mesh`` and its activations laid out."""
     model = copy.deepcopy(job.assembled)
     _add_scales(model, job.stored)
@@ -134,29 +83,6 @@ def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
             owner, _, key = (entry.name + SCALE).rpartition(".")
             scale = torch.empty(plan[entry.name + SCALE].shape, device="meta")
             model.get_submodule(owner).register_parameter(key, nn.Parameter(scale, requires_grad=False))
-
-
-def _with_zeros(job: Job, restored: Source) -> Source:
-    """``restored``, with zeros for the optimizer's state of what took no part in the loss when saved: it had none."""
-
-    def source(name: str) -> Array:
-        parameter, _, moment = name.partition(" ")
-        members, layers = job.stored.members(parameter) if moment else [], []
-        try:
-            return restored(name)
-        except KeyError:
-            if not members:
-                raise
-        (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
-        for member in members:
-            try:
-                layers.append(restored(f"{member} {moment}"))
-            except KeyError:
-                shape = kept.shape if members == [parameter] else kept.shape[1:]
-                layers.append(torch.zeros(()).expand(shape))
-        return layers[0] if members == [parameter] else Stack(layers)
-
-    return source
 
 
 def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -201,7 +127,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     experts.bind(model, experts_modules(model), kernel)
 
 
-def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
+def loss_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunction | None) -> Loss:
     """The model's loss, or ``own`` of its outputs, its parameters cast to the compute dtype and laid out before use."""
     compute = job.recipe.compute
     partials = partial_gradients_of(job, model, mesh)
@@ -216,14 +142,8 @@ def _make_loss(job: Job, model: PreTrainedModel, mesh: DeviceMesh, own: LossFunc
     leaves = {name + SUFFIX: partial for name, partial in kept.items()}
     axis = job.plan.sequence
     pieces = None if axis is None else RowPieces(mesh, job.plan.batch, axis)
-    return Loss(model, prepare, inside, leaves, compute.router_loss, router_losses(job), own, _objective(job), pieces)
-
-
-def _objective(job: Job) -> Preference | None:
-    """What the job learns besides the next token; None: nothing."""
-    args = job.args
-    pairs = args.most_pairs(args.sequence_length)
-    return Preference(args.objective, args.beta, args.simpo_gamma, pairs) if pairs else None
+    routers, goal = router_losses(job), job.args.goal
+    return Loss(model, prepare, inside, leaves, compute.router_loss, goal, routers, own, pieces)
 
 
 def _constrain_output(layout: Layout, mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:

@@ -14,8 +14,9 @@ import torch
 
 from shardwright.errors import UserError
 from shardwright.model.facts import in_short
+from shardwright.models.ops.labels import IGNORE, targets
 from shardwright.models.ops.partial_gradients import Tensors
-from shardwright.step.loss import CORRECT, IGNORE, targets
+from shardwright.step.loss import CORRECT
 
 IDS, LOG_PROBS = "ids", "log_probs"
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.objectives.objective import Objective
 from shardwright.step.compile_guard import CompileGuard
 from shardwright.step.eval_metrics import CORRECT, IDS, LOG_PROBS, Measures, token_values
-from shardwright.step.loss import Loss, scored_tokens
-from shardwright.step.objectives.preference import CHOSEN_LOSS, LOGGED, PAIR_LOSS, Preference
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.placed_model import PlacedModel
 from shardwright.xla import sharding
 from shardwright.xla.batch import place_batch
 
@@ -25,16 +25,16 @@ class Evaluation:
     """What held-out rows came to.
 
     Args:
-        loss: mean cross entropy over the scored targets, in nats a token, without the auxiliary loss; NaN if there is
-            none. With a loss function of one's own, the mean of that.
-        accuracy: the share of them that no other token was given a higher score than; NaN likewise.
-        metrics: of a person's own, by name.
+        loss: the objective's, without the auxiliary loss; NaN if there is nothing to evaluate. The model's own is the
+            mean cross entropy over the scored targets, in nats a token; with a loss function of one's own, the mean of
+            that.
+        means: what else was measured, by name: ``accuracy`` (the share of scored targets that no other token was given
+            a higher score than) and a person's own metrics, or what the objective logs. NaN likewise.
         is_entropy: whether the loss is the cross entropy, and so has a perplexity.
     """
 
     loss: float
-    accuracy: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    means: Mapping[str, float]
     is_entropy: bool = True
 
     @property
@@ -42,33 +42,15 @@ class Evaluation:
         """e to the loss."""
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
-    @property
-    def entries(self) -> dict[str, float]:
-        """As log entries, under transformers' kind of names."""
-        return self.named("eval")
-
     def named(self, prefix: str) -> dict[str, float]:
-        """As log entries whose names begin with ``prefix``."""
+        """As log entries whose names begin with ``prefix``, under transformers' kind of names."""
         perplexity = {"perplexity": self.perplexity} if self.is_entropy else {}
-        found = {"loss": self.loss, **perplexity, "accuracy": self.accuracy, **self.metrics}
-        return {f"{prefix}_{name}": value for name, value in found.items()}
+        return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **perplexity, **self.means}.items()}
 
 
-@dataclass(frozen=True)
-class PreferenceEvaluation:
-    """What held-out pairs came to.
-
-    Args:
-        loss: the objective's, without the auxiliary loss; NaN if there are no pairs.
-        means: what else is logged, under trl's names.
-    """
-
-    loss: float
-    means: Mapping[str, float]
-
-    def named(self, prefix: str) -> dict[str, float]:
-        """As log entries whose names begin with ``prefix``."""
-        return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **self.means}.items()}
+def names_of_means(objective: Objective, metrics: Iterable[str]) -> tuple[str, ...]:
+    """The names of `Evaluation.means`; ``metrics``: a person's own."""
+    return objective.logged if objective.parts else ("accuracy", *metrics)
 
 
 class EvalStep:
@@ -78,12 +60,12 @@ class EvalStep:
         measures: what is measured beside the loss.
     """
 
-    def __init__(self, loss: Loss, placed: Placed, measures: Measures | None = None) -> None:
-        self.loss, self.placed, self.measures = loss, placed, measures or Measures()
+    def __init__(self, placed: PlacedModel, measures: Measures | None = None) -> None:
+        self.loss, self.placed, self.measures = placed.loss, placed, measures or Measures()
         self.guard = CompileGuard("evaluation step", expected=1)
         self.predict_guard = CompileGuard("prediction step", expected=1)
 
-    def __call__(self, batches: Iterable[Tensors]) -> Evaluation | PreferenceEvaluation:
+    def __call__(self, batches: Iterable[Tensors]) -> Evaluation:
         """What ``batches`` (host tensors of [rows, S]) come to together."""
         sums = self.begin()
 
@@ -95,7 +77,7 @@ class EvalStep:
             self.guard.run(batch, trace)
         return self._read(sums)
 
-    def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation | PreferenceEvaluation, np.ndarray, np.ndarray]:
+    def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
         """What ``batches`` come to, and of each position the most likely token and the target's log-probability.
 
         Both are [all rows, S]; the graph is another than that of an evaluation, and is compiled once too.
@@ -154,48 +136,48 @@ class EvalStep:
         counted = torch.stack([total, scored, recorded[CORRECT]])
         return torch.cat([counted, *(recorded[name] for name in self.measures.names)]), recorded
 
-    def _read(self, sums: torch.Tensor) -> Evaluation | PreferenceEvaluation:
+    def _read(self, sums: torch.Tensor) -> Evaluation:
         total, tokens, correct, *pairs = sums.cpu().tolist()
         metrics = {
             name: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else math.nan
             for i, name in enumerate(self.measures.names)
         }
         loss, accuracy = (total / tokens, correct / tokens) if tokens else (math.nan, math.nan)
-        return Evaluation(loss, accuracy, metrics, self.loss.compute is None)
+        return Evaluation(loss, {"accuracy": accuracy, **metrics}, self.loss.compute is None)
 
 
-class PreferenceEvalStep(EvalStep):
-    """Evaluates batches of pairs under a preference objective. Of single tokens it says nothing."""
+class ObjectiveEvalStep(EvalStep):
+    """Evaluates batches under an objective with a loss of its own. Of single tokens it says nothing."""
 
-    names = (PAIR_LOSS, CHOSEN_LOSS, *LOGGED)
-
-    def __init__(self, loss: Loss, placed: Placed, objective: Preference) -> None:
-        super().__init__(loss, placed)
-        self.objective = objective
+    def __init__(self, placed: PlacedModel) -> None:
+        super().__init__(placed)
+        self.objective = placed.loss.objective
+        self.names = (*self.objective.parts, *self.objective.logged)
 
     @property
     def size(self) -> int:
-        """How many sums there are: both counts, and what is logged of pairs."""
-        return 2 + len(self.names)
+        """How many sums there are: the counts, the parts of the loss, and what is logged."""
+        return len(self.objective.parts) + len(self.names)
 
     def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
         if values:
             raise UserError(
-                asked=f"predictions with the objective {self.objective.objective}",
-                found="rows of pairs, whose loss compares two answers",
-                why="what is said of each token is said of one answer, and a record of pairs has two",
+                asked=f"predictions with the objective {self.objective.title}",
+                found=f"a loss of its own: {self.objective.learns}",
+                why=self.objective.refusals()["predict"],
                 instead="an evaluation; or the objective sft",
             )
         counts = self.objective.counts(batch)
         _, recorded = self.loss(self.placed.parameters, batch, torch.ones_like(counts), training=False)
         return torch.cat([counts, torch.stack([recorded[name].to(torch.float32) for name in self.names])]), recorded
 
-    def _read(self, sums: torch.Tensor) -> PreferenceEvaluation:
-        pairs, targets, pair_loss, chosen_loss, *values = sums.cpu().tolist()
-        if not pairs:
-            return PreferenceEvaluation(math.nan, dict.fromkeys(LOGGED, math.nan))
-        means = {name: value / pairs for name, value in zip(LOGGED, values, strict=True)}
-        return PreferenceEvaluation(pair_loss / pairs + chosen_loss / targets, means)
+    def _read(self, sums: torch.Tensor) -> Evaluation:
+        values, parts = sums.cpu().tolist(), len(self.objective.parts)
+        counts, losses, logged = values[:parts], values[parts : 2 * parts], values[2 * parts :]
+        count = counts[0] or math.nan
+        loss = sum(total / number if number else 0.0 for total, number in zip(losses, counts, strict=True))
+        means = {name: value / count for name, value in zip(self.objective.logged, logged, strict=True)}
+        return Evaluation(loss if counts[0] else math.nan, means, is_entropy=False)
 
 
 def prefix_of(name: str, first: str = "eval") -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,13 +18,13 @@ from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses
 from shardwright.models.layers import side_outputs
 from shardwright.models.layers.layer_inputs import LoopChanged
 from shardwright.models.ops import partial_gradients, randomness
+from shardwright.models.ops.labels import IGNORE, targets
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.models.ops.torch_overrides import LocalOps
+from shardwright.objectives.objective import Objective
 from shardwright.step.gradient_reduction import PartialGradient
-from shardwright.step.objectives.preference import REFERENCE
 from shardwright.step.split_rows import RowPieces
 
-IGNORE = -100  # the label of what is not scored
 CORRECT = "correct_tokens"
 # (the model's outputs, labels [rows, S], scored targets) → a 0-d loss: transformers' `compute_loss_func`
 LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -30,14 +32,6 @@ LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 class _HeadInUse(Exception):
     """The model makes more of its head's output than the loss."""
-
-
-class Objective(Protocol):
-    """What stands in the place of the model's own loss of tokens."""
-
-    def __call__(self, logits: torch.Tensor, batch: Tensors, counts: torch.Tensor, /) -> tuple[torch.Tensor, Tensors]:
-        """The loss of ``logits`` [rows, S, V] on ``batch``, and what else is logged, by name."""
-        ...
 
 
 class Loss:
@@ -52,7 +46,7 @@ class Loss:
         router_losses: what is added besides, to the routers that :func:`shardwright.models.experts.routing.watch`
             watches.
         compute: a loss of the caller's own, in place of the model's; traced, as all else.
-        objective: what stands in the place of the mean cross entropy, where ``compute`` is None; None: nothing.
+        objective: what is learned; a loss of its own stands in the place of the mean cross entropy.
         pieces: how the tokens of a row lie on the devices that share it; None: each device has whole rows.
 
     Attributes:
@@ -66,9 +60,9 @@ class Loss:
         inside: frozenset[str],
         partials: Mapping[str, PartialGradient],
         router_loss: bool,
+        objective: Objective,
         router_losses: RouterLosses = RouterLosses(),  # noqa: B008  (it is frozen)
         compute: LossFunction | None = None,
-        objective: Objective | None = None,
         pieces: RowPieces | None = None,
     ) -> None:
         self.model, self.prepare, self.inside, self.partials = model, prepare, inside, partials
@@ -95,7 +89,7 @@ class Loss:
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
             batch: name → tensor [rows, S].
-            tokens: what the sum over scored targets is divided by, a 0-d tensor; or the objective's counts.
+            tokens: the objective's counts, which the parts of the loss are divided by.
             training: whether dropout, capacities and the load-balancing loss apply.
             random_key: what everything random is drawn from; None: nothing may be random.
             measure: (logits, labels) → what else is wanted by name.
@@ -106,11 +100,11 @@ class Loss:
                 loss is none.
         """
         length, whole = batch["input_ids"].shape[1], batch
+        batch = {name: tensor for name, tensor in batch.items() if name not in self.objective.columns}
         if self.pieces is not None:
-            batch = self.pieces.inputs({k: t for k, t in batch.items() if k not in ("labels", REFERENCE)}, length)
+            batch = self.pieces.inputs({name: t for name, t in batch.items() if name != "labels"}, length)
             batch["labels"] = self.pieces.targets(targets(whole["labels"]), IGNORE)
-        inputs: dict[str, Any] = {name: tensor for name, tensor in batch.items() if name != REFERENCE}
-        inputs["num_items_in_batch"] = tokens
+        inputs: dict[str, Any] = {**batch, "num_items_in_batch": tokens}
         if self.compute is not None:
             del inputs["labels"]
         if hasattr(self.model.config, "output_router_logits"):
@@ -212,7 +206,7 @@ class Loss:
             UserError: the model has a loss that can't be replaced.
         """
         objective, pieces, calls = self.objective, self.pieces, 0
-        if self.compute is not None or (objective is None and pieces is None):
+        if self.compute is not None or not (objective.parts or pieces):
             yield
             return
         own = self.model.loss_function
@@ -220,12 +214,12 @@ class Loss:
         def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             nonlocal calls
             calls += 1
-            if objective is None:
+            if not objective.parts:
                 return own(logits, labels, *args, **{**kwargs, "shift_labels": labels})
             whole = logits if pieces is None else pieces.restored(logits, batch["labels"].shape[1])
-            value, found = objective(whole, batch, counts)
+            found = objective.loss(whole, batch, counts)
             measured.update(found)
-            return value
+            return functools.reduce(operator.add, (found[part] for part in objective.parts))
 
         # semi-private: the slot of `PreTrainedModel.loss_function`, transformers/modeling_utils.py, transformers 5.23
         before = self.model.__dict__.get("_loss_function")
@@ -238,10 +232,12 @@ class Loss:
                 self.model.loss_function = before
         if calls != 1:
             raise UserError(
-                asked=f"{'another objective than sft' if objective else 'split rows'} with {type(self.model).__name__}",
+                asked=f"{f'the loss of {objective.title}' if objective.parts else 'split rows'} with "
+                f"{type(self.model).__name__}",
                 found=f"a forward that calls its loss function {calls} times",
                 why="its loss can't be replaced",
-                instead="a model such as llama or mixtral, or " + ("--objective sft" if objective else "whole rows"),
+                instead="a model such as llama or mixtral, or "
+                + ("--objective sft" if objective.parts else "whole rows"),
             )
 
     def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
@@ -251,7 +247,7 @@ class Loss:
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
-        if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective:
+        if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
             return forward()
         assert isinstance(head, torch.nn.Linear)  # checked just above; this tells mypy
         given: list[torch.Tensor] = []
@@ -313,13 +309,3 @@ def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
     if "segment_ids" in batch:
         return (batch["segment_ids"] > 0).to(torch.float32)
     return torch.ones_like(batch["input_ids"], dtype=torch.float32) if always else None
-
-
-def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """How many targets of ``labels`` [..., S] are scored, as a 0-d float: not the first, and none that is -100."""
-    return (labels[..., 1:] != IGNORE).to(torch.float32).sum()
-
-
-def targets(labels: torch.Tensor) -> torch.Tensor:
-    """What each position of ``labels`` [rows, S] predicts, the label of the next one; -100 where that is not scored."""
-    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE)

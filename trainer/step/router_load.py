@@ -13,7 +13,7 @@ from shardwright.model.facts import experts_modules
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses, mark, selection_biases, watch
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.expert_load import ExpertLoad
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.placed_model import PlacedModel
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec
 from shardwright.xla.device_mesh import DeviceMesh
@@ -113,8 +113,9 @@ def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
         watch(model, split_rows)
 
 
-def make_routing(job: Job, model: PreTrainedModel, placed: Placed) -> Routing:
-    """The experts of the job, and the biases of its routers as they lie in ``model``, which runs."""
+def make_routing(placed: PlacedModel) -> Routing:
+    """The experts of a model, and the biases of its routers as they lie in what runs."""
+    job, model, parameters = placed.job, placed.model, placed.parameters
     names = experts_modules(job.model)
     experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}
     known, stacks, biases = selection_biases(job.model, names), {}, {}
@@ -124,7 +125,7 @@ def make_routing(job: Job, model: PreTrainedModel, placed: Placed) -> Routing:
         block, own_block = (f"{each.rpartition('.')[0]}." for each in (name, own[0]))
         for bias in (bias for bias, of in known.items() if of == own[0]):
             where = block + bias.removeprefix(own_block)
-            biases[where] = (placed.parameters[where] if where in placed.parameters else model.get_buffer(where), name)
+            biases[where] = (parameters[where] if where in parameters else model.get_buffer(where), name)
     order = _order(experts, stacks)
     placed_order = None if order is None else sharding.place("order of experts", order, placed.mesh, (None,))
     return Routing(placed.mesh, experts, stacks, placed_order, biases, job.args.router_bias_update_rate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,7 +41,10 @@ class Spike:
     in_a_row: int
 
 
-_FIELDS = 8  # those of Spike, and first how many good steps there were
+# the numbers of a state, before the window: how many good steps there were, and those of Spike
+_FIELDS = ("seen", "step", "loss", "loss_limit", "grad_norm", "grad_norm_limit", "skipped", "in_a_row")
+_SEEN, _SKIPPED, _IN_A_ROW = (_FIELDS.index(name) for name in ("seen", "skipped", "in_a_row"))
+_LAST = slice(_SEEN + 1, _SKIPPED)  # what the last spike was
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,11 @@ class SpikeWatch:
     @property
     def size(self) -> int:
         """How many numbers the state has."""
-        return _FIELDS + 2 * self.window
+        return len(_FIELDS) + 2 * self.window
 
     def skipped(self, state: torch.Tensor) -> torch.Tensor:
         """How many updates were left out."""
-        return state[6]
+        return state[_SKIPPED]
 
     def judged(
         self, state: torch.Tensor, found: Sequence[torch.Tensor], counts: torch.Tensor
@@ -78,8 +82,8 @@ class SpikeWatch:
                 run.
         """
         step, loss, norm = found
-        seen, skipped, in_a_row = state[0], state[6], state[7]
-        windows = state[_FIELDS:].view(2, self.window)
+        seen, skipped, in_a_row = state[_SEEN], state[_SKIPPED], state[_IN_A_ROW]
+        windows = state[len(_FIELDS) :].view(2, self.window)
         limits = self._limits(windows)
         values = torch.stack([loss, norm])
         spike = counts & (seen >= self.window) & (values > limits).any()
@@ -91,7 +95,7 @@ class SpikeWatch:
         after = torch.cat(
             [
                 (seen + good.to(seen.dtype)).view(1),
-                torch.where(spike, last, state[1:6]),
+                torch.where(spike, last, state[_LAST]),
                 counted,
                 torch.where(good, torch.cat([windows[:, 1:], values.view(2, 1)], 1), windows).flatten(),
             ]
@@ -100,8 +104,9 @@ class SpikeWatch:
 
     def read(self, state: Sequence[float]) -> Spike:
         """What the numbers of a state say."""
-        step, loss, loss_limit, norm, norm_limit, skipped, in_a_row = state[1:_FIELDS]
-        return Spike(int(step), loss, loss_limit, norm, norm_limit, int(skipped), int(in_a_row))
+        found: dict[str, Any] = dict(zip(_FIELDS, state, strict=False))
+        found |= {name: int(found[name]) for name in ("step", "skipped", "in_a_row")}
+        return Spike(**{name: value for name, value in found.items() if name != "seen"})
 
     def _limits(self, windows: torch.Tensor) -> torch.Tensor:
         """What the next step is to stay below: [..., window] -> [...]."""

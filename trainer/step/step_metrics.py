@@ -1,4 +1,4 @@
-"""What a step gathers on the device, as one tensor: where each number stands in it, and what they mean once read."""
+"""What a step gathers on the device in one tensor: where each number stands, by name, and what it means once read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardwright.report.expert_load import ExpertLoad
 from shardwright.step.router_load import Routing
 from shardwright.step.spikes import Spike, SpikeWatch
 
-# behind them stand what a preference objective logs, the shares of `Routing.shares`, the run's steps without a scored
-# token, never reset, and last the state of a `SpikeWatch`, if there is one
+# sums over the steps since the last reading, but for grad_norm and bad_step; behind them stand what the objective logs
 METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step", "router_z_loss", "router_balance_loss")
+_ROUTER_LOSSES = METRICS[-2:]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepMetrics:
             empty if none is added.
         expert_load: of each layer with experts, all these steps together.
         unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
-        preferences: what a preference objective logs, under trl's names, means over the steps; else empty.
+        logged: what the objective logs, means over the steps.
         spike: the last one; None: nobody looks for any.
     """
 
@@ -45,53 +45,70 @@ class StepMetrics:
     router_losses: dict[str, float]
     expert_load: tuple[ExpertLoad, ...]
     unscored_steps: int = 0
-    preferences: Mapping[str, float] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
     spike: Spike | None = None
 
 
-@dataclass(frozen=True)
 class MetricsLayout:
     """Where each number stands.
 
     Args:
-        names: of the first ones: :data:`METRICS`, and what an objective logs.
+        logged: names of what the objective logs.
+
+    Attributes:
+        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``.
+        slots: name → its numbers. Behind those of ``names`` stand ``expert_shares`` (`Routing.shares`),
+            ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered`` is all up
+            to the shares, which begins anew with a reading.
     """
 
-    names: tuple[str, ...]
-    routing: Routing
-    spikes: SpikeWatch | None
+    def __init__(self, logged: tuple[str, ...], routing: Routing, spikes: SpikeWatch | None) -> None:
+        self.routing, self.spikes, self.logged, self.names = routing, spikes, logged, METRICS + logged
+        behind = {"expert_shares": routing.size, "unscored_steps": 1, "spikes": spikes.size if spikes else 0}
+        self.slots, self.size = dict[str, slice](), 0
+        for name, size in (dict.fromkeys(self.names, 1) | behind).items():
+            self.slots[name] = slice(self.size, self.size + size)
+            self.size += size
+        self.slots["gathered"] = slice(0, self.slots["expert_shares"].stop)
 
-    @property
-    def unscored(self) -> int:
-        """Where the steps without a scored token are counted."""
-        return len(self.names) + self.routing.size
+    def number(self, metrics: torch.Tensor, name: str) -> torch.Tensor:
+        """The one number under ``name``, 0-d."""
+        return metrics[self.slots[name].start]
+
+    def with_replaced(self, gathered: torch.Tensor, replaced: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """All metrics: those of ``gathered`` but for the ``replaced`` (name → numbers, in the order of the slots)."""
+        pieces, end = [], 0
+        for name, values in replaced.items():
+            slot = self.slots[name]
+            if end < min(slot.start, len(gathered)):
+                pieces.append(gathered[end : slot.start])
+            pieces.append(values.view(slot.stop - slot.start))
+            end = slot.stop
+        return torch.cat(pieces)
 
     def start(self, restored: Callable[[str], Array] | None) -> torch.Tensor:
         """The metrics to begin with; what was not saved, since an older version or other options had fewer, is 0."""
-        size = self.unscored + 1
-        metrics = torch.zeros(size + (0 if self.spikes is None else self.spikes.size))
+        metrics = torch.zeros(self.size)
         if restored:
             saved = restored("metrics")
             # of another window nothing can be used
-            known = len(metrics) if saved.shape[0] == len(metrics) else min(saved.shape[0], size)
+            known = self.size if saved.shape[0] == self.size else min(saved.shape[0], self.slots["spikes"].start)
             metrics[:known] = saved[(slice(0, known),)]
         return metrics
 
     def read(self, values: Sequence[float], has_router_losses: bool) -> StepMetrics:
         """What the numbers say."""
-        loss, grad_norm, dropped, steps, bad_step, *router_losses = values[: len(METRICS)]
-        preferences = dict(zip(self.names[len(METRICS) :], values[len(METRICS) :], strict=False))
-        count = max(int(steps), 1)
-        names = METRICS[-len(router_losses) :] if has_router_losses else ()
+        found = {name: values[self.slots[name].start] for name in (*self.names, "unscored_steps")}
+        count, dropped = max(int(found["steps"]), 1), found["dropped_fraction"]
         return StepMetrics(
-            loss=loss / count,
-            grad_norm=grad_norm,
+            loss=found["loss"] / count,
+            grad_norm=found["grad_norm"],
             dropped_fraction=None if dropped < 0 else dropped / count,
-            steps=int(steps),
-            bad_step=int(bad_step),
-            router_losses={name: value / count for name, value in zip(names, router_losses, strict=False)},
-            expert_load=self.routing.loads(values[len(self.names) : self.unscored], capacity=dropped >= 0),
-            unscored_steps=int(values[self.unscored]),
-            preferences={name: value / count for name, value in preferences.items()},
-            spike=None if self.spikes is None else self.spikes.read(values[self.unscored + 1 :]),
+            steps=int(found["steps"]),
+            bad_step=int(found["bad_step"]),
+            router_losses={name: found[name] / count for name in (_ROUTER_LOSSES if has_router_losses else ())},
+            expert_load=self.routing.loads(values[self.slots["expert_shares"]], capacity=dropped >= 0),
+            unscored_steps=int(found["unscored_steps"]),
+            logged={name: found[name] / count for name in self.logged},
+            spike=None if self.spikes is None else self.spikes.read(values[self.slots["spikes"]]),
         )

@@ -7,51 +7,29 @@ state is kept, although the host hears of it only at the next logging step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwright.files.arrays import Array
+from shardwright.files.arrays import Array, Stack
+from shardwright.job import Job
 from shardwright.layout.optimizer_state import StateTensor
 from shardwright.layout.partition import PartitionSpec
 from shardwright.models.ops import random_bits, scopes
+from shardwright.models.ops.labels import scored_tokens
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.while_loop import run_turns
 from shardwright.step.compile_guard import CompileGuard
-from shardwright.step.loss import Loss, scored_tokens
-from shardwright.step.objectives.preference import LOGGED, Preference
-from shardwright.step.parameter_updates import ParameterUpdates, clip_factor, global_norm
-from shardwright.step.router_load import Routing, totals
-from shardwright.step.spikes import SpikeWatch
-from shardwright.step.step_metrics import METRICS, MetricsLayout, StepMetrics
-from shardwright.weights.placed_parameters import Placed
+from shardwright.step.parameter_updates import clip_factor, global_norm, make_updates
+from shardwright.step.placed_model import PlacedModel
+from shardwright.step.router_load import make_routing, totals
+from shardwright.step.spikes import spike_watch
+from shardwright.step.step_metrics import MetricsLayout, StepMetrics
+from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.batch import batch_spec, place_batch
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How a step trains.
-
-    Args:
-        accumulation: micro-batches a step.
-        max_grad_norm: global norm that gradients are scaled down to; 0 leaves them.
-        moment_dtype: what the optimizer's state is stored in; the update is computed in float32 whatever it is.
-        seed: gives, with the numbers of the step and the micro-batch, the key of what is random (dropout).
-        lengths: tokens that rows of a batch may have, a compile for each; empty: those of the first batch.
-        spikes: which steps' updates are left out, or end the run; None: nobody looks.
-    """
-
-    accumulation: int = 1
-    max_grad_norm: float = 1.0
-    moment_dtype: torch.dtype = torch.float32
-    seed: int = 0
-    lengths: tuple[int, ...] = ()
-    spikes: SpikeWatch | None = None
 
 
 class TrainStep:
@@ -62,27 +40,27 @@ class TrainStep:
     token changes nothing but the count of such steps: weights, state and the optimizer's own count of updates are as if
     it had not been there. The step's number, and so the learning rate, goes on, for it is the data that it counts.
 
+    What is random (dropout) is drawn from the run's seed and the numbers of the step and the micro-batch.
+
     Args:
-        placed: the parameters, the very tensors that ``loss`` trains.
-        routing: the experts whose load is logged, and the routers' biases that are moved; None: there are none.
-        restored: name in :attr:`state` → values of the optimizer's state or of metrics, of a run to go on with; zeros.
-        trained: name → whether it takes part in the loss, for each layer of a stack; a name that is absent does.
+        restored: values of the optimizer's state and of metrics, by their names in :attr:`state`, of a run to go on
+            with; None: zeros.
+
+    Raises:
+        UserError: no parameter takes part in the loss.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        placed: Placed,
-        optimizer: ParameterUpdates,
-        options: StepOptions,
-        restored: Callable[[str], Array] | None = None,
-        routing: Routing | None = None,
-        trained: Mapping[str, Sequence[bool]] = MappingProxyType({}),
-    ) -> None:
-        self.loss, self.placed, self.optimizer, self.options = loss, placed, optimizer, options
-        self.routing, self.trained = routing or Routing(placed.mesh), trained
+    def __init__(self, placed: PlacedModel, restored: Source | None = None) -> None:
+        job, args = placed.job, placed.job.args
+        self.placed, self.loss = placed, placed.loss
+        self.trained = job.trained  # name → whether it takes part in the loss, for each layer of a stack
+        self.optimizer = optimizer = make_updates(args, job.stored, placed.mesh, placed.model)
+        self.routing, self.spikes = make_routing(placed), spike_watch(args)
+        self.accumulation, self.seed = args.gradient_accumulation_steps, args.seed
+        self.max_grad_norm, self._moment_dtype = args.max_grad_norm, args.state_dtypes["optimizer_dtype"]
+        restored = restored and _with_zeros(job, restored)
         self.mesh, self.parameters = placed.mesh, placed.parameters
-        self.specs = {**placed.specs, **{name: partial.spec for name, partial in loss.partials.items()}}
+        self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
         # By parameter, in the order of `optimizer.state`: two moments of AdamW's, or what another keeps.
         self.moments = {
@@ -90,12 +68,10 @@ class TrainStep:
             for name, kept in optimizer.state.items()
             if self._learns(name)
         }
-        names = METRICS + (LOGGED if loss.objective is not None else ())
-        self.layout = MetricsLayout(names, self.routing, options.spikes)
+        self.layout = MetricsLayout(self.loss.objective.logged, self.routing, self.spikes)
         self.metrics = sharding.place("metrics", self.layout.start(restored), self.mesh, (None,))
-        self.guards = {
-            length: CompileGuard(step_name(length, options.lengths), 1) for length in options.lengths or (0,)
-        }
+        lengths = job.row_lengths  # a compile for each
+        self.guards = {length: CompileGuard(step_name(length, lengths), 1) for length in lengths}
         self.metrics_read = True  # so the next step begins a new mean
 
     def __call__(self, batch: Tensors, *, step: int, learning_rate: float) -> None:
@@ -142,14 +118,14 @@ class TrainStep:
     def trace(self, batch: Tensors, *, step: int, learning_rate: float) -> Tensors:
         """Build the step's graph, which ends in :attr:`replaced`, and run nothing; returns the batch as placed."""
         scalars = torch.tensor([learning_rate, float(step), float(self.metrics_read)])
-        split = {name: _by_micro_batch(t, self.options.accumulation) for name, t in batch.items()}
+        split = {name: _by_micro_batch(t, self.accumulation) for name, t in batch.items()}
         inputs = place_batch(split, self.mesh, self.placed.batch_axes)
         self._trace(inputs, sharding.place("scalars", scalars, self.mesh, (None,)), self.random_keys(step))
         return inputs
 
     def random_keys(self, step: int) -> torch.Tensor:
         """What is random in step number ``step`` is drawn from these keys, int32 [micro-batches, 2]."""
-        seed, count = self.options.seed, self.options.accumulation
+        seed, count = self.seed, self.accumulation
         words = [random_bits.key_of(f"{seed}/{step}/{micro_batch}") for micro_batch in range(count)]
         return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
 
@@ -164,14 +140,13 @@ class TrainStep:
         loss, gradients, recorded = self.loss_and_gradients(batch, random_keys)
         norm = global_norm(gradients.values())
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        good = finite & (self.metrics[METRICS.index("bad_step")] == 0)
+        good = finite & (self.layout.number(self.metrics, "bad_step") == 0)
         scored = scored_tokens(batch["labels"]) > 0
-        unscored = self.layout.unscored
-        updates = step - self.metrics[unscored]  # the optimizer's count of steps
+        updates = step - self.layout.number(self.metrics, "unscored_steps")  # the optimizer's count of steps
         changes, after = good & scored, None
         with torch.no_grad(), scopes.scope("optimizer"):
-            if (spikes := self.options.spikes) is not None:
-                before = self.metrics[unscored + 1 :]
+            if (spikes := self.spikes) is not None:
+                before = self.metrics[self.layout.slots["spikes"]]
                 spike, ends, after = spikes.judged(before, (step, loss, norm), changes)
                 good, changes, updates = good & ~ends, changes & ~spike, updates - spikes.skipped(before)
             self._update_parameters(gradients, norm, changes, (learning_rate, updates))
@@ -182,7 +157,7 @@ class TrainStep:
         self, gradients: Tensors, norm: torch.Tensor, good: torch.Tensor, scalars: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         """Update every parameter with a gradient, where the step is ``good``; ``scalars``: learning rate, updates."""
-        limit = self.options.max_grad_norm
+        limit = self.max_grad_norm
         factor = clip_factor(norm, limit) if limit > 0 else torch.ones_like(norm)
         for name in self.moments:
             parameter = self.parameters[name]
@@ -198,11 +173,9 @@ class TrainStep:
                 kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
-    def _placed_state(
-        self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Callable[[str], Array] | None
-    ) -> torch.Tensor:
+    def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> torch.Tensor:
         """A tensor of the state of parameter ``name`` on the mesh: what was ``restored`` of it, or zeros."""
-        full, dtype = f"{name} {kept.name}", self.options.moment_dtype
+        full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
             return sharding.place(full, restored(full), self.mesh, spec, dtype)
         return sharding.zeros(full, kept.shape, dtype, self.mesh, spec)
@@ -236,30 +209,23 @@ class TrainStep:
             spikes: the new state of those who look for them.
         """
         (loss, norm), (good, fresh, step, scored) = found, flags
-        zero = torch.zeros_like(loss)
-        dropped = self.routing.dropped_fraction(recorded)
-        added = [loss, norm, zero - 1 if dropped is None else dropped, zero + 1, zero]
-        added += [recorded.get(name, zero) for name in self.layout.names[len(added) :]]
-        end = self.layout.unscored
-        before, unscored = self.metrics[:end], self.metrics[end : end + 1]
+        layout, zero, dropped = self.layout, torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
+        added = {"loss": loss, "grad_norm": norm, "dropped_fraction": zero - 1 if dropped is None else dropped}
+        added = {**recorded, **added, "steps": zero + 1, "bad_step": zero}
+        before, unscored = (self.metrics[layout.slots[name]] for name in ("gathered", "unscored_steps"))
         sums = torch.where(fresh > 0, torch.zeros_like(before), before)
-        new = torch.stack(added)
+        new = torch.stack([added.get(name, zero) for name in layout.names])
         if self.routing.experts:
             new = torch.cat([new, self.routing.shares(recorded)])
         new = torch.where(scored, new, torch.zeros_like(new)) + sums
-        norm = torch.where(scored, norm, before[METRICS.index("grad_norm")])
-        bad_step = self.metrics[METRICS.index("bad_step")]
-        bad_step = torch.where(good | (bad_step != 0), bad_step, step)
-        values = [
-            new[:1],
-            norm.view(1),
-            new[2:4],
-            bad_step.view(1),
-            new[5:],
-            torch.where(scored, unscored, unscored + 1),
-            *([] if spikes is None else [spikes]),
-        ]
-        self.metrics.copy_(sharding.constrain(torch.cat(values), self.mesh, (None,)))
+        bad_step = layout.number(self.metrics, "bad_step")
+        replaced = {
+            "grad_norm": torch.where(scored, norm, layout.number(before, "grad_norm")),
+            "bad_step": torch.where(good | (bad_step != 0), bad_step, step),
+            "unscored_steps": torch.where(scored, unscored, unscored + 1),
+            **({} if spikes is None else {"spikes": spikes}),
+        }
+        self.metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
@@ -269,12 +235,10 @@ class TrainStep:
         Args:
             random_keys: of :meth:`random_keys`.
         """
-        count = self.options.accumulation
+        count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
-        # and an auxiliary loss, which is a mean already, is averaged. So do pairs.
-        objective = self.loss.objective
-        scored = objective.counts(batch) if isinstance(objective, Preference) else scored_tokens(batch["labels"])
-        tokens = scored.clamp(min=1) / count  # of none the loss is 0, not 0/0
+        # and an auxiliary loss, which is a mean already, is averaged. So does what other objectives count.
+        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # of none the loss is 0, not 0/0
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
             loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
@@ -369,3 +333,26 @@ def let_go(model: nn.Module, step: TrainStep) -> None:
         setattr(model.get_submodule(owner), key, nn.Parameter(torch.empty((), device="meta"), requires_grad=False))
     step.parameters.clear()
     step.moments.clear()
+
+
+def _with_zeros(job: Job, restored: Source) -> Source:
+    """``restored``, with zeros for the optimizer's state of what took no part in the loss when saved: it had none."""
+
+    def source(name: str) -> Array:
+        parameter, _, moment = name.partition(" ")
+        members, layers = job.stored.members(parameter) if moment else [], []
+        try:
+            return restored(name)
+        except KeyError:
+            if not members:
+                raise
+        (kept,) = (kept for kept in job.stored.state_of(parameter) if kept.name == moment)
+        for member in members:
+            try:
+                layers.append(restored(f"{member} {moment}"))
+            except KeyError:
+                shape = kept.shape if members == [parameter] else kept.shape[1:]
+                layers.append(torch.zeros(()).expand(shape))
+        return layers[0] if members == [parameter] else Stack(layers)
+
+    return source

@@ -20,6 +20,8 @@ from shardwright.data.corpus import DataOptions, load_corpus
 from shardwright.data.records.record_sources import locate
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.job import Job
+from shardwright.objectives.objective import text_shape
+from shardwright.objectives.sft import SHAPES
 from tests.support.fuzz.edits import MILD, NUMBERS, WICKED, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
 from tests.support.fuzz.models import LLAMA
@@ -222,7 +224,10 @@ def run_dataset(made: Any, case: Any, scratch: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(edited_bytes(data, edits_of_bytes))
     options = DataOptions(
-        dataset=str(path.parent if in_folder else path), sequence_length=8, text_column=column, streaming=streaming
+        dataset=str(path.parent if in_folder else path),
+        sequence_length=8,
+        reads=SHAPES if column is None else [text_shape(column)],
+        streaming=streaming,
     )
     corpus = load_corpus(options, tokenizer, 300, scratch / "cache")
     next(TrainingBatches(corpus.train, 2, seed=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,9 +13,11 @@ from datasets import Dataset, IterableDataset
 from shardwright.data.records.documents import text_documents
 from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, cause, locate, not_utf8, pick_splits
 from shardwright.data.records.records import columns_of, identity_of, open_records, shape_of_files, texts_of_file
-from shardwright.data.records.shapes import RecordShape, no_pairs, recognise, text_shape
+from shardwright.data.records.shapes import check_text, recognise
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import UserError
+from shardwright.objectives.objective import RecordShape, text_shape
+from shardwright.objectives.sft import SHAPES
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,8 @@ class DocumentStream:
 
 def find_stream(
     dataset: str | Dataset | IterableDataset | None,
-    text_column: str | None,
+    reads: Sequence[RecordShape] = SHAPES,
     on_bad_row: str = "error",
-    pairs: bool = False,
 ) -> DocumentStream:
     """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
 
@@ -78,17 +79,16 @@ def find_stream(
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
     if isinstance(where, HubDataset | HeldRecords):
-        return _of_records(where, text_column, pairs)
+        return _of_records(where, reads)
     identity, names = identity_of(where), list(where.files)
     if where.kind == "text":
-        if pairs:
-            raise no_pairs(where.asked, "plain text")
+        check_text(where.asked, reads)
 
         def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
             return itertools.islice(text_documents(where, names[part], unread), document, None)
 
         return DocumentStream(where.asked, identity, len(names), read, sizes=_sizes(where, names), unread=unread)
-    shape, splits = shape_of_files(where, text_column, pairs), where.by_split()
+    shape, splits = shape_of_files(where, reads), where.by_split()
     train, heldout = pick_splits(splits, where.asked)
     identity = f"{identity}, {', '.join(shape.required)}"
     streams = [_of_files(where, splits[name], (shape, identity), unread) for name in [train, *heldout]]
@@ -110,18 +110,23 @@ def _sizes(where: Files, names: list[str]) -> dict[str, int]:
     return {name: where.files[name].stat().st_size for name in names}
 
 
-def _of_records(where: HubDataset | HeldRecords, text_column: str | None, pairs: bool) -> DocumentStream:
+def _of_records(where: HubDataset | HeldRecords, reads: Sequence[RecordShape]) -> DocumentStream:
     splits, identity = open_records(where)
     train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(columns_of(where, splits[train]), text_column, where.asked, pairs)
-    streams = [_records(where, splits[name], (shape, identity)) for name in [train, *heldout]]
+    shape = recognise(columns_of(where, splits[train]), where.asked, reads)
+    streams = [_records(where, splits[name], (shape, identity), reads) for name in [train, *heldout]]
     return streams[0] if len(streams) == 1 else replace(streams[0], heldout=streams[1])
 
 
-def _records(where: HubDataset | HeldRecords, split: IterableDataset, known: tuple[RecordShape, str]) -> DocumentStream:
+def _records(
+    where: HubDataset | HeldRecords,
+    split: IterableDataset,
+    known: tuple[RecordShape, str],
+    reads: Sequence[RecordShape],
+) -> DocumentStream:
     """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
-    recognise(columns_of(where, split), shape.required[0] if shape.is_text else None, where.asked, shape.is_pair)
+    recognise(columns_of(where, split), where.asked, (shape,) if shape.is_text else reads)
     chosen = split.select_columns(shape.required[0]) if shape.is_text else split
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:

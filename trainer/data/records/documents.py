@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from shardwright.data.records.record_sources import (
     unreadable,
 )
 from shardwright.data.records.records import shape_of_files, texts_of_file
-from shardwright.data.records.shapes import RecordShape, no_pairs, recognise, text_shape
+from shardwright.data.records.shapes import check_text, recognise
 from shardwright.data.records.unreadable import Unread
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
+from shardwright.objectives.objective import RecordShape, text_shape
+from shardwright.objectives.sft import SHAPES
 
 # one text file alone is cut at line ends into about a hundred documents, so that some can be held out
 DOCUMENTS_OF_ONE_FILE = 100
@@ -57,9 +59,8 @@ class Documents:
 
 def find_documents(
     dataset: str | Dataset | IterableDataset | None,
-    text_column: str | None,
+    reads: Sequence[RecordShape] = SHAPES,
     on_bad_row: str = "error",
-    pairs: bool = False,
 ) -> Documents:
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
@@ -69,14 +70,13 @@ def find_documents(
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
     if isinstance(where, HeldRecords):
-        return _given_documents(where, text_column, unread, pairs)
+        return _given_documents(where, unread, reads)
     if isinstance(where, HubDataset):
-        return _hub_documents(where, text_column, unread, pairs)
+        return _hub_documents(where, unread, reads)
     if where.kind == "text":
-        if pairs:
-            raise no_pairs(where.asked, "plain text")
+        check_text(where.asked, reads)
         return _text_file_documents(where, unread)
-    return _record_documents(where, shape_of_files(where, text_column, pairs), unread)
+    return _record_documents(where, shape_of_files(where, reads), unread)
 
 
 def key_hash(key: str) -> int:
@@ -185,14 +185,14 @@ def _record_documents(where: Files, shape: RecordShape, unread: Unread) -> Docum
     return Documents(where.asked, digest([_stamps(where.files), *shape.required, unread.policy]), shape, read, unread)
 
 
-def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
+def _hub_documents(where: HubDataset, unread: Unread, reads: Sequence[RecordShape]) -> Documents:
     try:
         loaded = datasets.load_dataset(where.name, where.configuration, revision=where.revision)
     except Exception as error:  # of many types: offline, not found, gated, a configuration must be chosen
         raise unreadable(where, error) from error
     train, _ = pick_splits(loaded.keys(), where.asked)
-    shape = recognise(loaded[train].features, text_column, where.asked, pairs)
-    splits = _picked(loaded, shape, where.asked)
+    shape = recognise(loaded[train].features, where.asked, reads)
+    splits = _picked(loaded, shape, reads, where.asked)
     # semi-private: datasets/arrow_dataset.py, datasets 5.2; equal in every process that loads the same cached files
     fingerprint = digest([split._fingerprint for split in splits.values()])
 
@@ -202,7 +202,7 @@ def _hub_documents(where: HubDataset, text_column: str | None, unread: Unread, p
     return Documents(where.asked, fingerprint, shape, read, unread)
 
 
-def _given_documents(where: HeldRecords, text_column: str | None, unread: Unread, pairs: bool) -> Documents:
+def _given_documents(where: HeldRecords, unread: Unread, reads: Sequence[RecordShape]) -> Documents:
     if not isinstance(where.records, Dataset):
         raise UserError(
             asked=f"rows of {where.asked} that are stored",
@@ -210,8 +210,8 @@ def _given_documents(where: HeldRecords, text_column: str | None, unread: Unread
             why="all of it would have to be read first",
             instead="streaming=True, or a Dataset",
         )
-    shape = recognise(where.records.features, text_column, where.asked, pairs)
-    splits = _picked({"train": where.records}, shape, where.asked)
+    shape = recognise(where.records.features, where.asked, reads)
+    splits = _picked({"train": where.records}, shape, reads, where.asked)
     identity = digest([where.identity, *shape.required])
 
     def read(scratch: Path) -> Mapping[str, Dataset]:
@@ -220,11 +220,13 @@ def _given_documents(where: HeldRecords, text_column: str | None, unread: Unread
     return Documents(where.asked, identity, shape, read, unread)
 
 
-def _picked(splits: Mapping[str, Dataset], shape: RecordShape, asked: str) -> dict[str, Dataset]:
+def _picked(
+    splits: Mapping[str, Dataset], shape: RecordShape, reads: Sequence[RecordShape], asked: str
+) -> dict[str, Dataset]:
     """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
     for name in [train, *heldout]:
-        recognise(splits[name].features, shape.required[0] if shape.is_text else None, asked, shape.is_pair)
+        recognise(splits[name].features, asked, (shape,) if shape.is_text else reads)
     picked = {"train": splits[train], **{name: splits[name] for name in heldout}}
     read = (*shape.required, *shape.optional)
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -11,36 +11,36 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 
 from shardwright.data.records.files import Unreadable, rows_of
 from shardwright.data.records.record_sources import Files, HeldRecords, HubDataset, locate, pick_splits, unreadable
-from shardwright.data.records.shapes import RecordShape, no_pairs, recognise, text_shape
+from shardwright.data.records.shapes import check_text, recognise
 from shardwright.data.records.unreadable import Unread
 from shardwright.files.cache import digest
+from shardwright.objectives.objective import RecordShape, text_shape
+from shardwright.objectives.sft import SHAPES
 
 LOOKED_AT = 100  # first rows of a split's files, which show its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
-def find_shape(
-    dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False
-) -> RecordShape:
-    """The shape of the documents that ``--dataset`` names; ``text_column`` says that it is text, ``pairs`` that it is
-    pairs of answers.
+def find_shape(dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape] = SHAPES) -> RecordShape:
+    """The shape of the documents that ``--dataset`` names, one of ``reads``.
 
     Raises:
         UserError: nothing is there, it can't be opened, or its records are of no known shape.
     """
     where = locate(dataset)
-    if pairs and isinstance(where, Files) and where.kind == "text":
-        raise no_pairs(where.asked, "plain text")
-    if text_column is not None or (isinstance(where, Files) and where.kind == "text"):
-        return text_shape(text_column or "text")
+    if len(reads) == 1 and reads[0].is_text:
+        return reads[0]
+    if isinstance(where, Files) and where.kind == "text":
+        check_text(where.asked, reads)
+        return text_shape()
     if isinstance(where, Files):
-        return shape_of_files(where, None, pairs)
+        return shape_of_files(where, reads)
     splits, _ = open_records(where)
     train, _ = pick_splits(splits, where.asked)
-    return recognise(columns_of(where, splits[train]), None, where.asked, pairs)
+    return recognise(columns_of(where, splits[train]), where.asked, reads)
 
 
-def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -> RecordShape:
+def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
     """The shape of the records of files, by the split to train on.
 
     Raises:
@@ -48,10 +48,10 @@ def shape_of_files(where: Files, text_column: str | None, pairs: bool = False) -
     """
     splits = where.by_split()
     train, heldout = pick_splits(splits, where.asked)
-    shape = recognise(_columns_of_files(where, splits[train]), text_column, where.asked, pairs)
+    shape = recognise(_columns_of_files(where, splits[train]), where.asked, reads)
     for name in heldout:
         columns = _columns_of_files(where, splits[name])
-        recognise(columns, shape.required[0] if shape.is_text else None, where.asked, pairs)
+        recognise(columns, where.asked, (shape,) if shape.is_text else reads)
     return shape
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from shardwright.data.rows.by_length import OrderByLength, RowsByLength
-from shardwright.data.rows.packing import IGNORE
 from shardwright.data.rows.rows import Order, Rows, StoredRows
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import IGNORE
 
 Batch = dict[str, torch.Tensor]
 

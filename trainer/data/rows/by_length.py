@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.rows.packing import IGNORE, Columns
+from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, count_in
+from shardwright.models.ops.labels import IGNORE
 
 RUNS_AT_ONCE = 32  # batches whose rows are put in order together
 

@@ -20,10 +20,10 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from shardwright.data.records.records import find_shape
-from shardwright.data.records.shapes import RecordShape
 from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
 from shardwright.errors import UserError
+from shardwright.objectives.objective import RecordShape
 
 BLOCK = 1000  # rows of which each source gives its share exactly
 _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
@@ -82,11 +82,9 @@ def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
     return counts
 
 
-def shapes_of(
-    dataset: str | Dataset | IterableDataset | None, text_column: str | None, pairs: bool = False
-) -> list[RecordShape]:
+def shapes_of(dataset: str | Dataset | IterableDataset | None, reads: Sequence[RecordShape]) -> list[RecordShape]:
     """The shape of the records of each dataset that ``--dataset`` names; raises as :func:`find_shape`."""
-    return [find_shape(source.dataset, text_column, pairs) for source in sources_of(dataset)]
+    return [find_shape(source.dataset, reads) for source in sources_of(dataset)]
 
 
 def no_tokenizer(dataset: object) -> UserError:

@@ -98,6 +98,3 @@ def as_table(columns: Columns) -> pa.Table:
     return pa.table(
         {name: pa.FixedSizeListArray.from_arrays(x_BS.ravel(), x_BS.shape[1]) for name, x_BS in columns.items()}
     )
-
-
-IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label

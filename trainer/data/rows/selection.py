@@ -11,9 +11,9 @@ from datasets import Dataset
 
 from shardwright.data.records.document_stream import DocumentStream
 from shardwright.data.records.documents import Documents
-from shardwright.data.records.shapes import RecordShape
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
+from shardwright.objectives.objective import RecordShape
 
 HELDOUT = "heldout"
 

@@ -7,6 +7,7 @@ beginning of the whole, in tokens; the turn is what the second has more than the
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -74,22 +75,23 @@ def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
     return Chat(messages, tools)
 
 
-def with_prompt(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of two answers as messages, with their ``prompt``: where it has none, the messages that both begin with.
+def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
+    """A record of ``answers`` as messages, with their ``prompt``: where it has none, the messages that all begin with.
 
     Raises:
         BadRecord: there are none, or nothing follows them.
     """
     if isinstance(values.get("prompt"), list):
         return dict(values)
-    chosen, rejected = (_list(name, values[name]) for name in ("chosen", "rejected"))
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    common = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    chats = {name: _list(name, values[name]) for name in answers}
+    same = (all(message == each[0] for message in each) for each in zip(*chats.values(), strict=False))
+    common = sum(itertools.takewhile(bool, same))
+    first, other = answers[0], answers[-1]
     if not common:
-        raise BadRecord("chosen", "messages of which the first is not the first of `rejected`, and no prompt")
-    if common in (len(chosen), len(rejected)):
-        raise BadRecord("rejected", "no answer that differs from the chosen one")
-    return {**values, "prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+        raise BadRecord(first, f"messages of which the first is not the first of `{other}`, and no prompt")
+    if common in map(len, chats.values()):
+        raise BadRecord(other, f"no answer that differs from the {first} one")
+    return {**values, "prompt": chats[first][:common], **{name: chat[common:] for name, chat in chats.items()}}
 
 
 def _list(column: str, value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Samples → rows of S tokens: whole samples side by side, best fit first, or one a row.
 
 Samples of a row are told apart by ``segment_ids`` (1, 2, …; 0 is padding), and each one's ``position_ids`` begin at 0.
-Of pairs of answers the chosen ones are the odd segments, and each one's rejected answer is the next.
+Those of one record, such as its two answers, follow one another.
 
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
@@ -18,10 +18,12 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.records.shapes import BadRecord, RecordShape
-from shardwright.data.rows.packing import IGNORE, Columns, as_table
+from shardwright.data.records.shapes import BadRecord
+from shardwright.data.rows.packing import Columns, as_table
 from shardwright.data.samples.samples import Encoder, Sample, joined
 from shardwright.errors import UserError
+from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives.objective import RecordShape
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class SampleOptions:
         packing: several samples share a row; else each has its own.
         on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
         stops: tokens that end a generation, beside the tokenizer's end-of-text token.
-        pairs: records are pairs of answers, of which a row has so many at most; 0: they are samples.
+        groups: the most records that share a row; None: as many as fit.
     """
 
     train_on_prompt: bool = False
@@ -42,17 +44,17 @@ class SampleOptions:
     packing: bool = True
     on_bad_row: str = "error"
     stops: frozenset[int] = frozenset()
-    pairs: int = 0
+    groups: int | None = None
 
 
-# samples that go into one row together: one, or a pair
+# samples of one record, which go into one row together: one, or several answers
 Group = tuple[Sample, ...]
 
 
 class FittingObserver(Protocol):
     """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it.
 
-    Of a pair the two answers are told as one sample.
+    Several answers of a record are told as one sample.
     """
 
     def bad(self, number: int, bad: BadRecord) -> None: ...
@@ -115,8 +117,11 @@ class SamplePacker:
             if self.watch is not None:
                 self.watch.made(number, joined(found.segments), [joined(group) for group in kept])
         lengths = [_length(group) for group in groups]
-        most = self.options.pairs or None
-        bins = best_fit(lengths, self.length, most) if self.options.packing else [[i] for i in range(len(groups))]
+        bins = (
+            best_fit(lengths, self.length, self.options.groups)
+            if self.options.packing
+            else [[i] for i in range(len(groups))]
+        )
         rows = [[sample for i in numbers for sample in groups[i]] for numbers in bins]
         self.tally["rows"] += len(rows)
         self.tally["tokens"] += sum(lengths)
@@ -131,7 +136,7 @@ class SamplePacker:
         if policy == "error":
             raise UserError(
                 asked=f"rows of {size} tokens (--overflow error)",
-                found=f"{self.place_of(document)}: a {'pair' if len(group) > 1 else 'sample'} of {length} tokens",
+                found=f"{self.place_of(document)}: a {self.encoder.shape.unit} of {length} tokens",
                 why="it does not fit into a row",
                 instead=f"--sequence_length {length}, or another --overflow",
             )
@@ -141,7 +146,7 @@ class SamplePacker:
         if policy == "split":
             (sample,) = group
             return [(_part(sample, n, n + size),) for n in range(0, length, size)]
-        # each of a pair may have what the other leaves, and half a row at least
+        # each of two answers may have what the other leaves, and half a row at least
         sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
         cut = zip(group, (min(len(s.tokens), most) for s, most in zip(group, sizes, strict=True)), strict=True)
         left = policy == "truncate_left"

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from shardwright.data.records.shapes import BadRecord, RecordShape
-from shardwright.data.rows.packing import IGNORE
+from shardwright.data.records.shapes import BadRecord
 from shardwright.data.samples.chat import Chat, Template, chat_of, with_prompt
 from shardwright.data.tokenizer import plain_tokens, special_ids
+from shardwright.models.ops.labels import IGNORE
+from shardwright.objectives.objective import RecordShape
 
 # how a record of instruction, input and output is asked where there is no chat template
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -48,16 +49,10 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class AnswerPair:
-    """Two answers to one prompt, each behind the whole prompt: they go into one row, the chosen first."""
+class Answers:
+    """Answers to one prompt, each behind the whole prompt: they go into one row, and do not see one another."""
 
-    chosen: Sample
-    rejected: Sample
-
-    @property
-    def segments(self) -> tuple[Sample, ...]:
-        """The two, which do not see one another."""
-        return self.chosen, self.rejected
+    segments: tuple[Sample, ...]
 
 
 def joined(segments: Sequence[Sample]) -> Sample:
@@ -105,8 +100,8 @@ class Encoder:
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
-    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | AnswerPair]]:
-        """The samples or pairs of ``documents``, each a record's one string, with its number; without those that are
+    def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Answers]]:
+        """The samples or answers of ``documents``, each a record's one string, with its number; without those that are
         bad.
         """
         if self.shape.is_text:
@@ -121,7 +116,7 @@ class Encoder:
         # verbose=False: no warning that a text is longer than the model's context
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         tokens = iter(self.tokenizer(texts, **options)["input_ids"] if texts else [])
-        samples: list[tuple[int, Sample | AnswerPair]] = []
+        samples: list[tuple[int, Sample | Answers]] = []
         for number, (texts, make) in drafts:
             made = self._tried(number, functools.partial(make, [next(tokens) for _ in texts]))
             if made is not None:
@@ -146,12 +141,13 @@ class Encoder:
             return [], lambda _: self._given(values)
         if self.shape.name == "instruction/output":
             return self._instruction(values)
-        if self.shape.is_pair:
-            return self._pair(values)
-        if self.shape.name == "prompt/completion" and isinstance(values["prompt"], str):
-            if isinstance(values["completion"], str):
-                return self._completion(values["prompt"], values["completion"])
-            raise BadRecord("completion", "messages behind a prompt that is a string")
+        if len(self.shape.answers) > 1:
+            return self._answers(values)
+        if self.shape.answers and isinstance(values["prompt"], str):
+            (name,) = self.shape.answers
+            if isinstance(values[name], str):
+                return self._completion(values["prompt"], values[name])
+            raise BadRecord(name, "messages behind a prompt that is a string")
         return self._chat(chat_of(values))
 
     def _whole(self, tokens: Sequence[int], first: int = 0) -> Sample:
@@ -191,32 +187,32 @@ class Encoder:
 
         return [prompt, prompt + completion], make
 
-    def _pair(self, values: Mapping[str, Any]) -> Draft:
-        """Both answers, each as if it were a record of its own."""
-        names = ("chosen", "rejected")
-        if values["chosen"] == values["rejected"]:
-            raise BadRecord("rejected", "no answer that differs from the chosen one")
+    def _answers(self, values: Mapping[str, Any]) -> Draft:
+        """Each answer as if it were in a record of its own."""
+        names = self.shape.answers
+        if any(values[name] == values[names[0]] for name in names[1:]):
+            raise BadRecord(names[-1], f"no answer that differs from the {names[0]} one")
         texts = [name for name in names if isinstance(values[name], str)]
-        if len(texts) == 1:
+        if 0 < len(texts) < len(names):
             raise BadRecord(texts[0], "a string beside an answer that is messages")
         if texts and not isinstance(values.get("prompt"), str):
             raise BadRecord("prompt", "no string before answers that are strings")
         if texts:
             drafts = [self._completion(values["prompt"], values[name]) for name in names]
         else:
-            whole = with_prompt(values)
+            whole = with_prompt(values, names)
             drafts = [self._chat(chat_of(whole, name)) for name in names]
-        (first, chosen), (second, rejected) = drafts
 
-        def make(tokens: list[list[int]]) -> AnswerPair:
-            pair = AnswerPair(chosen(tokens[: len(first)]), rejected(tokens[len(first) :]))
-            if texts:  # the prompt's last token may run on into one answer alone: then both are scored from it on
-                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in pair.segments)
-                for sample in pair.segments:
+        def make(tokens: list[list[int]]) -> Answers:
+            left = iter(tokens)
+            answers = Answers(tuple(made([next(left) for _ in own]) for own, made in drafts))
+            if texts:  # the prompt's last token may run on into one answer alone: then all are scored from it on
+                start = min(int(np.argmax(sample.labels != IGNORE)) for sample in answers.segments)
+                for sample in answers.segments:
                     sample.labels[start:] = sample.tokens[start:]
-            return pair
+            return answers
 
-        return first + second, make
+        return [text for own, _ in drafts for text in own], make
 
     def _instruction(self, values: Mapping[str, Any]) -> Draft:
         for name in ("instruction", "output", "input", "system"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwright.data.records.shapes import RecordShape
+from shardwright.objectives.objective import RecordShape
 
 _CUT = {
     "truncate_right": "cut at their end",
@@ -26,7 +26,7 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
     if not rows:
         return []
     full = tally["tokens"] / (rows * length)
-    share, kind = tally["scored"] / tally["tokens"], "pairs" if shape.is_pair else "samples"
+    share, kind = tally["scored"] / tally["tokens"], f"{shape.unit}s"
     lines = [
         f"{count['samples']} {kind} in {count['rows']} rows, {full:.1%} full; "
         f"{count['scored']} of {count['tokens']} tokens are scored ({share:.1%})"

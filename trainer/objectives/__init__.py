@@ -1,0 +1,26 @@
+"""Objectives: what a run learns. One file each, and none elsewhere; a file of this folder without a title is a helper.
+
+An entry says which records it reads and how they share rows, which options it has, and how a loss is made of a model's
+logits. It imports torch inside its functions: a command line's choices and help are made of the entries.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from shardwright.objectives.objective import Objective
+
+DEFAULT = "sft"
+
+
+def _entries() -> dict[str, type[Objective]]:
+    found = {}
+    for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        for kind in vars(importlib.import_module(f"{__name__}.{name}")).values():
+            if isinstance(kind, type) and issubclass(kind, Objective) and "title" in vars(kind):
+                found[name] = kind
+    return found
+
+
+OBJECTIVES = _entries()  # --objective → its entry

@@ -1,0 +1,16 @@
+"""DPO (arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from shardwright.objectives.objective import Tensor
+from shardwright.objectives.pairs import PairObjective, log_sigmoid
+
+
+class DPO(PairObjective):
+    """The chosen answer shall have become likelier than the rejected one, beside the starting weights."""
+
+    title = "DPO"
+    reference = "reference"
+
+    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -log_sigmoid(self.numbers["beta"] * (chosen - rejected))

@@ -1,0 +1,165 @@
+"""Objective: what an entry of this folder says of itself, and the functions that a step and an evaluation call.
+
+Shape legend: B rows, S tokens in a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:  # a command line's choices and help are made of the entries, before torch is imported
+    from torch import Tensor
+else:
+    Tensor = object
+Batch = Mapping[str, Tensor]
+
+_LOSS_OF_ITS_OWN = {
+    "compute_loss_func": "the objective is the loss, and there is one loss",
+    "compute_metrics": "it is given tokens and their targets, and an evaluation adds up what the objective counts",
+    "predict": "it tells of each token what the model says, and the objective is on no single tokens",
+}
+_REFERENCE = {
+    "streaming": "what the starting weights say of each row is stored beside it, and of a stream no rows are stored"
+}
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """What a record is made of.
+
+    Args:
+        name: as a person is told it.
+        required: the columns that it is known by.
+        optional: columns that are read where there are any.
+        trained: what the loss is on, in words.
+        answers: the columns, strings or messages, that each answer the record's prompt. Each becomes a segment of its
+            own, and those of a record lie side by side in a row, in this order.
+        unit: what a sample of it is called.
+        words: the columns as an error names them; empty: the required ones.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    trained: str = "every token"
+    answers: tuple[str, ...] = ()
+    unit: str = "sample"
+    words: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether records are documents of plain text, which rows are cut from; all others are samples."""
+        return self.name == "text"
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether every record needs a chat template."""
+        return self.name in ("messages", "conversations")
+
+    def document(self, record: Mapping[str, Any]) -> str | None:
+        """The record as one string; of text None if there is none."""
+        if self.is_text:
+            return record[self.required[0]]
+        values = {name: _without_nulls(record.get(name)) for name in (*self.required, *self.optional)}
+        values = {name: value for name, value in values.items() if value is not None}
+        return json.dumps(values, ensure_ascii=False, default=str)
+
+
+def text_shape(column: str = "text") -> RecordShape:
+    """The shape of records with a text in ``column``."""
+    return RecordShape("text", (column,))
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without keys that are null: Arrow gives every message the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Number:
+    """An option that only some objectives have; those that share a name share the number.
+
+    Args:
+        fits: whether the loss can be made with a value; ``why``: what it is, for one that does not fit.
+    """
+
+    default: float
+    help: str
+    fits: Callable[[float], bool]
+    why: str
+
+
+class Objective:
+    """What is learned of a run's records. An entry is a subclass with a title.
+
+    Args:
+        numbers: its options by name.
+        length: tokens of a row at most.
+
+    Attributes:
+        title: as people write it.
+        learns: what is learned, in words.
+        options: name → option.
+        shapes: the records that it reads, in the order in which they are recognised.
+        refuses: option → why it can't be combined with this objective.
+        parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
+            own, the mean cross entropy of the scored targets, and :meth:`counts` their number, 0-d.
+        logged: names of what is logged beside the loss: means, divided by the first count.
+        reference: which of :attr:`columns` holds what the starting weights say; None: they are not asked.
+    """
+
+    title: ClassVar[str]
+    learns: ClassVar[str]
+    options: ClassVar[Mapping[str, Number]] = {}
+    shapes: ClassVar[tuple[RecordShape, ...]]
+    refuses: ClassVar[Mapping[str, str]] = {}
+    parts: ClassVar[tuple[str, ...]] = ()
+    logged: ClassVar[tuple[str, ...]] = ()
+    reference: ClassVar[str | None] = None
+
+    def __init__(self, numbers: Mapping[str, float], length: int) -> None:
+        self.numbers, self.length = numbers, length
+
+    @classmethod
+    def refusals(cls) -> dict[str, str]:
+        """Option or argument → why it can't be combined with this objective."""
+        reference = _REFERENCE if cls.reference else {}
+        return {**(_LOSS_OF_ITS_OWN if cls.parts else {}), **reference, **cls.refuses}
+
+    @property
+    def groups(self) -> int | None:
+        """The most records that share a row, where the loss tells its segments apart; None: as many as fit.
+
+        It is a dimension of the step's tensors, so it can't be left open.
+        """
+        return None
+
+    @property
+    def columns(self) -> Mapping[str, tuple[int, ...]]:
+        """What a batch holds for the loss alone: name → shape of a row's values, float32. The model does not see it."""
+        return {}
+
+    def counts(self, batch: Batch) -> Tensor:
+        """What the parts of the loss are divided by, of tensors [..., S]: float [parts].
+
+        Of a step's micro-batches all are counted together, so that each weighs as much as it has of them.
+        """
+        raise NotImplementedError
+
+    def loss(self, logits: Tensor, batch: Batch, counts: Tensor) -> dict[str, Tensor]:
+        """Each of :attr:`parts` and :attr:`logged` of a micro-batch, 0-d; the loss is the sum of the parts.
+
+        Args:
+            logits: [B, S, V].
+            counts: as of :meth:`counts`, whatever micro-batches they are of.
+        """
+        raise NotImplementedError
+
+    def refer(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The values of column :attr:`reference` [B, ...] by the starting weights' logits [B, S, V]."""
+        raise NotImplementedError

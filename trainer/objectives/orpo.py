@@ -1,0 +1,24 @@
+"""ORPO (arXiv:2403.07691); its first term is, as in its authors' code, on the chosen answer's prompt too."""
+
+from __future__ import annotations
+
+from shardwright.objectives.objective import Tensor
+from shardwright.objectives.pairs import PairObjective, log_sigmoid
+
+
+class ORPO(PairObjective):
+    """The next token of the chosen answer, and that its odds are higher than the rejected one's."""
+
+    title = "ORPO"
+    on_chosen = True
+
+    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -self.numbers["beta"] * log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(logps: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p, which is kept a rounding away from 0."""
+    import torch
+
+    below = logps.clamp(max=-1e-7)
+    return below - torch.log(-torch.expm1(below))

@@ -1,0 +1,26 @@
+"""SimPO (arXiv:2405.14734)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shardwright.objectives.objective import Number, Tensor
+from shardwright.objectives.pairs import BETA, PairObjective, log_sigmoid
+
+
+class SimPO(PairObjective):
+    """The mean log-probability of the chosen answer's tokens shall be the higher, by a margin."""
+
+    title = "SimPO"
+    options: ClassVar = {
+        "beta": BETA,
+        "simpo_gamma": Number(
+            0.5,
+            "By how much simpo's reward of the chosen answer shall be the higher.",
+            lambda value: value >= 0,
+            "it is a margin",
+        ),
+    }
+
+    def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -log_sigmoid(self.numbers["beta"] * (chosen - rejected) - self.numbers["simpo_gamma"])

@@ -1,1 +1,0 @@
-"""Objectives: what a step minimises."""

@@ -1,0 +1,42 @@
+"""PlacedModel: a job's model and its weights on a mesh, from which every step is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from shardwright.job import Job
+from shardwright.layout.partition import PartitionSpec
+from shardwright.models.ops.partial_gradients import Tensors
+from shardwright.step.loss import Loss
+from shardwright.xla.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A model on its mesh. Steps of any kind share its parameters.
+
+    Args:
+        mesh: the device grid.
+        model: as it runs; it holds the buffers.
+        parameters: name → placed parameter. Steps and export share this dict.
+        loss: of the model.
+    """
+
+    job: Job
+    mesh: DeviceMesh
+    model: PreTrainedModel
+    parameters: Tensors
+    loss: Loss
+
+    @property
+    def specs(self) -> Mapping[str, PartitionSpec]:
+        """Name → partition spec of the parameter, of its gradient and of its moments."""
+        return self.job.stored.specs
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split a batch's rows."""
+        return self.job.recipe.batch
