@@ -258,11 +258,11 @@ def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
     """The trainer's Job for the worker's: its recipe on ``config`` and the devices of this process."""
     from dataclasses import replace
 
-    from shardwright.arguments.training import TrainingArguments
+    from shardwright.arguments.training import Settings
     from shardwright.job import Job
     from shardwright.layout.load_recipe import load_recipe
     from shardwright.layout.mesh import Mesh
-    from shardwright.model.meta_model import meta_model
+    from shardwright.model.facts import facts_of
     from shardwright.xla.runtime import init_runtime
 
     init_runtime()
@@ -272,7 +272,7 @@ def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
     # an axis longer than the devices are many takes them all
     mesh = Mesh(dcn=recipe.mesh.dcn, **{axis: min(size, count) for axis, size in recipe.mesh.axes.items()})
     recipe = replace(recipe, mesh=mesh, compute=replace(recipe.compute, **changes))
-    return Job(recipe, TrainingArguments(recipe=job["recipe"], **options), count, config, meta_model(config))
+    return Job(recipe, Settings(recipe=job["recipe"], **options), count, facts_of(config))
 
 
 def ours(job: dict[str, Any]) -> dict[str, float]:

@@ -11,8 +11,8 @@ from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import IGNORE, Columns
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.layout.auto import auto_recipe
-from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import meta_model
+from shardwright.models.experts.expert_families import experts_modules
 from tests.models.test_families_attention import config_of
 from tests.support.cases import LENGTH, ROWS, Case, make_case, relative
 from tests.support.chats import byte_tokenizer

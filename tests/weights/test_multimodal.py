@@ -14,7 +14,7 @@ from shardwright import Compute, Mesh, Recipe
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model import attention_probe
+from shardwright.model import attention_probe, facts
 from shardwright.model.attention_probe import text_part_differs
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole, whole_model
 from shardwright.run import train
@@ -125,13 +125,12 @@ def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export
 
 def test_a_text_part_that_computes_something_else_is_found_and_a_family_without_one_is_refused_by_name(monkeypatch):
     config = config_of("gemma3")
-    assert text_part_differs(config) is None
-    attention_probe._difference.cache_clear()
+    assert text_part_differs(facts.facts_of(config)) is None
+    monkeypatch.setattr(facts, "_known", {})
     monkeypatch.setattr(attention_probe, "text_in_whole", lambda config: _capped(text_in_whole(config)))
-    assert "from the whole model's" in text_part_differs(config)
+    assert "from the whole model's" in text_part_differs(facts.facts_of(config))
     with pytest.raises(UserError, match=r"of type 'gemma3', of which Gemma3ForCausalLM is the text part"):
         job_of(recipe_of("gemma3"), config)
-    attention_probe._difference.cache_clear()
     with pytest.raises(UserError, match="BlipForConditionalGeneration names no text decoder and head of its own"):
         meta_model(BlipConfig())
 

@@ -92,8 +92,7 @@ def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
     kept = kept_batch(job, resume)
     if kept is None:
         return job
-    job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps = kept
-    return replace(job, args=job.args)
+    return replace(job, args=replace(job.args, **dict(zip(OPTIONS, kept, strict=True))))
 
 
 def said(job: Job, resume: RunCheckpoint) -> str | None:

@@ -26,7 +26,7 @@ class TrainedModel:
 
     Args:
         model: holds the buffers; ``placed`` has the parameters.
-        base: where the weights came from, under the names of ``job.whole``.
+        base: where the weights came from, under the names of ``job.facts.whole``.
     """
 
     job: Job

@@ -28,7 +28,7 @@ def build_generator(job: Job, step: EvalStep, shape: GenerationShape, sampling: 
     """
     mesh, batch = step.placed.mesh, job.recipe.batch
     heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
-    check_positions(job.model, shape.length)
+    check_positions(job.facts, shape.length)
     if not can_cache(job.model):
         return Generator(RowDecoder(step.loss, step.placed, shape, sampling), shape)
     plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))

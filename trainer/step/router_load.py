@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwright.job import Job
-from shardwright.model.facts import experts_modules
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses, mark, selection_biases, watch
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.expert_load import ExpertLoad
@@ -115,7 +115,7 @@ def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def make_routing(job: Job, model: PreTrainedModel, placed: Placed) -> Routing:
     """The experts of the job, and the biases of its routers as they lie in ``model``, which runs."""
-    names = experts_modules(job.model)
+    names = job.facts.experts
     experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}
     known, stacks, biases = selection_biases(job.model, names), {}, {}
     for name in experts_modules(model):
