@@ -51,7 +51,7 @@ def test_loss_and_every_gradient_of_the_text_equal_the_whole_plain_model_s(famil
     config = config_of(family)
     whole, job = plain(config), job_of(recipe_of(family), config)
     mesh = build_mesh(job.recipe.mesh)
-    step = build(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.names_in_whole)).step
+    step = build(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.facts.names_in_whole)).step
     ids = torch.randint(1, IMAGE_TOKEN, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     inputs = place_batch({"input_ids": ids.unsqueeze(1), "labels": ids.unsqueeze(1)}, mesh, job.recipe.batch)
     loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
@@ -59,7 +59,7 @@ def test_loss_and_every_gradient_of_the_text_equal_the_whole_plain_model_s(famil
     expected = whole(input_ids=ids, labels=ids, use_cache=False).loss
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    gradients = {job.names_in_whole[name]: gradient for name, gradient in unstacked(job.stored, found)}
+    gradients = {job.facts.names_in_whole[name]: gradient for name, gradient in unstacked(job.stored, found)}
     theirs = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert len(theirs) > 20
     worst, name = relative(gradients, theirs)
