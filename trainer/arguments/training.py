@@ -195,7 +195,7 @@ class Settings(TrainingArguments):
             goes on on other devices may train with other values, for the same global batch.
     """
 
-    asked_batch: tuple[int, int] | None = None
+    asked_batch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,8 @@ from shardwright.model.meta_model import is_multimodal, meta_model, names_in_who
 from shardwright.models.adapters.lora import Lora, adaptable, attach
 from shardwright.models.experts.expert_families import experts_modules
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _KEPT = 4  # configs whose facts are kept: a run has one, and a search of recipes with models of their own a few
 
 
