@@ -53,8 +53,8 @@ def main() -> int | None:
 
     from shardwright.checkpoint.read import RunCheckpoint
     from shardwright.files.folder import Folder
-    from shardwright.model.lora_options import read_config, with_lora
-    from shardwright.model.meta_model import meta_model, names_in_whole, whole_model
+    from shardwright.model.facts import facts_of
+    from shardwright.model.lora_options import read_config
     from shardwright.weights.adapter_weights import merged
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export
@@ -75,7 +75,8 @@ def main() -> int | None:
     saved = RunCheckpoint(Folder(arguments.checkpoint))
     config = saved.config
     base = config.name_or_path = saved.arguments.get("model") or ""  # the generation config comes from there
-    model, whole = meta_model(config), whole_model(config)
+    facts = facts_of(config)
+    model, whole, names = facts.model, facts.whole, facts.names_in_whole
     lora = read_config(saved.folder, model) if saved.has_adapter else None
     if arguments.merge and lora is None:
         raise UserError(
@@ -84,10 +85,9 @@ def main() -> int | None:
             why="its weights are those of a plain model already",
             instead="no --merge",
         )
-    saved.check_model(with_lora(model, lora) if lora else model, config)
-    names = names_in_whole(model, whole) or {}
+    saved.check_model(facts.adapted(lora), config)
     rest = seeded_init(whole, saved.arguments.get("seed", 0))
-    if base and has_weights(base) and (len(names) < len(whole.state_dict()) or arguments.merge):
+    if base and has_weights(base) and (facts.is_part or arguments.merge):
         rest = open_hub_weights(base, whole)  # what was not trained is in no checkpoint of the run
     saved.check_tensors(console)
     if lora is not None and not arguments.merge:

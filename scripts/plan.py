@@ -59,26 +59,25 @@ def main() -> int | None:
     from shardwright.layout.auto import UNMADE, auto_recipe
     from shardwright.layout.load_recipe import load_recipe
     from shardwright.layout.plan_table import print_plan
-    from shardwright.model.facts import experts_modules
-    from shardwright.model.lora_options import lora_of, plan_of, with_lora
-    from shardwright.model.meta_model import load_config, meta_model
+    from shardwright.model.facts import facts_of
+    from shardwright.model.lora_options import lora_of, plan_of
+    from shardwright.model.meta_model import load_config
     from shardwright.report.lines import say
 
     if arguments.write is not None:
         _check_new(arguments)
     made = None
     if arguments.recipe == AUTO:
-        model = meta_model(load_config(arguments.model, UNMADE))
-        made = auto_recipe(model, experts_modules(model), arguments.mesh, arguments.devices)
+        facts = facts_of(load_config(arguments.model, UNMADE))
+        made = auto_recipe(facts.model, facts.experts, arguments.mesh, arguments.devices)
         recipe = made.recipe
     else:
         recipe = load_recipe(arguments.recipe)
         recipe = recipe.with_mesh(arguments.mesh) if arguments.mesh else recipe
-        model = meta_model(load_config(arguments.model, recipe))
+        facts = facts_of(load_config(arguments.model, recipe))
     options = {name: getattr(arguments, name) for name in _RUN if getattr(arguments, name) is not None}
     args = TrainingArguments(recipe=arguments.recipe, **options)
-    lora = lora_of(args, model)
-    plan = plan_of(recipe, model, with_lora(model, lora) if lora else model, arguments.devices, args)
+    plan = plan_of(recipe, facts, lora_of(args, facts.model), arguments.devices, args)
     if arguments.json:
         print(json.dumps(plan.as_json(), indent=2))
     else:
@@ -88,7 +87,7 @@ def main() -> int | None:
             for pattern, text in made.undivided.items():
                 say(Console(), f"  {pattern}: {text}")
     if made is not None and arguments.write is not None:
-        _write(made, plan, type(model).__name__, arguments)
+        _write(made, plan, facts.kind, arguments)
     return None
 
 

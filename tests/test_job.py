@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
+from shardwright.inputs import resolve
 from shardwright.job import Job
+from shardwright.layout.auto import UNMADE
 from shardwright.layout.mesh import Mesh
-from shardwright.model import meta_model
+from shardwright.model import attention_probe, facts, meta_model, unused_parameters
+from shardwright.model.meta_model import load_config
+from shardwright.models.layers import decoder_layers
+from shardwright.run import prepare
 from shardwright.step.build import place_model
 from shardwright.weights.weight_sources import seeded_init
 from shardwright.xla.device_mesh import build_mesh
@@ -44,14 +54,64 @@ def test_a_job_needs_nothing_that_only_a_run_imports():
     assert done.stdout.split() == [word for name in RECIPES for word in (name, "8")], done.stderr
 
 
-def test_transformers_builds_the_model_once_for_a_job(monkeypatch):
-    made = []
-    original = AutoModelForCausalLM.from_config
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_config", lambda *args, **kwargs: made.append(1) or original(*args, **kwargs)
-    )
-    Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8)
-    assert len(made) == 1
+SAMPLES = Dataset.from_list([{"prompt": "What is 1 + 1?", "completion": "2"}])
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("options", "samples", "tried"),
+    [
+        ({}, None, {}),
+        ({"compute": "remat=auto", "isolate_documents": True}, None, {"a small model": 1}),
+        ({"lora_r": 4}, SAMPLES, {"a small model": 1}),
+        ({"packing": False, "compute": "remat=auto"}, SAMPLES, {"a small model": 1}),
+        ({"compute": "scan=False"}, None, {"layers to stack": 0}),
+    ],
+)
+def test_a_run_is_prepared_with_one_model_that_is_built_and_tried_once(
+    monkeypatch, tmp_path, name, options, samples, tried
+):
+    config = load_config(f"docs/configs/{name}.json", UNMADE)
+    config.num_hidden_layers = 5
+    counts = Counter()
+
+    def count(what: str, owner: Any, function: str, counted: Callable[..., bool] = lambda *args: True) -> None:
+        original = getattr(owner, function)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[what] += counted(*args)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, function, counting)
+
+    monkeypatch.setattr(facts, "_known", {})
+    whole = lambda config: config.hidden_size > 2048  # noqa: E731
+    count("the model", AutoModelForCausalLM, "from_config", whole)
+    count("attention", attention_probe, "_runs_on_meta")
+    count("a small model", attention_probe, "_difference")
+    count("a loss", unused_parameters, "_loss")
+    count("layers to stack", decoder_layers, "group")
+    args = TrainingArguments(recipe="auto", sequence_length=64, output_dir=str(tmp_path / "out"), **options)
+    args, inputs = resolve(args, model=config, train_dataset=samples)
+    start = prepare(args, inputs, [], Console(quiet=True))
+    assert start.job.args.isolate_documents == ("a small model" in tried)
+    assert start.job.trained
+    assert Job.resolve(args, lambda: 64, config=config).plan.devices == 64
+    assert counts == Counter({"the model": 1, "attention": 1, "layers to stack": 1, "a loss": 1, **tried})
+
+
+def test_settings_are_those_of_the_command_and_stay_as_they_are():
+    args = TrainingArguments(recipe="llama_fsdp", num_train_epochs=2, warmup_steps=0.5)
+    settings = job_of("llama_fsdp", num_train_epochs=2, warmup_steps=0.5).args
+    assert settings.as_dict() == args.as_dict()
+    with pytest.raises(FrozenInstanceError, match="'max_steps'"):
+        settings.max_steps = 3
+    longer = replace(settings.with_epochs_of(5), per_device_train_batch_size=4)
+    assert (longer.max_steps, longer.warmup_steps, longer.asked_batch) == (10, 5, (1, 1))
+    assert settings.max_steps == -1
+    args.sequence_length = 0
+    with pytest.raises(UserError, match="--sequence_length"):
+        Job.resolve(args, lambda: 8)
 
 
 def test_a_neighbour_is_checked_like_the_job_itself():
@@ -68,10 +128,11 @@ def test_a_neighbour_is_checked_like_the_job_itself():
 
 def test_a_model_of_modules_without_end_is_refused_while_it_is_built(monkeypatch):
     monkeypatch.setattr(meta_model, "MOST_MODULES", 50)
+    monkeypatch.setattr(facts, "_known", {})
     with pytest.raises(UserError, match="a model of more than 50 modules"):
         Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8)
     monkeypatch.undo()
-    assert Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8).parameters  # and the watch is over
+    assert Job.resolve(TrainingArguments(recipe="mixtral_ep"), lambda: 8).facts.parameters  # and the watch is over
 
 
 def test_a_job_can_be_built_twice_for_building_leaves_it_as_it_was():

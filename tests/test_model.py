@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model import meta_model as meta_models
-from shardwright.model.facts import most_positions
+from shardwright.model.facts import facts_of
 from shardwright.model.meta_model import load_config, meta_model
 from shardwright.weights.hub_write import export
 from shardwright.weights.weight_sources import seeded_init
@@ -64,7 +64,7 @@ def longest(config: PretrainedConfig) -> int | None:
 @pytest.mark.parametrize("kind", [*TABLES, *NONE])
 def test_positions_are_as_many_as_transformers_own_model_takes(kind: str) -> None:
     config = small(kind, **(TABLES | NONE)[kind])
-    found = most_positions(meta_model(config))
+    found = facts_of(config).positions
     assert found == longest(config)
     assert (found is None) == (kind in NONE)
 

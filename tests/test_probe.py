@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from shardwright.errors import UserError
 from shardwright.model.attention_probe import leak, looks_ahead
+from shardwright.model.facts import facts_of
 from tests.support.jobs import job_of
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -33,24 +34,24 @@ LEAK: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ISOLATE)
 def test_a_model_that_keeps_documents_apart_is_found_to(family: str) -> None:
-    assert leak(AutoConfig.for_model(family, **ISOLATE[family])) is None
+    assert leak(facts_of(AutoConfig.for_model(family, **ISOLATE[family]))) is None
 
 
 @pytest.mark.parametrize("family", LEAK)
 def test_a_model_that_lets_documents_see_each_other_is_found_out(family: str) -> None:
-    found = leak(AutoConfig.for_model(family, **LEAK[family]))
+    found = leak(facts_of(AutoConfig.for_model(family, **LEAK[family])))
     assert found is not None
     assert "a document's logits differ" in found
 
 
 def test_a_model_that_can_not_be_tried_counts_as_one_that_leaks() -> None:
     config = AutoConfig.for_model("llama", **TINY | {"hidden_act": "nothing"})
-    assert "can't be tried: " in str(leak(config))
+    assert "can't be tried: " in str(leak(facts_of(config)))
 
 
 def test_the_real_sizes_are_tried_small() -> None:
     config = AutoConfig.for_model("mixtral")  # 8x7B
-    assert leak(config) is None
+    assert leak(facts_of(config)) is None
 
 
 def test_a_job_that_asks_for_isolation_is_refused_where_the_model_leaks() -> None:
@@ -59,6 +60,6 @@ def test_a_job_that_asks_for_isolation_is_refused_where_the_model_leaks() -> Non
 
 
 def test_a_model_that_sees_the_tokens_it_predicts_is_found_out() -> None:
-    assert not looks_ahead(AutoConfig.for_model("llama", **TINY), "portable")
+    assert not looks_ahead(facts_of(AutoConfig.for_model("llama", **TINY)), "portable")
     own = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 128}
-    assert looks_ahead(AutoConfig.for_model("cpmant", **own), "portable")
+    assert looks_ahead(facts_of(AutoConfig.for_model("cpmant", **own)), "portable")

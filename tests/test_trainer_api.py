@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from shardwright import Trainer, TrainingArguments, UserError
+from shardwright.arguments.training import Settings
 from shardwright.inputs import resolve
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.lora_options import lora_of
@@ -233,8 +234,8 @@ def test_steps_and_epochs_are_as_many_as_in_transformers(epochs, accumulation, m
     asked: Any = SimpleNamespace(max_steps=max_steps, num_train_epochs=epochs, gradient_accumulation_steps=accumulation)
     loader = torch.utils.data.DataLoader(range(rows), batch_size=micro_batch)
     *_, expected = transformers.Trainer.set_initial_training_values(theirs, asked, loader)
-    args = TrainingArguments(num_train_epochs=epochs, max_steps=max_steps, warmup_steps=0.1)
-    args.settle_epochs(math.ceil(rows / (micro_batch * accumulation)))
+    args = Settings(num_train_epochs=epochs, max_steps=max_steps, warmup_steps=0.1)
+    args = args.with_epochs_of(math.ceil(rows / (micro_batch * accumulation)))
     assert args.max_steps == expected
     assert args.warmup_steps == math.ceil(0.1 * expected)
 
@@ -247,7 +248,7 @@ def test_with_neither_steps_nor_epochs_a_run_has_300_steps_and_a_stream_has_no_e
     with pytest.raises(UserError, match="--num_train_epochs"):
         TrainingArguments(num_train_epochs=0)
     with pytest.raises(UserError, match="--profile_steps"):
-        TrainingArguments(num_train_epochs=1, profile_steps="5:9").settle_epochs(6)
+        Settings(num_train_epochs=1, profile_steps="5:9").with_epochs_of(6)
 
 
 @pytest.mark.parametrize(

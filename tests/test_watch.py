@@ -23,7 +23,6 @@ from shardwright.checkpoint.read import open_checked
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.loop import TrainingLoop
-from shardwright.model.facts import training_flops
 from shardwright.report.goodput import read_lives
 from shardwright.xla.chips import CHIPS
 from tests.step.test_routing import ANY_MOE, deepseek
@@ -144,7 +143,7 @@ def test_a_person_opens_the_page_hovers_and_reads_the_values_of_the_log(run: Run
     value = float(re.search(r"layer_1: (\S+)", busiest)[1])
     assert value == pytest.approx(logged[4]["expert_load_max/layer_1"], rel=1e-5)
     job, speed = run.trainer.job, logged[6]["tokens_per_second"]
-    flops = speed / job.tokens * training_flops(job.model, job.config, job.rows, job.args.sequence_length)
+    flops = speed / job.tokens * job.facts.training_flops(job.rows, job.args.sequence_length)
     mfu = re.search(r"MFU: (\S+)", hovered(browser, "MFU", step=6))
     assert float(mfu[1]) == pytest.approx(flops / (8 * 197e12), rel=1e-4)
     for title in ("Held-out token accuracy", "Gradient norm", "Tokens a second", "Compiles", "Entropy of the load"):

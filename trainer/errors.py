@@ -72,3 +72,8 @@ class Spiked(UserError):
     """A spike ended the run, at ``step``."""
 
     step: int
+
+
+def in_short(error: Exception) -> str:
+    """The type and first paragraph of a library's message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).partition(chr(10) * 2)[0].split())}"

@@ -17,8 +17,9 @@ from shardwright.errors import UserError
 from shardwright.layout.auto import AUTO, UNMADE
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
+from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import options_of
-from shardwright.model.meta_model import load_config, meta_model
+from shardwright.model.meta_model import load_config
 from shardwright.weights.weight_sources import Source, state_dict_weights
 
 Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
@@ -229,8 +230,7 @@ def _adapter(config: Any, args: TrainingArguments, given: RunInputs) -> dict[str
     if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
         raise _kind("peft_config", config, "a peft.LoraConfig")
     recipe = given.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))
-    model = meta_model(given.config or load_config(args.model, recipe))
-    return options_of(config.to_dict(), model)
+    return options_of(config.to_dict(), facts_of(given.config or load_config(args.model, recipe)).model)
 
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:

@@ -6,7 +6,6 @@ read, and nothing is allocated.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -17,7 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings, TrainingArguments
 from shardwright.errors import UserError
 from shardwright.hosts.versions import code_digest, versions
 from shardwright.layout.auto import AUTO, UNMADE, auto_recipe
@@ -25,16 +24,14 @@ from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
 from shardwright.model import lora_options as lora_options
-from shardwright.model import model_checks
-from shardwright.model.attention_probe import our_attention
-from shardwright.model.facts import experts_modules, routing_of
-from shardwright.model.meta_model import is_multimodal, load_config, meta_model, names_in_whole, whole_model
+from shardwright.model.assembly import assembled
+from shardwright.model.facts import ModelFacts, facts_of
+from shardwright.model.meta_model import load_config
+from shardwright.model.model_checks import attention_of, check_model
 from shardwright.model.unused_parameters import unused_parameters
 from shardwright.models.adapters.lora import Lora
-from shardwright.models.attention import attention_interface as attention
-from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.capacity import Capacity
-from shardwright.models.layers.decoder_layers import DecoderLayers, stack_layers, wrap_layers
+from shardwright.models.layers.decoder_layers import DecoderLayers
 
 HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
 
@@ -43,38 +40,22 @@ HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
 class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
+    A neighbour shares the model's facts, and with them the model and all that was tried with it.
+
     Args:
         recipe: with what the arguments override (:func:`effective_recipe`).
         args: what the run does besides layout.
         devices: devices in the mesh.
-        config: the model's.
-        model: transformers' own model of ``config`` on meta, as :func:`shardwright.model.meta_model.meta_model` gives
-            it.
-
-    Attributes:
-        lora: which of ``model``'s weights are adapted; None: all are trained.
-        adapted: ``model`` with the factors of ``lora``, on meta; without, ``model`` itself.
-        plan: where each of ``adapted``'s parameters goes.
-        assembled: the model that runs, on meta: kernels chosen, layers stacked where they are scanned. It is a
-            template, and :func:`shardwright.step.build.place_model` fills a copy.
-        stored: the plan of ``assembled``'s parameters, as they are stored.
-        notice: what a user should know about how the layers run; empty if they run as the recipe says.
+        facts: the model.
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
     """
 
     recipe: Recipe
-    args: TrainingArguments
+    args: Settings
     devices: int
-    config: PretrainedConfig = field(repr=False)
-    model: PreTrainedModel = field(repr=False)
-    lora: Lora | None = field(init=False, repr=False)
-    adapted: PreTrainedModel = field(init=False, repr=False)
-    plan: ShardingPlan = field(init=False, repr=False)
-    assembled: PreTrainedModel = field(init=False, repr=False)
-    stored: ShardingPlan = field(init=False, repr=False)
-    notice: str = field(init=False, repr=False)
+    facts: ModelFacts = field(repr=False)
 
     @classmethod
     def resolve(
@@ -94,54 +75,86 @@ class Job:
         Raises:
             UserError: as the class; no such recipe or model.
         """
+        settings = Settings.of(args)
         written = None if recipe is None and args.recipe == AUTO else effective_recipe(args, recipe)
-        config = config or load_config(args.model, written or UNMADE)
-        model = meta_model(config)
+        facts = facts_of(config or load_config(args.model, written or UNMADE))
         # what the model itself can't do is refused before a device is asked for
-        _assemble(written or _made_recipe(args, model), args, model)
+        check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
-        return cls(written or _made_recipe(args, model, devices), args, devices, config, model)
+        return cls(written or _made_recipe(args, facts, devices), settings, devices, facts)
 
     def __post_init__(self) -> None:
-        model_checks.check_text_part(self.config, self.model)
-        lora = lora_options.lora_of(self.args, self.model)
-        adapted = self.model if lora is None else lora_options.with_lora(self.model, lora)
-        assembled, notice = _assemble(self.recipe, self.args, adapted)
-        plan = lora_options.plan_of(self.recipe, self.model, adapted, self.devices, self.args)
-        object.__setattr__(self, "lora", lora)
-        object.__setattr__(self, "adapted", adapted)
-        object.__setattr__(self, "assembled", assembled)
-        object.__setattr__(self, "plan", plan)
-        object.__setattr__(self, "notice", notice)
-        object.__setattr__(self, "stored", _stored(plan, assembled))
+        check_model(self.recipe, self.args, self.facts)
+        _ = self.stored
         _check_dropless(self)
-        model_checks.check_routing(self.args, self.model)
-        if lora is not None:
-            lora_options.check_use(adapted, self.unused[0], self.args)
-
-    @functools.cached_property
-    def whole(self) -> PreTrainedModel:
-        """The model of all that a checkpoint holds, on meta: with a multimodal config ``model`` is a part of it."""
-        return whole_model(self.config) if is_multimodal(self.config) else self.model
-
-    @functools.cached_property
-    def names_in_whole(self) -> dict[str, str]:
-        """The whole's name of each of the model's parameters and saved buffers."""
-        return names_in_whole(self.model, self.whole) or {}
+        if self.lora is not None:
+            lora_options.check_use(self.adapted, self.unused[0], self.args)
 
     @property
-    def is_part(self) -> bool:
-        """Whether the whole has values that are not trained."""
-        return len(self.names_in_whole) < len(self.whole.state_dict())
+    def config(self) -> PretrainedConfig:
+        """The model's config."""
+        return self.facts.config
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """transformers' own model on meta."""
+        return self.facts.model
 
     @functools.cached_property
+    def lora(self) -> Lora | None:
+        """Which of the model's weights are adapted; None: all are trained."""
+        return lora_options.lora_of(self.args, self.model)
+
+    @property
+    def adapted(self) -> PreTrainedModel:
+        """The model with the factors of ``lora``, on meta; without, the model itself."""
+        return self.facts.adapted(self.lora)
+
+    @functools.cached_property
+    def plan(self) -> ShardingPlan:
+        """Where each of the adapted model's parameters goes."""
+        return lora_options.plan_of(self.recipe, self.facts, self.lora, self.devices, self.args)
+
+    @functools.cached_property
+    def _assembled(self) -> tuple[PreTrainedModel, str]:
+        """The model that runs, and why its layers run one by one where the recipe says something else."""
+        compute, why = self.recipe.compute, ""
+        chosen = self.lora, attention_of(self.recipe, self.args, self.facts), compute.experts
+        if compute.scan:
+            stacked, why = assembled(self.facts, *chosen, "stacked")
+            if not why or compute.remat == "none":
+                return stacked, why
+        return assembled(self.facts, *chosen, "plain" if compute.remat == "none" else "wrapped")[0], why
+
+    @property
+    def assembled(self) -> PreTrainedModel:
+        """The model that runs, on meta: kernels chosen, layers stacked where they are scanned.
+
+        It is a template, and :func:`shardwright.step.build.build` fills a copy.
+        """
+        return self._assembled[0]
+
+    @property
+    def notice(self) -> str:
+        """What a user should know about how the layers run; empty if they run as the recipe says."""
+        return f"its layers run one by one: {self._assembled[1]}" if self._assembled[1] else ""
+
+    @functools.cached_property
+    def stored(self) -> ShardingPlan:
+        """The plan of the assembled model's parameters, as they are stored."""
+        for module in self.assembled.modules():
+            if isinstance(module, DecoderLayers):
+                return self.plan.stacked(module.name, module.stacks, len(module))
+        return self.plan
+
+    @property
     def unused(self) -> tuple[frozenset[str], str | None]:
         """The names of the model's parameters that take no part in the loss, and why that can't be told, if so.
 
         Raises:
             UserError: none takes part.
         """
-        return unused_parameters(self.adapted, self.recipe.compute.router_loss)
+        return unused_parameters(self.facts, self.lora, self.recipe.compute.router_loss)
 
     @functools.cached_property
     def untrained(self) -> frozenset[str]:
@@ -193,9 +206,8 @@ class Job:
         takes no more than that, whose backward keeps a gradient beside each tensor of slots.
         """
         rows, length, compute = self.args.per_device_train_batch_size, self.args.sequence_length, self.recipe.compute
-        routing = routing_of(self.model, self.config)
-        if compute.experts == "capacity" and routing is not None:
-            slots = Capacity(compute.capacity_factor).slots(rows * length, *routing)
+        if compute.experts == "capacity" and self.facts.routing is not None:
+            slots = Capacity(compute.capacity_factor).slots(rows * length, *self.facts.routing)
             rows = min(rows, max(1, 2 * slots // length))
         return rows * self.plan.batch_shards
 
@@ -208,11 +220,6 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.rows * self.args.sequence_length
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the model's parameters are, without factors beside them."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def fingerprint(self) -> dict[str, str]:
         """What must be equal on every host of the job, as texts: the arguments, the recipe, the model, the code.
@@ -254,9 +261,9 @@ def effective_recipe(args: TrainingArguments, recipe: Recipe | None = None) -> R
     return _overridden(recipe if args.mesh is None else recipe.with_mesh(args.mesh), args)
 
 
-def _made_recipe(args: TrainingArguments, model: PreTrainedModel, devices: int | None = None) -> Recipe:
-    """The recipe made for ``model``, on the axes that ``--mesh`` asks for, with what else ``args`` override."""
-    return _overridden(auto_recipe(model, experts_modules(model), args.mesh, devices).recipe, args)
+def _made_recipe(args: TrainingArguments, facts: ModelFacts, devices: int | None = None) -> Recipe:
+    """The recipe made for a model, on the axes that ``--mesh`` asks for, with what else ``args`` override."""
+    return _overridden(auto_recipe(facts.model, facts.experts, args.mesh, devices).recipe, args)
 
 
 def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
@@ -265,63 +272,6 @@ def _overridden(recipe: Recipe, args: TrainingArguments) -> Recipe:
     if args.bf16 is not None:
         recipe = replace(recipe, compute=replace(recipe.compute, dtype="bfloat16" if args.bf16 else "float32"))
     return recipe
-
-
-def _assemble(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
-    """A copy of ``model`` with kernels chosen and layers stacked; and what a user should know about the layers."""
-    model_checks.check_heads(model)
-    name = _attention(recipe, args, model)
-    if args.isolate_documents:
-        model_checks.check_isolation(recipe, model.config, name)
-    model_checks.check_split_rows(recipe, model.config, name)
-    model_checks.check_positions(args, model)
-    model_checks.check_causal(name, model)
-    model = copy.deepcopy(model)
-    compute = recipe.compute
-    attention.choose(model, name)
-    model_checks.check_experts(recipe, model)
-    if compute.experts is not None:
-        experts.choose(model, compute.experts)
-    return model, _group_layers(recipe, model)
-
-
-def _group_layers(recipe: Recipe, model: PreTrainedModel) -> str:
-    """Stack or wrap the layers as the recipe says, in place, and return what should be said about it."""
-    compute, notice = recipe.compute, ""
-    try:
-        if compute.scan:
-            stack_layers(model)
-        elif compute.remat != "none":
-            wrap_layers(model)
-    except ValueError as error:
-        notice = f"its layers run one by one: {error}"
-        if compute.remat != "none":
-            wrap_layers(model)
-    return notice
-
-
-def _stored(plan: ShardingPlan, model: PreTrainedModel) -> ShardingPlan:
-    """The plan of the parameters of ``model``, assembled, from that of the plain model's."""
-    for module in model.modules():
-        if isinstance(module, DecoderLayers):
-            return plan.stacked(module.name, module.stacks, len(module))
-    return plan
-
-
-def _attention(recipe: Recipe, args: TrainingArguments, model: PreTrainedModel) -> str:
-    """The name of the recipe's attention in transformers' registry: of our two, the one that the model needs."""
-    asked = recipe.compute.attention
-    if asked != attention.NAME:
-        return asked
-    try:
-        return our_attention(model, args.sequence_length)
-    except attention.Unsupported as error:
-        raise UserError(
-            asked=f"a model of type {model.config.model_type!r} with attention={asked!r}",
-            found=str(error),
-            why="it would change the model's numbers",
-            instead="--compute attention=eager, which holds the scores of every head",
-        ) from error
 
 
 def _check_dropless(job: Job) -> None:

@@ -63,7 +63,7 @@ class TrainingLoop:
     Args:
         job: what to train, checked.
         corpus: rows to train on and held-out rows, of which ``max_eval_rows`` are evaluated.
-        source: where the weights come from, under the names of ``job.whole``; default: its random init from the
+        source: where the weights come from, under the names of ``job.facts.whole``; default: its random init from the
             arguments' seed.
         resume: the checkpoint of a run to go on with, under whatever recipe and mesh it was saved.
         callbacks: transformers callbacks; docs/run.md says what they are told, and when.
@@ -93,25 +93,25 @@ class TrainingLoop:
         goes_on_after: Callable[[Exception], bool] = lambda error: False,
         after: str = "",
     ) -> None:
-        self.job, self.args, self.resume, self.goes_on_after = job, job.args, resume, goes_on_after
-        corpus, self.reference = referred(corpus, self.args)
-        self.corpus = corpus
+        corpus, self.reference = referred(corpus, job.args)
+        held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
+        hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
+        job, epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
+        self.job, self.args, self.corpus = job, job.args, corpus
+        self.resume, self.goes_on_after = resume, goes_on_after
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)
         self.watch = RunPage(self.folder, job, self.console, resume, self.lock.check_held, after)
 
         # ---- batches, and where they go on ----
-        held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
-        hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
-        epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
         self.mesh = build_mesh(job.recipe.mesh)
         if self.mesh.size() != job.devices:
             raise messages.other_devices(job, self.mesh.size())
         self._share = share = batch_share(self.mesh, job.recipe.batch)
         self.batches = TrainingBatches(corpus.train, job.rows, self.args.seed, *share, job.row_lengths)
         self.rate = self.args.learning_rate or DEFAULT_RATE["given" if source else "random"]
-        self.base = source or seeded_init(job.whole, self.args.seed)
+        self.base = source or seeded_init(job.facts.whole, self.args.seed)
         if resume is not None:
             resume.check_model(job.adapted, job.config)
             self.batches.load_state_dict(resume.host["data"])

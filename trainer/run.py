@@ -35,7 +35,6 @@ from shardwright.inputs import RunInputs
 from shardwright.job import Job
 from shardwright.layout.auto import AUTO, auto_recipe
 from shardwright.loop import TrainingLoop
-from shardwright.model.facts import experts_modules
 from shardwright.model.lora_options import check_same, described
 from shardwright.monitoring.messages import check_steps_left
 from shardwright.monitoring.trackers import open_trackers
@@ -249,13 +248,14 @@ def _prepared(
     writes: bool,
 ) -> Start:
     """What is refused once the devices are known; every host of the job does it."""
-    args = job.args
     check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
-    if args.sample_prompts is not None:
-        read_prompts(args.sample_prompts)
-    args.output_dir = hosts().once(lambda: str(find_output(args, job.recipe.name, writes=writes)))
+    if job.args.sample_prompts is not None:
+        read_prompts(job.args.sample_prompts)
+    output = hosts().once(lambda: str(find_output(job.args, job.recipe.name, writes=writes)))
+    job = replace(job, args=replace(job.args, output_dir=output))
+    args = job.args
     tokenizer = asked_tokenizer(args, job.config, given.tokenizer)
     lock = FolderLock(output_folder(args), console)
     if writes:
@@ -266,10 +266,10 @@ def _prepared(
     if resume is not None:
         job = elastic.with_kept_batch(job, resume)
     # a checkpoint of an adapter, or of a part, holds no more than that
-    needed = resume is None or job.is_part or job.lora is not None
-    source: Source | None = given.weights(job.whole) if needed else None
+    needed = resume is None or job.facts.is_part or job.lora is not None
+    source: Source | None = given.weights(job.facts.whole) if needed else None
     if needed and args.model and has_weights(args.model):
-        source = open_hub_weights(args.model, job.whole)
+        source = open_hub_weights(args.model, job.facts.whole)
     return Start(job, given, lock, tokenizer, source, resume, callbacks, console)
 
 
@@ -298,14 +298,12 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
         raise not_one_dataset(mixed=True)
     if args.isolate_documents or (args.packing and all(shape.is_text for shape in shapes)):
         return job
-    args.isolate_documents = True
     try:
-        return replace(job, args=args)
+        return replace(job, args=replace(args, isolate_documents=True))
     except UserError:
         if args.packing:
             raise
-        args.isolate_documents = False  # a row is one sample, and a model that can't tell two apart need not
-        return job
+        return job  # a row is one sample, and a model that can't tell two apart need not
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
@@ -337,13 +335,13 @@ def _load_data(start: Start, console: Console) -> Corpus:
 def _say_what_runs(job: Job, console: Console) -> None:
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
-    say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
+    say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if job.lora is not None:
         say(console, f"adapter: {described(job.lora, job.adapted)}; the model is frozen, in {job.args.base_dtype}")
     if job.notice:
         say(console, f"         {job.notice}")
     if job.args.recipe == AUTO:
-        made = auto_recipe(job.model, experts_modules(job.model), job.args.mesh, job.devices)
+        made = auto_recipe(job.model, job.facts.experts, job.args.mesh, job.devices)
         for pattern, text in made.undivided.items():
             say(console, f"recipe:  {pattern}: {text}")
 

@@ -42,7 +42,8 @@ class Trainer:
     Args:
         model: a hub id or folder, whose weights are the start; a config of transformers, for a random init; or a
             ``PreTrainedModel`` on the CPU. Default: what ``args`` name, else the recipe's own small model.
-        args: everything else that a run does.
+        args: everything else that a run does. The attribute of that name holds the run's own settings, which nothing
+            changes any more, once one is prepared.
         recipe: a name, the path of a file, or a ``Recipe``. Default: what ``args`` name, which is ``auto``.
         train_dataset: a path or hub id, or a ``Dataset`` or ``IterableDataset``, whose records are of any shape that
             docs/data.md lists.
@@ -98,8 +99,7 @@ class Trainer:
     def loop(self) -> TrainingLoop:
         """The loop on the devices, opened when it is first asked for. Nothing is written yet."""
         if self._loop is None:
-            self._start = prepare(self.args, self._given, self._callbacks, self.console, writes=False)
-            self._loop = self._start.open()
+            return self._open(self._prepare(writes=False))
         return self._loop
 
     @property
@@ -123,15 +123,16 @@ class Trainer:
             where = "latest" if resume_from_checkpoint is True else str(resume_from_checkpoint)
             self.args, self._start, self._loop = replace(self.args, resume_from_checkpoint=where), None, None
         if self._start is None or self._loop is None:
-            self._start = prepare(self.args, self._given, self._callbacks, self.console)
+            start = self._prepare(writes=True)
         else:
+            start = self._start
             self._check_not_trained(self._loop)
-            find_output(self.args, self._start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
-        with self._start.claimed():
-            self._loop = self._loop or self._start.open()
-            while not self._start.trained(self._loop):
-                self._loop = self._start.open()
-        state = self._loop.state
+            find_output(self.args, start.job.recipe.name)  # it was opened for an evaluation, which writes nothing
+        with start.claimed():
+            loop = self._loop or self._open(start)
+            while not start.trained(loop):
+                loop = self._open(start)
+        state = loop.state
         metrics = next((entry for entry in reversed(state.log_history) if "train_runtime" in entry), {})
         return TrainOutput(state.global_step, metrics.get("train_loss", math.nan), dict(metrics))
 
@@ -211,6 +212,16 @@ class Trainer:
         self._callbacks.append(callback)
         if self._loop is not None:
             self._loop.callbacks.add_callback(callback)
+
+    def _prepare(self, *, writes: bool) -> Start:
+        self._start = prepare(self.args, self._given, self._callbacks, self.console, writes=writes)
+        self.args = self._start.job.args
+        return self._start
+
+    def _open(self, start: Start) -> TrainingLoop:
+        self._loop = start.open()
+        self.args = self._loop.args
+        return self._loop
 
     def _rows(self, records: Any) -> StoredRows:
         """The rows of records that are no part of the run, made as its own are."""

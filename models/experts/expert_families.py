@@ -24,3 +24,9 @@ def adapt(model: nn.Module) -> None:
     for module in list(model.modules()):
         if entry := EXPERTS.get(type(module).__name__):
             entry(module)
+
+
+def experts_modules(model: nn.Module) -> list[str]:
+    """The dotted names of the modules that hold experts."""
+    # semi-private: `use_experts_implementation` marks experts modules so (transformers/integrations/moe.py, 5.23)
+    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]

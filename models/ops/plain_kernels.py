@@ -39,7 +39,7 @@ def attention(
     sinks_KG1 = None if sinks is None else sinks.reshape(K, -1, 1)
 
     def block(x: Any) -> tuple[Array, Array]:
-        scores, seen, _ = _scores(*x, key, segments, mask, softcap)
+        scores, seen, _ = _scores(x, key, segments, mask, softcap)
         top = scores.max(-1) if sinks_KG1 is None else jnp.maximum(scores.max(-1), sinks_KG1)
         weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
         total = weights.sum(-1) + (0 if sinks_KG1 is None else jnp.exp(sinks_KG1 - top))
@@ -57,9 +57,9 @@ def attention_backward(
     query, key, value = tensors
     K, grads = key.shape[1], tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
 
-    def block(grads: tuple[Array, Array], x: Any) -> tuple[tuple[Array, Array], Array]:
+    def block(grads: Any, x: Any) -> tuple[Any, Array]:
         queries, logsumexp, dot, grad = x
-        scores, seen, slope = _scores(*queries, key, segments, mask, softcap)
+        scores, seen, slope = _scores(queries, key, segments, mask, softcap)
         weights = jnp.where(seen, jnp.exp(scores - logsumexp), 0)
         grad_value = grads[1] + jnp.einsum("bkgcs,bkgce->bkse", weights, grad)
         grad_scores = weights * (jnp.einsum("bkgce,bkse->bkgcs", grad, value.astype(jnp.float32)) - dot) * slope
@@ -71,10 +71,10 @@ def attention_backward(
     return _joined(grad_query).astype(query.dtype), grad_key.astype(key.dtype), grad_value.astype(value.dtype)
 
 
-def _scores(
-    query: Array, positions: Array, own: Array, key: Array, segments: Any, mask: Any, softcap: float | None
-) -> tuple[Array, Array, Array | float]:
-    """One block's scores BKGCS, which keys it sees, and the soft cap's slope at each."""
+def _scores(block: Any, key: Array, segments: Any, mask: Any, softcap: float | None) -> tuple[Array, Array, Array]:
+    """The scores BKGCS of one of :func:`_blocks`, which keys it sees, and the soft cap's slope at each."""
+    query, positions, own = block
+    slope: Array
     scores, slope = jnp.einsum("bkgcd,bksd->bkgcs", query, key.astype(jnp.float32)), 1.0
     if softcap is not None:
         tanh = jnp.tanh(scores / softcap)

@@ -15,13 +15,13 @@ import torch
 import torch_xla
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from shardwright.arguments.training import TrainingArguments
-from shardwright.errors import UserError
+from shardwright.arguments.training import Settings
+from shardwright.errors import UserError, in_short
 from shardwright.job import Job
 from shardwright.layout.auto import auto_recipe
 from shardwright.layout.plan import ShardingPlan
-from shardwright.model.facts import experts_modules, in_short
-from shardwright.model.meta_model import meta_model
+from shardwright.model.facts import ModelFacts, facts_of
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
 from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.step.build import place_model
@@ -110,15 +110,14 @@ def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, dict[str,
 def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
     """The result of our step: its loss and gradients against those of ``case``."""
     try:
-        meta = meta_model(case.config)
-        job = job_of(case.config, meta, mesh, scan)
+        job = job_of(facts_of(case.config), mesh, scan)
     except UserError as error:
         return {"verdict": "refused", "cause": _in_words(error)}
     except Exception as error:
         return {"verdict": "error", "cause": f"assembling: {_where(error)}"}
     compute = job.recipe.compute
     about = {
-        "kind": kind_of(meta),
+        "kind": kind_of(job.model),
         "layers": cut_of(job.stored),
         "notice": getattr(job, "notice", ""),
         "kernels": ", ".join(filter(None, (compute.attention, compute.experts))),
@@ -132,16 +131,15 @@ def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
     return {**about, **judged(case, loss, gradients)}
 
 
-def job_of(config: PretrainedConfig, meta: PreTrainedModel, mesh: str | None, scan: bool) -> Job:
+def job_of(facts: ModelFacts, mesh: str | None, scan: bool) -> Job:
     """The job of the recipe ``auto``, in which no token is dropped and no other loss is added."""
-    experts = experts_modules(meta)
-    recipe = auto_recipe(meta, experts, mesh, DEVICES).recipe
-    exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if experts else {}
+    recipe = auto_recipe(facts.model, facts.experts, mesh, DEVICES).recipe
+    exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if facts.experts else {}
     if recipe.compute.experts == "dense":
         exact = {"router_loss": False}
     recipe = replace(recipe, compute=replace(recipe.compute, remat="full", scan=scan, **exact))
-    args = TrainingArguments(recipe=recipe.name, sequence_length=LENGTH, per_device_train_batch_size=1)
-    return Job(recipe, args, DEVICES, config, meta)
+    settings = Settings(recipe=recipe.name, sequence_length=LENGTH, per_device_train_batch_size=1)
+    return Job(recipe, settings, DEVICES, facts)
 
 
 def _ours(job: Job, case: Plain) -> tuple[float, Tensors]:

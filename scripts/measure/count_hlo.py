@@ -37,8 +37,8 @@ from shardwright.compile.report.summary import SHARES_HEADER, estimate_line, fac
 from shardwright.errors import UserError
 from shardwright.hosts.output_streams import exit_code
 from shardwright.layout.auto import UNMADE
-from shardwright.model.facts import training_flops
-from shardwright.model.meta_model import load_config, meta_model
+from shardwright.model.facts import facts_of
+from shardwright.model.meta_model import load_config
 from shardwright.report.lines import say
 from shardwright.report.units import size
 from shardwright.xla.chips import find_topology
@@ -73,8 +73,7 @@ def main() -> None:
         parser.error("--model needs --rows and --sequence_length: its FLOPs are those of a step's tokens")
     flops = words.model_flops
     if flops is None and words.model:
-        config = load_config(words.model, UNMADE)
-        flops = training_flops(meta_model(config), config, words.rows, words.sequence_length)
+        flops = facts_of(load_config(words.model, UNMADE)).training_flops(words.rows, words.sequence_length)
     tokens = words.rows * words.sequence_length if words.rows else None
     report = count_module(
         read_module(Path(words.module)),

@@ -65,14 +65,15 @@ def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
     """The trainer's Job for the worker's: its recipe on ``config`` and the devices of this process."""
     from dataclasses import replace
 
-    from shardwright.arguments.training import TrainingArguments
+    from shardwright.arguments.training import Settings, TrainingArguments
     from shardwright.job import Job
     from shardwright.layout.load_recipe import load_recipe
-    from shardwright.model.meta_model import meta_model
+    from shardwright.model.facts import facts_of
     from shardwright.xla.runtime import init_runtime
 
     init_runtime()
     recipe = load_recipe(job["recipe"])
     scan = job.get("scan", recipe.compute.scan)
     recipe = replace(recipe, compute=replace(recipe.compute, scan=scan))
-    return Job(recipe, TrainingArguments(recipe=job["recipe"], **options), 8, config, meta_model(config))
+    settings = Settings.of(TrainingArguments(recipe=job["recipe"], **options))
+    return Job(recipe, settings, 8, facts_of(config))

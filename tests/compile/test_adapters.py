@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from shardwright.compile.lowering import lower
-from shardwright.model.facts import training_flops
 from shardwright.models.adapters.lora import base_of
 from tests.support.jobs import job_of
 
@@ -26,5 +25,5 @@ def test_only_factors_have_moments_and_are_replaced(accumulation):
 
 def test_a_frozen_weight_costs_two_products_of_three():
     plain, adapted = job_of("llama_fsdp"), job_of("llama_fsdp", lora_r=1)
-    flops = [training_flops(job.adapted, job.config, 1, 2) for job in (plain, adapted)]
+    flops = [job.facts.training_flops(1, 2, job.lora) for job in (plain, adapted)]
     assert 0.66 < flops[1] / flops[0] < 0.70

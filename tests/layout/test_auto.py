@@ -24,8 +24,8 @@ from shardwright.layout.patterns import shared_patterns
 from shardwright.layout.plan import make_plan
 from shardwright.layout.recipe import layout_text, matches
 from shardwright.layout.recipe_source import recipe_source
-from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import load_config, meta_model
+from shardwright.models.experts.expert_families import experts_modules
 from tests.support.paths import ROOT
 
 RECIPES = ("mixtral_ep", "mixtral_ep_tp", "mixtral_fsdp", "llama_fsdp", "llama_tp")  # that it agrees with

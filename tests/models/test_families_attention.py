@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from shardwright.layout.mesh import Mesh
 from shardwright.layout.recipe import Compute, Recipe
 from shardwright.model.attention_probe import leak, our_attention
-from shardwright.model.facts import experts_modules
-from shardwright.model.meta_model import meta_model
+from shardwright.model.facts import facts_of
 from shardwright.models.attention import portable as portable_kernel
 from shardwright.models.attention.attention_interface import MASKED, NAME, choose, masks_without_reads
+from shardwright.models.experts.expert_families import experts_modules
 from tests.support.cases import make_batch, make_case, relative
 
 LENGTH = 24  # beyond every window, chunk, block and choice of keys below
@@ -160,7 +160,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize("case", FAMILIES)
 def test_loss_and_gradients_equal_eager(case: str) -> None:
     config, name = config_of(case)
-    assert our_attention(meta_model(config), LENGTH) == name
+    assert our_attention(facts_of(config), LENGTH) == name
     model = model_of(config)
     (theirs, expected), (ours, found) = (loss_and_gradients(model, each) for each in ("eager", name))
     check(ours, theirs, found, expected)
@@ -179,7 +179,7 @@ def check(ours: Any, theirs: Any, found: dict[str, Any], expected: dict[str, Any
 @pytest.mark.parametrize("case", ["an indexer", "an indexer whose choice later layers share", "chunks", "soft caps"])
 def test_documents_stay_apart(case: str) -> None:
     config, name = config_of(case)
-    found = leak(config, name)
+    found = leak(facts_of(config), name)
     assert (found is not None) == (case == "chunks")  # a chunk begins where the row's does, not the document's
 
 

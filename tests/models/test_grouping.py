@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import meta_model
 from shardwright.models.experts import experts_interface as experts
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.layers.decoder_layers import find_layers
 from shardwright.models.layers.grouping import Repetition, cut, group
 

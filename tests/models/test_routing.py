@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.model.facts import experts_modules
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import RouterLosses, _Scoring, count, routers, selection_biases
 from shardwright.models.layers import side_outputs
 

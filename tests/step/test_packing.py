@@ -10,8 +10,8 @@ from shardwright.data.rows.batches import as_batch
 from shardwright.data.rows.packing import Columns
 from shardwright.data.samples.fitting import SampleOptions, SamplePacker
 from shardwright.layout.auto import auto_recipe
-from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import meta_model
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.sft import SHAPES
 from tests.models.test_families_attention import config_of

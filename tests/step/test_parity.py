@@ -17,9 +17,9 @@ from transformers import (
 from shardwright import Compute, Mesh, Recipe, Shard
 from shardwright.layout.auto import auto_recipe
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model.facts import experts_modules
 from shardwright.model.meta_model import meta_model
 from shardwright.models.experts import dropless_rows
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops import jax_call
 from shardwright.models.ops.jax_call import lowering_for
 from shardwright.step.build import build

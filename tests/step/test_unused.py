@@ -8,7 +8,7 @@ from transformers import AfmoeConfig, BartConfig, Ernie4_5_MoeConfig, LlamaConfi
 
 from shardwright import Compute, Mesh, Recipe
 from shardwright.errors import UserError
-from shardwright.model.meta_model import meta_model
+from shardwright.model.facts import facts_of
 from shardwright.model.unused_parameters import notice, unused_parameters
 from shardwright.scripts.measure.tiny import tiny_config
 from shardwright.step.build import place_model
@@ -121,7 +121,7 @@ def test_a_bias_that_only_chooses_experts_is_left_as_it_is():
 
 
 def names_of(config, router_loss=False):
-    unused, why = unused_parameters(meta_model(config), router_loss)
+    unused, why = unused_parameters(facts_of(config), None, router_loss)
     assert why is None
     return unused
 
@@ -146,7 +146,7 @@ def test_a_gradient_of_zero_is_not_a_missing_one():
 
 
 def test_a_model_that_reads_values_is_said_not_to_be_known():
-    unused, why = unused_parameters(meta_model(tiny_config("blt")), router_loss=False)
+    unused, why = unused_parameters(facts_of(tiny_config("blt")), None, router_loss=False)
     assert unused  # what the family itself freezes
     assert all(name.startswith("model.patcher.") for name in unused)
     assert "can't be tried without values (RuntimeError: Tensor.item()" in notice(unused, why)

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model.facts import routing_of
+from shardwright.model.facts import facts_of
 from shardwright.model.lora_options import as_config
 from shardwright.models.adapters.int8 import from_int8, to_int8
 from shardwright.step.build import evaluation_step, place_model
@@ -79,7 +79,7 @@ def make_adapted(
     recipe = load_recipe(recipe_name)
     config = small_config(recipe, **(changes or {}))
     plain = plain_model(config)
-    routing = routing_of(plain, config)
+    routing = facts_of(config).routing
     if routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
     recipe = replace(recipe, compute=replace(recipe.compute, **compute))

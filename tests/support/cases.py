@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Recipe
-from shardwright.model.facts import experts_modules, routing_of
+from shardwright.model.facts import facts_of
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.scripts.measure.against_plain import unstacked
 from shardwright.step.build import evaluation_step, place_model
 from shardwright.step.eval_step import EvalStep
@@ -92,7 +93,7 @@ def make_case(
     recipe = recipe.with_mesh(mesh) if mesh else recipe
     config = config or small_config(recipe)
     reference = plain_model(config)
-    routing = routing_of(reference, config)
+    routing = facts_of(config).routing
     if compute.get("experts", recipe.compute.experts) == "capacity" and routing is not None:
         compute = {"capacity_factor": routing[1] / routing[0], **compute}
     recipe = replace(recipe, compute=replace(recipe.compute, **compute))

@@ -6,16 +6,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from shardwright.arguments.training import TrainingArguments
+from shardwright.arguments.training import Settings
 from shardwright.job import Job
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.layout.recipe import Recipe
-from shardwright.model.meta_model import load_config, meta_model
+from shardwright.model.facts import facts_of
+from shardwright.model.meta_model import load_config
 
 
 def job_of(recipe: Recipe | str, config: PretrainedConfig | None = None, devices: int = 8, **options: Any) -> Job:
     """The job of ``recipe`` on ``config`` (default: its own model), with ``options`` of TrainingArguments."""
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     config = config or load_config(None, recipe)
-    args = TrainingArguments(recipe=recipe.name or "unnamed", **options)
-    return Job(recipe, args, devices, config, meta_model(config))
+    return Job(recipe, Settings(recipe=recipe.name or "unnamed", **options), devices, facts_of(config))

@@ -14,7 +14,7 @@ from shardwright import Compute, Mesh, Recipe
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.load_recipe import load_recipe
-from shardwright.model import attention_probe
+from shardwright.model import attention_probe, facts
 from shardwright.model.attention_probe import text_part_differs
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole, whole_model
 from shardwright.run import train
@@ -52,7 +52,7 @@ def test_loss_and_every_gradient_of_the_text_equal_the_whole_plain_model_s(famil
     config = config_of(family)
     whole, job = plain(config), job_of(recipe_of(family), config)
     mesh = build_mesh(job.recipe.mesh)
-    step = TrainStep(place_model(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.names_in_whole)))
+    step = TrainStep(place_model(job, mesh, part_of(state_dict_weights(whole.state_dict()), job.facts.names_in_whole)))
     ids = torch.randint(1, IMAGE_TOKEN, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     inputs = place_batch({"input_ids": ids.unsqueeze(1), "labels": ids.unsqueeze(1)}, mesh, job.recipe.batch)
     loss, found, _ = step.loss_and_gradients(inputs, step.random_keys(1))
@@ -60,7 +60,7 @@ def test_loss_and_every_gradient_of_the_text_equal_the_whole_plain_model_s(famil
     expected = whole(input_ids=ids, labels=ids, use_cache=False).loss
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    gradients = {job.names_in_whole[name]: gradient for name, gradient in unstacked(job.stored, found)}
+    gradients = {job.facts.names_in_whole[name]: gradient for name, gradient in unstacked(job.stored, found)}
     theirs = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert len(theirs) > 20
     worst, name = relative(gradients, theirs)
@@ -126,13 +126,12 @@ def test_a_run_trains_the_text_and_leaves_the_whole_model_and_so_does_the_export
 
 def test_a_text_part_that_computes_something_else_is_found_and_a_family_without_one_is_refused_by_name(monkeypatch):
     config = config_of("gemma3")
-    assert text_part_differs(config) is None
-    attention_probe._difference.cache_clear()
+    assert text_part_differs(facts.facts_of(config)) is None
+    monkeypatch.setattr(facts, "_known", {})
     monkeypatch.setattr(attention_probe, "text_in_whole", lambda config: _capped(text_in_whole(config)))
-    assert "from the whole model's" in text_part_differs(config)
+    assert "from the whole model's" in text_part_differs(facts.facts_of(config))
     with pytest.raises(UserError, match=r"of type 'gemma3', of which Gemma3ForCausalLM is the text part"):
         job_of(recipe_of("gemma3"), config)
-    attention_probe._difference.cache_clear()
     with pytest.raises(UserError, match="BlipForConditionalGeneration names no text decoder and head of its own"):
         meta_model(BlipConfig())
 

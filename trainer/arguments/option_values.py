@@ -36,7 +36,7 @@ def check_values(arguments: Any) -> None:
         UserError: names the option, and what it takes.
     """
     hints = get_type_hints(type(arguments))
-    for each in fields(arguments):
+    for each in (each for each in fields(arguments) if each.metadata):  # options, which have a help
         name, value = each.name, getattr(arguments, each.name)
         kind, optional = kind_of(hints[name])
         if dict in get_args(hints[name]) or value is each.default or (value is None and optional):

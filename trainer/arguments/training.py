@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
 from shardwright.arguments.adapter_options import AdapterArguments
@@ -81,8 +81,6 @@ class TrainingArguments(
 
     def __post_init__(self) -> None:
         check_values(self)
-        # of the command; a run that goes on on other devices may train with other values, for the same global batch
-        self.asked_batch = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         self.check_model()
         self.check_data()
         self.check_adapter()
@@ -125,7 +123,7 @@ class TrainingArguments(
         self.check("max_steps", self.max_steps >= 1 or self.max_steps == -1, "a run has a step at least", DEFAULT_STEPS)
         self.check("num_train_epochs", epochs is None or epochs > 0, "it counts times through the data", 3)
         if epochs is None or self.max_steps > 0:
-            self.settle_steps(self.max_steps if self.max_steps > 0 else DEFAULT_STEPS)
+            self._settle_steps(self.max_steps if self.max_steps > 0 else DEFAULT_STEPS)
         elif self.streaming:
             raise UserError(
                 asked=f"--num_train_epochs {epochs:g} of --streaming",
@@ -134,16 +132,7 @@ class TrainingArguments(
                 instead="--max_steps N, which may go through the data several times; or no --streaming",
             )
 
-    def settle_epochs(self, steps_an_epoch: int) -> None:
-        """Turn ``num_train_epochs`` into ``max_steps``, as transformers counts them, unless those are known.
-
-        Raises:
-            UserError: as :meth:`settle_steps`.
-        """
-        if self.max_steps < 1 and self.num_train_epochs is not None:
-            self.settle_steps(math.ceil(self.num_train_epochs * steps_an_epoch))
-
-    def settle_steps(self, steps: int) -> None:
+    def _settle_steps(self, steps: int) -> None:
         """Set ``max_steps``, and what is a share of them.
 
         Raises:
@@ -189,7 +178,7 @@ class TrainingArguments(
 
         Keys of hubs and trackers are no options: they come from the environment.
         """
-        values = asdict(self).items()
+        values = {each.name: getattr(self, each.name) for each in fields(TrainingArguments)}.items()
         return {name: without_credentials(value) if isinstance(value, str) else value for name, value in values}
 
     # what transformers' integrations ask for
@@ -203,3 +192,48 @@ class TrainingArguments(
         """The options as trackers take them that know numbers and texts alone."""
         known = (bool, int, float, str)
         return {name: value if type(value) in known else str(value) for name, value in self.as_dict().items()}
+
+
+@dataclass
+class Settings(TrainingArguments):
+    """The arguments of a run, as the program reads them: checked, and the same from then on.
+
+    Where a run resolves one of them, ``dataclasses.replace`` makes other settings, checked anew.
+
+    Args:
+        asked_batch: rows of a micro-batch for each device and micro-batches a step, as the command says; a run that
+            goes on on other devices may train with other values, for the same global batch.
+    """
+
+    asked_batch: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.asked_batch = self.asked_batch or (self.per_device_train_batch_size, self.gradient_accumulation_steps)
+        self._resolved = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_resolved" in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to {name!r}: a run's settings stay as they are")
+        super().__setattr__(name, value)
+
+    @classmethod
+    def of(cls, args: TrainingArguments) -> Settings:
+        """The settings that ``args`` ask for; they stay as they are.
+
+        Raises:
+            UserError: an argument that was changed since can't be.
+        """
+        return cls(**{each.name: getattr(args, each.name) for each in fields(args)})
+
+    def with_epochs_of(self, steps: int) -> Settings:
+        """The settings with ``num_train_epochs`` epochs of ``steps`` steps turned into ``max_steps``, unless known.
+
+        Steps are counted as transformers counts them.
+
+        Raises:
+            UserError: as the class; the scheduler gives no rates for so many steps.
+        """
+        if self.max_steps > 0 or self.num_train_epochs is None:
+            return self
+        return replace(self, max_steps=math.ceil(self.num_train_epochs * steps))

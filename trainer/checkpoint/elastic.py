@@ -92,8 +92,9 @@ def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
     kept = kept_batch(job, resume)
     if kept is None:
         return job
-    job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps = kept
-    return replace(job, args=job.args)
+    rows, accumulation = kept
+    args = replace(job.args, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation)
+    return replace(job, args=args)
 
 
 def said(job: Job, resume: RunCheckpoint) -> str | None:

@@ -19,7 +19,7 @@ COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand:
 
 
 def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
-    """The run's output folder; ``args.output_dir`` then names it. Nothing is written.
+    """The run's output folder. Nothing is written.
 
     A run that is resumed goes on in the folder that it has.
 
@@ -30,7 +30,6 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
         UserError: it is a file, or holds something that nothing tells the run to write over.
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
-    args.output_dir = str(folder)
     if not folder.remote and os.path.isfile(str(folder)):
         raise _taken(folder, "a file", "")
     entries = [name for name in folder.names() if name not in (LOCK, COMPILE_PAGE)]

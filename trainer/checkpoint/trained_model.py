@@ -27,7 +27,7 @@ class TrainedModel:
     Args:
         model: holds the buffers.
         parameters: name → placed parameter; the dict that the steps share.
-        base: where the weights came from, under the names of ``job.whole``.
+        base: where the weights came from, under the names of ``job.facts.whole``.
     """
 
     job: Job

@@ -15,7 +15,6 @@ from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
 from shardwright.job import Job
-from shardwright.model.facts import experts_modules, training_flops
 from shardwright.xla.chips import Chip, Topology, find_topology
 
 
@@ -57,7 +56,7 @@ class CompileJob:
             UserError: no libtpu, or a compiler that failed.
         """
         job, options, where = self.job, self.options, _topology(self.options)
-        crossed = [axis for name in experts_modules(job.model)[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
+        crossed = [axis for name in job.facts.experts[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
         dcn = job.recipe.mesh.dcn_sizes()
         target = CompileTarget(
             topology=where.name,
@@ -67,7 +66,7 @@ class CompileJob:
             timeout=options.compile_timeout,
         )
         expected = Expected(
-            model_flops=training_flops(job.adapted, job.config, job.rows, job.args.sequence_length),
+            model_flops=job.facts.training_flops(job.rows, job.args.sequence_length, job.lora),
             exchange=crossed[0] if crossed else None,
             tokens=job.tokens,
             efficiency=options.efficiency,

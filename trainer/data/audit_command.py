@@ -44,7 +44,7 @@ def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) 
     if tokenizer is None:
         raise no_tokenizer(args.dataset)
     if not all(shape.is_text for shape in shapes):
-        args.isolate_documents = True  # as a run does
+        args = dataclasses.replace(args, isolate_documents=True)  # as a run does
     shows = ReadingBar(console)
     with shows.bar:
         found = audit(data_options(args, config), tokenizer, shown.show, shows.read)

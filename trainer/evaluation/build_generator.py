@@ -27,7 +27,7 @@ def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampl
     """
     job, mesh, batch = placed.job, placed.mesh, placed.batch_axes
     heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))
-    check_positions(job.model, shape.length)
+    check_positions(job.facts, shape.length)
     if not can_cache(job.model):
         return Generator(RowDecoder(placed, shape, sampling), shape)
     plain = replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, scan=False, remat="none")))

@@ -14,7 +14,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from shardwright.errors import UserError
 from shardwright.layout.partition import PartitionSpec
-from shardwright.model.facts import most_positions
+from shardwright.model.facts import ModelFacts
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
 
@@ -172,13 +172,13 @@ def can_cache(model: PreTrainedModel) -> bool:
     return _CACHED.issuperset(kinds)
 
 
-def check_positions(model: PreTrainedModel, length: int) -> None:
+def check_positions(facts: ModelFacts, length: int) -> None:
     """Raises UserError if the model has not as many positions as ``length``."""
-    most = most_positions(model)
+    most = facts.positions
     if most is not None and length > most:
         raise UserError(
             asked=f"prompts and answers of {length} tokens together",
-            found=f"{type(model).__name__} has {most} positions",
+            found=f"{facts.kind} has {most} positions",
             why="they lie in a table, and a token beyond its end has no position",
             instead="shorter prompts, or fewer new tokens (--sample_tokens)",
         )

@@ -61,12 +61,12 @@ def open_model(options: EvaluationArguments, console: Console) -> OpenModel:
     check_vocabulary(tokenizer, job.config.get_text_config().vocab_size)
     say(console, f"devices: {init_runtime()}")
     say(console, f"mesh:    {' × '.join(f'{axis}={size}' for axis, size in job.plan.mesh.items())}")
-    say(console, f"model:   {type(job.model).__name__}, {job.parameters:,} parameters")
+    say(console, f"model:   {type(job.model).__name__}, {job.facts.parameters:,} parameters")
     if saved is not None:
         saved.check_tensors(console)
     if saved is not None and job.lora is None:
         return OpenModel(place_model(job, build_mesh(job.recipe.mesh), saved), tokenizer)
-    hub = open_hub_weights(base, job.whole)
+    hub = open_hub_weights(base, job.facts.whole)
     with reading(hub, console), waiting(console, "placing the weights on the devices …"):
         placed = place_model(job, build_mesh(job.recipe.mesh), weights_of(job, hub, saved))
     return OpenModel(placed, tokenizer)

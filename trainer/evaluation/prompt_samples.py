@@ -114,7 +114,7 @@ def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
     shards = job.row_shards
     rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
     shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)
-    check_positions(job.model, shape.length)
+    check_positions(job.facts, shape.length)
     return shape
 
 

@@ -8,7 +8,6 @@ and alone. A causal model's tokens come out the same whatever follows them.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 import re
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from shardwright.errors import UserError
-from shardwright.model.facts import experts_modules, in_short
+from shardwright.errors import UserError, in_short
+from shardwright.model.facts import ModelFacts, once
 from shardwright.model.meta_model import meta_model, names_in_whole, text_in_whole
 from shardwright.models.attention.attention_interface import (
     MASKED,
@@ -32,6 +31,7 @@ from shardwright.models.attention.attention_interface import (
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.pieces import from_pieces, to_pieces
 from shardwright.models.experts import experts_interface as experts
+from shardwright.models.experts.expert_families import experts_modules
 
 _TOKENS = 6  # of each of the two documents
 _HEAD = 16  # the narrowest head of the small model
@@ -42,8 +42,8 @@ _REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")
 _NOISE = 1e-5  # relative: what float32 inside a float64 model may differ by
 
 
-def our_attention(model: PreTrainedModel, length: int) -> str:
-    """The one of our attentions that ``model``, on meta, runs under at ``length`` tokens: no values are computed.
+def our_attention(facts: ModelFacts, length: int) -> str:
+    """The one of our attentions that the model runs under at ``length`` tokens, on meta: no values are computed.
 
     It is ``portable`` where that runs, for the other one's masks are as large as the sequence's square.
 
@@ -51,10 +51,16 @@ def our_attention(model: PreTrainedModel, length: int) -> str:
         Unsupported: attention is asked for what neither supports.
         UserError: neither runs for a reason that is not attention's: the model looks at values.
     """
-    first = _runs_on_meta(model, NAME, min(length, _MOST))
+    return _our_attention(facts, min(length, _MOST))
+
+
+@once
+def _our_attention(facts: ModelFacts, length: int) -> str:
+    model = facts.model
+    first = _runs_on_meta(model, NAME, length)
     if first is None:
         return NAME
-    if _runs_on_meta(model, MASKED, min(length, _MOST)) is None:
+    if _runs_on_meta(model, MASKED, length) is None:
         return MASKED
     if isinstance(first, Unsupported):
         raise first
@@ -80,46 +86,45 @@ def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Except
     return None
 
 
-def leak(config: PretrainedConfig, attention: str = NAME) -> str | None:
-    """What shows that a model of ``config`` does not isolate documents, or that it can't be tried; None if it does."""
-    found = _difference(_as_text(config), attention, _alone_and_behind)
+@once
+def leak(facts: ModelFacts, attention: str = NAME) -> str | None:
+    """What shows that the model does not isolate documents, or that it can't be tried; None if it does."""
+    found = _difference(facts.config, attention, _alone_and_behind)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, a document's logits differ by {found:.1e} behind another one" if found > _NOISE else None
 
 
-def mixes_in_order(config: PretrainedConfig) -> str | None:
+@once
+def mixes_in_order(facts: ModelFacts) -> str | None:
     """What shows that a model's tokens can't lie in another order than the row's, or that it can't be tried; else None.
 
     They can where all that mixes them is our attention, and they are told their positions.
     """
-    found = _difference(_as_text(config), NAME, _in_order_and_in_pieces)
+    found = _difference(facts.config, NAME, _in_order_and_in_pieces)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, its logits differ by {found:.1e} where a row's halves lie apart" if found > _NOISE else None
 
 
-def looks_ahead(config: PretrainedConfig, attention: str) -> bool:
+@once
+def looks_ahead(facts: ModelFacts, attention: str) -> bool:
     """Whether a token's logits were seen to depend on later tokens; False too where the model can't be tried."""
-    found = _difference(_as_text(config), attention, _before_two_ends)
+    found = _difference(facts.config, attention, _before_two_ends)
     return not isinstance(found, str) and found > _NOISE
 
 
-def text_part_differs(config: PretrainedConfig) -> str | None:
-    """What shows that the text part of a multimodal ``config`` is not the whole model fed text, or can't be tried."""
-    found = _difference(_as_text(config), "eager", _alone_and_in_the_whole, text_in_whole)
+@once
+def text_part_differs(facts: ModelFacts) -> str | None:
+    """What shows that the text part of a multimodal model is not the whole model fed text, or can't be tried."""
+    found = _difference(facts.config, "eager", _alone_and_in_the_whole, text_in_whole)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
     return f"tried small, its logits differ by {found:.1e} from the whole model's" if found > _NOISE else None
 
 
-def _as_text(config: PretrainedConfig) -> str:
-    return json.dumps(config.to_dict(), default=str, sort_keys=True)
-
-
-@functools.lru_cache(maxsize=16)
 def _difference(
-    config_text: str,
+    config: PretrainedConfig,
     attention: str,
     run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]],
     build: Callable[[PretrainedConfig], PreTrainedModel] = meta_model,
@@ -132,7 +137,7 @@ def _difference(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other longer than they work, on matrices as small as these
     try:
-        model = _small_model(json.loads(config_text), build)
+        model = _small_model(config, build)
         choose(model, attention)
         with torch.no_grad(), masks_without_reads():
             first, second = run(model)
@@ -194,8 +199,9 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
         return model(input_ids=ids, use_cache=False, **documents).logits
 
 
-def _small_model(values: dict[str, Any], build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
+def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
     """The model on the CPU, in float64, all widths divided by one number, so that what must fit together still does."""
+    values = json.loads(json.dumps(config.to_dict(), default=str))
     config = AutoConfig.for_model(**values)
     text, factor = config.get_text_config(), _factor(config)
     beside = [key for key in config.sub_configs if text is not config and getattr(config, key, None) is not text]
@@ -212,7 +218,17 @@ def _small_model(values: dict[str, Any], build: Callable[[PretrainedConfig], Pre
                 shared = _random(parameter.shape[-2:], generator).double().expand(parameter.shape)
                 drawn[parameter.shape] = torch.nn.Parameter(shared, requires_grad=False)
             setattr(module, name, drawn[parameter.shape])
+    for module in map(model.get_submodule, experts_modules(model)):
+        if all(parameter.dim() > 2 for parameter in module.parameters()):
+            module.register_forward_pre_hook(_all_to_one)
     return model.double().eval()
+
+
+def _all_to_one(experts: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A module's arguments, with the first expert chosen by all tokens: all experts are alike, and one product is made
+    instead of hundreds.
+    """
+    return tuple(a if torch.is_floating_point(a) else torch.zeros_like(a) for a in args)
 
 
 def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

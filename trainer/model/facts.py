@@ -1,11 +1,172 @@
-"""Facts of a model: what is asked of its config and of its modules on meta."""
+"""ModelFacts: every question that a run asks of a model, answered once, from its config and its modules on meta."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwright.model.meta_model import is_multimodal, meta_model, names_in_whole, whole_model
+from shardwright.models.adapters.lora import Lora, adaptable, attach
+from shardwright.models.experts.expert_families import experts_modules
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_KEPT = 4  # configs whose facts are kept: a run has one, and a search of recipes with models of their own a few
+
+
+def once(question: Callable[Concatenate[ModelFacts, P], R]) -> Callable[Concatenate[ModelFacts, P], R]:
+    """``question`` of a model, whose answers are kept with its facts, by its arguments."""
+
+    @functools.wraps(question)
+    def answer(facts: ModelFacts, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = question, args, tuple(kwargs.items())
+        if key not in facts.answers:
+            facts.answers[key] = question(facts, *args, **kwargs)
+        return facts.answers[key]
+
+    return answer
+
+
+class ModelFacts:
+    """A model on meta, and what is known of it. All of it is read only: who needs another model copies one.
+
+    Args:
+        config: the model's.
+
+    Attributes:
+        model: transformers' own causal-LM class, as :func:`shardwright.model.meta_model.meta_model` makes it.
+
+    Raises:
+        UserError: as :func:`shardwright.model.meta_model.meta_model`.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config, self.model = config, meta_model(config)
+        self.answers: dict[Any, Any] = {}
+
+    @property
+    def kind(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__
+
+    @functools.cached_property
+    def whole(self) -> PreTrainedModel:
+        """The model of all that a checkpoint holds, on meta: with a multimodal config ``model`` is a part of it."""
+        return whole_model(self.config) if is_multimodal(self.config) else self.model
+
+    @functools.cached_property
+    def names_in_whole(self) -> dict[str, str]:
+        """The whole's name of each of the model's parameters and saved buffers."""
+        return names_in_whole(self.model, self.whole) or {}
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the whole has values that are not trained."""
+        return len(self.names_in_whole) < len(self.whole.state_dict())
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """How many numbers the model's parameters are, without factors beside them."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @functools.cached_property
+    def experts(self) -> list[str]:
+        """The dotted names of the modules that hold experts."""
+        return experts_modules(self.model)
+
+    @functools.cached_property
+    def routing(self) -> tuple[int, int] | None:
+        """(experts that a token goes to, experts that there are); None without any, or if the config does not say."""
+        chosen = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
+        if chosen is None or not self.experts:
+            return None
+        return chosen, next(iter(self.model.get_submodule(self.experts[0]).parameters())).shape[0]
+
+    @functools.cached_property
+    def positions(self) -> int | None:
+        """How many positions the model's tables have; None where positions are computed, as RoPE does, or are none.
+
+        On XLA a position beyond a table's end would silently get the last entry.
+        """
+        limit = stated(self.config, "max_position_embeddings")
+        if limit is None:
+            return None
+        tokens, found = self.model.get_input_embeddings(), []
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding) and module is not tokens:
+                padding = -1 if module.padding_idx is None else module.padding_idx
+                # two rows more than positions where a family begins at the third
+                if limit <= module.num_embeddings <= limit + 2:
+                    found.append(min(limit, module.num_embeddings - padding - 1))
+            # sines, rotations or masks of each position, or the positions themselves
+            if any(b.dim() > 1 and limit in b.shape[:2] for b in module.buffers(recurse=False)):
+                found.append(limit)
+        return min(found, default=None)
+
+    @functools.cached_property
+    def says_causal(self) -> bool:
+        """Whether an attention of the model says itself that it is causal."""
+        return any(getattr(module, "is_causal", None) is True for module in self.model.modules())
+
+    @once
+    def adapted(self, lora: Lora | None) -> PreTrainedModel:
+        """The model with the factors of ``lora``, all else frozen; None: the model itself."""
+        if lora is None:
+            return self.model
+        model = copy.deepcopy(self.model)
+        attach(model, lora, adaptable(model, self.experts))
+        return model
+
+    def training_flops(self, rows: int, length: int, lora: Lora | None = None) -> float | None:
+        """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them: nothing is counted twice.
+
+        There are 6 for each pair of a weight and a token that meet in a matrix product (4 if the weight is frozen),
+        where a token meets only the experts that it goes to, and a lookup of embeddings is no product. To these come
+        6 × the width of query and value for each pair of tokens that attend. None if the config does not say how many
+        experts a token goes to.
+
+        Args:
+            lora: with its factors; None: all weights are trained.
+        """
+        if self.experts and self.routing is None:
+            return None
+        text, model = self.config.get_text_config(), self.adapted(lora)
+        share = self.routing[0] / self.routing[1] if self.routing else 1.0
+        looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
+        looked_up -= {id(p) for p in model.get_output_embeddings().parameters()}
+        weights = 0.0
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and id(parameter) not in looked_up:
+                each = 6 if parameter.requires_grad else 4
+                weights += each * parameter.numel() * (share if name.rpartition(".")[0] in self.experts else 1.0)
+        heads = text.num_attention_heads
+        width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        window = min(getattr(text, "sliding_window", None) or length, length)
+        pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
+        return weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
+
+
+_known: dict[Any, ModelFacts] = {}  # of the last few configs
+
+
+def facts_of(config: PretrainedConfig) -> ModelFacts:
+    """The facts of the model of ``config``, which are found once in a process: equal configs share them.
+
+    Raises:
+        UserError: as :class:`ModelFacts`.
+    """
+    key = type(config), config.name_or_path, json.dumps(config.to_dict(), default=str, sort_keys=True)
+    if key not in _known:
+        while len(_known) >= _KEPT:
+            del _known[next(iter(_known))]
+        _known[key] = ModelFacts(copy.deepcopy(config))
+    return _known[key]
 
 
 def stated(config: PretrainedConfig, name: str) -> Any:
@@ -14,72 +175,3 @@ def stated(config: PretrainedConfig, name: str) -> Any:
         return getattr(config.get_text_config(), name, None)
     except RuntimeError:  # transformers/integrations/heterogeneity/configuration_utils.py, transformers 5.23
         return None
-
-
-def most_positions(model: PreTrainedModel) -> int | None:
-    """How many positions the model's tables have; None where positions are computed, as RoPE does, or are none.
-
-    On XLA a position beyond a table's end would silently get the last entry.
-    """
-    limit = stated(model.config, "max_position_embeddings")
-    tokens = model.get_input_embeddings()
-    found = []
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module is not tokens:
-            padding = -1 if module.padding_idx is None else module.padding_idx
-            # two rows more than positions where a family begins at the third
-            if limit is not None and limit <= module.num_embeddings <= limit + 2:
-                found.append(min(limit, module.num_embeddings - padding - 1))
-        # sines, rotations or masks of each position, or the positions themselves
-        if limit is not None and any(b.dim() > 1 and limit in b.shape[:2] for b in module.buffers(recurse=False)):
-            found.append(limit)
-    return min(found, default=None)
-
-
-def experts_modules(model: PreTrainedModel) -> list[str]:
-    """The dotted names of the modules that hold experts."""
-    # semi-private: `use_experts_implementation` marks experts modules so (transformers/integrations/moe.py, 5.23)
-    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
-
-
-def routing_of(model: PreTrainedModel, config: PretrainedConfig) -> tuple[int, int] | None:
-    """(experts that a token goes to, experts that there are); None without experts, or if the config does not say."""
-    chosen, inside = getattr(config.get_text_config(), "num_experts_per_tok", None), experts_modules(model)
-    if chosen is None or not inside:
-        return None
-    return chosen, next(iter(model.get_submodule(inside[0]).parameters())).shape[0]
-
-
-def training_flops(model: PreTrainedModel, config: PretrainedConfig, rows: int, length: int) -> float | None:
-    """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them: nothing is counted twice.
-
-    There are 6 for each pair of a weight and a token that meet in a matrix product (4 if the weight is frozen), where a
-    token meets only the experts that it goes to, and a lookup of embeddings is no product. To these come 6 × the width
-    of query and value for each pair of tokens that attend. None if the config does not say how many experts a token
-    goes to.
-    """
-    text = config.get_text_config()
-    inside = experts_modules(model)
-    share = 1.0
-    if inside:
-        routing = routing_of(model, config)
-        if routing is None:
-            return None
-        share = routing[0] / routing[1]
-    looked_up = {id(p) for p in model.get_input_embeddings().parameters()}
-    looked_up -= {id(p) for p in model.get_output_embeddings().parameters()}
-    weights = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and id(parameter) not in looked_up:
-            each = 6 if parameter.requires_grad else 4
-            weights += each * parameter.numel() * (share if name.rpartition(".")[0] in inside else 1.0)
-    heads = text.num_attention_heads
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    window = min(getattr(text, "sliding_window", None) or length, length)
-    pairs = length * window - window * (window - 1) / 2  # a row's pairs of a token and one that it sees
-    return weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
-
-
-def in_short(error: Exception) -> str:
-    """The type and first paragraph of a library's message, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).partition(chr(10) * 2)[0].split())}"

@@ -5,7 +5,6 @@ What an adapter is, is written as PEFT writes it (`adapter_config.json`, peft 0.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,8 +22,9 @@ from shardwright.layout.adapter_layouts import with_factors
 from shardwright.layout.int8_layouts import with_int8
 from shardwright.layout.plan import ShardingPlan, make_plan
 from shardwright.layout.recipe import Recipe
-from shardwright.model.facts import experts_modules
-from shardwright.models.adapters.lora import Lora, adaptable, attach, base_of, own_parameters
+from shardwright.model.facts import ModelFacts
+from shardwright.models.adapters.lora import Lora, adaptable, base_of, own_parameters
+from shardwright.models.experts.expert_families import experts_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"
@@ -71,27 +71,20 @@ def adapted_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return adaptable(model, experts_modules(model))
 
 
-def with_lora(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
-    """A copy of ``model``, on meta, with the factors of ``lora``; everything else in it is frozen."""
-    adapted = copy.deepcopy(model)
-    attach(adapted, lora, adapted_shapes(adapted))
-    return adapted
-
-
 def plan_of(
-    recipe: Recipe, model: PreTrainedModel, adapted: PreTrainedModel, devices: int, args: TrainingArguments
+    recipe: Recipe, facts: ModelFacts, lora: Lora | None, devices: int, args: TrainingArguments
 ) -> ShardingPlan:
-    """The plan of ``adapted``, which is ``model`` or that with factors, its weights stored as ``args`` say.
+    """The plan of the model with the factors of ``lora``, its weights stored as ``args`` say.
 
     Raises:
         UserError: as `make_plan`.
     """
-    dtypes = args.state_dtypes
-    if adapted is model:
+    dtypes, model = args.state_dtypes, facts.model
+    if lora is None:
         return make_plan(recipe, model, devices, **dtypes, optim=args.optim)
     stored = torch.bfloat16 if args.base_dtype == "int8" else getattr(torch, args.base_dtype)
     base = make_plan(recipe, model, devices, **(dtypes | {"weight_dtype": stored}), optim=args.optim)
-    plan = with_factors(base, adapted, dtypes["weight_dtype"])
+    plan = with_factors(base, facts.adapted(lora), dtypes["weight_dtype"])
     return with_int8(plan, _inner(model)) if args.base_dtype == "int8" else plan
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +26,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shardwright.errors import UserError
+from shardwright.errors import UserError, in_short
 from shardwright.layout.recipe import Recipe
-from shardwright.model.facts import in_short
 from shardwright.models.experts import expert_families
 
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
+LARGE_ZEROS = 2**16  # elements
+_DRAWS = ("torch.nn.init", "transformers.initialization")  # the latter puts its functions in the former's place
 MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
 _CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "docs/configs")  # installed; a checkout
 
@@ -127,18 +129,23 @@ def _bounded() -> Iterator[None]:
         handle.remove()
 
 
-class _LargeOnMeta(TorchFunctionMode):
-    """While it is active, tensors of more elements than any buffer has are made on meta at once.
+class _Unallocated(TorchFunctionMode):
+    """While it is active, what becomes a parameter on meta takes no memory before, and no time to be drawn.
 
-    Without it a weight takes memory until it is a parameter: 30 GB for all experts of a layer of 671 B parameters.
+    Tensors of more elements than any buffer has are made on meta at once, or all experts of a layer of 671 B parameters
+    would take 30 GB; zeros are pages that nobody has touched.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(func, "__module__", None) in _DRAWS and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full):
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             if math.prod(size) > MOST_BUFFER:
                 kwargs["device"] = "meta"
+            elif func is torch.zeros and math.prod(size) > LARGE_ZEROS and not kwargs.keys() - {"size"}:
+                return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(size)), dtype=torch.float32).view(size)
         return func(*args, **kwargs)
 
 
@@ -293,7 +300,7 @@ def _on_meta(
 ) -> PreTrainedModel:
     """What ``build``, a ``from_config`` of transformers', makes of ``config``; modules of ``real`` have values."""
     try:
-        with _parameters_on_meta(real), _bounded(), _LargeOnMeta():
+        with _parameters_on_meta(real), _bounded(), _Unallocated():
             # a copy: choosing a model's kernels writes into its config
             model = build(copy.deepcopy(config), dtype=torch.float32)
         expert_families.adapt(model)

@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
-
 from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.recipe import Recipe
-from shardwright.model.attention_probe import leak, looks_ahead, mixes_in_order, text_part_differs
-from shardwright.model.facts import experts_modules, most_positions, stated
+from shardwright.model.attention_probe import leak, looks_ahead, mixes_in_order, our_attention, text_part_differs
+from shardwright.model.facts import ModelFacts, stated
 from shardwright.model.meta_model import is_multimodal
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.experts.routing import routers, selection_biases
 
 
-def check_text_part(config: PretrainedConfig, model: PreTrainedModel) -> None:
-    found = text_part_differs(config) if is_multimodal(config) else None
+def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> None:
+    """Refuse a model that can't be trained as ``recipe`` and ``args`` say, whatever the devices are.
+
+    Raises:
+        UserError: says which, and what can.
+    """
+    _check_text_part(facts)
+    _check_heads(facts)
+    name = attention_of(recipe, args, facts)
+    if args.isolate_documents:
+        _check_isolation(recipe, facts, name)
+    _check_split_rows(recipe, facts, name)
+    _check_positions(args, facts)
+    _check_causal(name, facts)
+    _check_experts(recipe, facts)
+    _check_routing(args, facts)
+
+
+def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> str:
+    """The name of the recipe's attention in transformers' registry: of our two, the one that the model needs."""
+    asked = recipe.compute.attention
+    if asked != attention.NAME:
+        return asked
+    try:
+        return our_attention(facts, args.sequence_length)
+    except attention.Unsupported as error:
+        raise UserError(
+            asked=f"a model of type {facts.config.model_type!r} with attention={asked!r}",
+            found=str(error),
+            why="it would change the model's numbers",
+            instead="--compute attention=eager, which holds the scores of every head",
+        ) from error
+
+
+def _check_text_part(facts: ModelFacts) -> None:
+    found = text_part_differs(facts) if is_multimodal(facts.config) else None
     if found is not None:
         raise UserError(
-            asked=f"a model of type {config.model_type!r}, of which {type(model).__name__} is the text part",
+            asked=f"a model of type {facts.config.model_type!r}, of which {facts.kind} is the text part",
             found=found,
             why="the text part is trained alone, so it must compute what the whole model computes of text",
             instead="a family such as gemma3, llava, mistral3, llama4 or qwen3_vl",
         )
 
 
-def check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
+def _check_isolation(recipe: Recipe, facts: ModelFacts, name: str) -> None:
     if recipe.compute.attention != attention.NAME:
         raise UserError(
             asked=f"--isolate_documents with attention={recipe.compute.attention!r}",
@@ -34,10 +66,10 @@ def check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None
             why="it does not know documents by their segment_ids: tokens would see other documents",
             instead=f"attention={attention.NAME!r}, the default",
         )
-    found = leak(config, name)
+    found = leak(facts, name)
     if found is not None:
         raise UserError(
-            asked=f"--isolate_documents with a model of type {config.model_type!r}",
+            asked=f"--isolate_documents with a model of type {facts.config.model_type!r}",
             found=found,
             why="only a model that was seen to keep documents apart trains so: others drop segment_ids or positions on "
             "the way, or mix tokens by other means than attention",
@@ -46,22 +78,22 @@ def check_isolation(recipe: Recipe, config: PretrainedConfig, name: str) -> None
         )
 
 
-def check_split_rows(recipe: Recipe, config: PretrainedConfig, name: str) -> None:
+def _check_split_rows(recipe: Recipe, facts: ModelFacts, name: str) -> None:
     """Refuse a mesh that splits rows for a model whose numbers it would change."""
     size = recipe.mesh.axes.get(SEQUENCE, 1) * recipe.mesh.dcn.get(SEQUENCE, 1)
     if size == 1:
         return
-    dropout = stated(config, "attention_dropout")
+    dropout = stated(facts.config, "attention_dropout")
     if name != attention.NAME:
         found: str | None = f"attention by masks, {name!r}, which are made for a row in one piece"
     elif dropout:
         found = f"attention_dropout={dropout}, which the ring of keys and values has not"
     else:
-        found = mixes_in_order(config)
+        found = mixes_in_order(facts)
     if found is not None:
         without = {axis: s for axis, s in recipe.mesh.axes.items() if axis != SEQUENCE}
         raise UserError(
-            asked=f"a mesh with {SEQUENCE}={size} and a model of type {config.model_type!r}",
+            asked=f"a mesh with {SEQUENCE}={size} and a model of type {facts.config.model_type!r}",
             found=found,
             why="devices that share a row pass keys and values to each other and nothing else: what mixes tokens in "
             "another way would see the wrong ones",
@@ -71,70 +103,68 @@ def check_split_rows(recipe: Recipe, config: PretrainedConfig, name: str) -> Non
         )
 
 
-def check_positions(args: TrainingArguments, model: PreTrainedModel) -> None:
-    most = most_positions(model)
+def _check_positions(args: TrainingArguments, facts: ModelFacts) -> None:
+    most = facts.positions
     if most is not None and args.sequence_length > most:
         raise UserError(
             asked=f"--sequence_length {args.sequence_length}",
-            found=f"{type(model).__name__} has {most} positions",
+            found=f"{facts.kind} has {most} positions",
             why="they lie in a table, and a token beyond its end has no position",
             instead=f"--sequence_length {most} or less, or a config with more positions",
         )
 
 
-def check_causal(name: str, model: PreTrainedModel) -> None:
+def _check_causal(name: str, facts: ModelFacts) -> None:
     """Refuse a model that sees the tokens that it predicts; one whose attention says that it is causal is not tried."""
-    if any(getattr(module, "is_causal", None) is True for module in model.modules()):
-        return
-    if looks_ahead(model.config, name):
+    if not facts.says_causal and looks_ahead(facts, name):
         raise UserError(
-            asked=f"a model of type {model.config.model_type!r} with attention={name!r}",
+            asked=f"a model of type {facts.config.model_type!r} with attention={name!r}",
             found="tried small, a token's logits depend on later tokens",
             why="training predicts the next token, which the model would see",
             instead="a decoder such as mixtral or llama; --compute attention=eager for one that relies on a mask",
         )
 
 
-def check_heads(model: PreTrainedModel) -> None:
-    heads, shared = (stated(model.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
+def _check_heads(facts: ModelFacts) -> None:
+    heads, shared = (stated(facts.config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(shared, int) and shared and heads % shared:
         raise UserError(
-            asked=f"a model of type {model.config.model_type!r}",
+            asked=f"a model of type {facts.config.model_type!r}",
             found=f"num_attention_heads={heads}, num_key_value_heads={shared}",
             why="each key head serves equally many query heads",
             instead="a num_key_value_heads that divides num_attention_heads, in its config.json",
         )
 
 
-def check_experts(recipe: Recipe, model: PreTrainedModel) -> None:
-    chosen, found = recipe.compute.experts, experts_modules(model)
+def _check_experts(recipe: Recipe, facts: ModelFacts) -> None:
+    chosen, found = recipe.compute.experts, facts.experts
     if chosen is not None and not found:
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(experts={chosen!r})",
-            found=f"{type(model).__name__} has no experts",
+            found=f"{facts.kind} has no experts",
             why="there is nothing to route tokens to",
             instead="Compute(experts=None), or a mixture-of-experts model",
         )
     if chosen is None and found:
         raise UserError(
             asked=f"recipe {recipe.name}: Compute(experts=None)",
-            found=f"{type(model).__name__} has experts, such as {found[0]}",
+            found=f"{facts.kind} has experts, such as {found[0]}",
             why="transformers' own way to run them has shapes that change with the routing, which XLA can't compile",
             instead='Compute(experts="dropless"), "capacity" or "dense" (--compute experts=dropless)',
         )
 
 
-def check_routing(args: TrainingArguments, model: PreTrainedModel) -> None:
+def _check_routing(args: TrainingArguments, facts: ModelFacts) -> None:
     """Refuse what is asked of routers that the model has not, or that are made in another way."""
     names = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
     asked = [name for name in names if getattr(args, name)]
-    experts, kind = experts_modules(model), type(model).__name__
+    kind = facts.kind
     found = None
-    if not experts:
+    if not facts.experts:
         found = f"{kind} has no experts"
-    elif "router_bias_update_rate" in asked and not selection_biases(model, experts):
+    elif "router_bias_update_rate" in asked and not selection_biases(facts.model, facts.experts):
         asked, found = asked[-1:], f"the routers of {kind} add nothing to their scores that is saved and not trained"
-    elif asked[0:1] != names[-1:] and not routers(model):
+    elif asked[0:1] != names[-1:] and not routers(facts.model):
         found = f"transformers does not say which outputs of {kind} are router logits"
     if asked and found:
         raise UserError(

@@ -13,17 +13,20 @@ from collections import Counter
 import torch
 from transformers import PreTrainedModel
 
-from shardwright.errors import UserError
-from shardwright.model.facts import experts_modules, in_short
+from shardwright.errors import UserError, in_short
+from shardwright.model.facts import ModelFacts, once
+from shardwright.models.adapters.lora import Lora
 from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.experts import experts_interface as experts
+from shardwright.models.experts.expert_families import experts_modules
 
 _ROWS, _TOKENS = 2, 8
 _LISTED = 6  # patterns in a notice
 
 
-def unused_parameters(model: PreTrainedModel, router_loss: bool) -> tuple[frozenset[str], str | None]:
-    """The names of the parameters of ``model``, on meta, that no gradient reaches; and why that can't be told, if so.
+@once
+def unused_parameters(facts: ModelFacts, lora: Lora | None, router_loss: bool) -> tuple[frozenset[str], str | None]:
+    """The names of the adapted model's parameters that no gradient reaches; and why that can't be told, if so.
 
     It can't where the model reads values while it runs. Then only parameters that the family itself freezes are named.
 
@@ -33,6 +36,7 @@ def unused_parameters(model: PreTrainedModel, router_loss: bool) -> tuple[frozen
     Raises:
         UserError: no parameter takes part in the loss.
     """
+    model = facts.adapted(lora)
     named = list(model.named_parameters())
     why = None
     try:

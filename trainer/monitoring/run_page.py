@@ -158,7 +158,7 @@ class RunPage:
         job, kind, compute = self.job, chip(), self._life.seconds.get("compile", 0.0)
         mesh = " × ".join(f"{axis}={size}" for axis, size in job.plan.mesh.items())
         return [
-            ("model", f"{type(job.model).__name__}, {job.parameters:,} parameters"),
+            ("model", f"{type(job.model).__name__}, {job.facts.parameters:,} parameters"),
             ("mesh", f"{mesh} on {job.devices} devices" + ("" if kind is None else f" ({kind.name})")),
             ("a step", f"{job.rows:,} rows of {job.args.sequence_length:,} tokens: {job.tokens:,} tokens"),
             ("remat", f"{job.recipe.compute.remat}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rich.table import Table
 from transformers import TrainerState
@@ -31,24 +32,21 @@ def settled(
     resume: RunCheckpoint | None,
     compute_loss: LossFunction | None,
     compute_metrics: ComputeMetrics | None,
-) -> tuple[int | None, Measures]:
-    """What only the data show of a run: the steps of an epoch (None: not known), and what its evaluations measure.
-
-    ``job.args.max_steps`` is known from here on.
+) -> tuple[Job, int | None, Measures]:
+    """The job with the steps that the data make of its epochs, the steps of one (None: not known), and what its
+    evaluations measure.
 
     Raises:
         UserError: the rows are not the job's, nothing is left to do, or no evaluation gives what is called the best.
     """
-    args, vocabulary = job.args, job.config.get_text_config().vocab_size
+    epoch, vocabulary = steps_an_epoch(corpus.train, job.rows), job.config.get_text_config().vocab_size
+    args = job.args if epoch is None else job.args.with_epochs_of(epoch)
     args.check_beside(compute_loss_func=compute_loss, compute_metrics=compute_metrics)
     corpus.check_fits(args.sequence_length, vocabulary)
-    epoch = steps_an_epoch(corpus.train, job.rows)
-    if epoch is not None:
-        args.settle_epochs(epoch)
     check_steps_left(args, resume)
     measures = measures_of(compute_metrics, job.evaluation_rows, args.sequence_length, vocabulary)
     check_best(args, corpus.heldout_sets, measures.names, compute_loss is None)
-    return epoch, measures
+    return replace(job, args=args), epoch, measures
 
 
 def steps_an_epoch(rows: Rows, batch_rows: int) -> int | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.job import Job
-from shardwright.model.facts import training_flops
 from shardwright.report.expert_load import ExpertLoad, log_entries
 from shardwright.step import spikes
 from shardwright.step.step_metrics import StepMetrics
@@ -21,7 +20,7 @@ def least_seconds(job: Job, chip: Chip | None, length: int) -> float | None:
     """Seconds that a step on rows of ``length`` tokens would take if all devices did nothing but its model FLOPs, at
     their peak; None: not known.
     """
-    flops = training_flops(job.model, job.config, job.rows, length)
+    flops = job.facts.training_flops(job.rows, length)
     return None if chip is None or flops is None else flops / (job.devices * chip.flops)
 
 

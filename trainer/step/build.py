@@ -18,13 +18,13 @@ from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import partition_spec
 from shardwright.layout.plan import ShardingPlan
 from shardwright.layout.recipe import Layout, matches
-from shardwright.model.facts import experts_modules
 from shardwright.models.adapters.int8 import SCALE
 from shardwright.models.attention import attention_interface as attention
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.experts.dropless import Dropless
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.layers.decoder_layers import DecoderLayers, number_layers
 from shardwright.models.mixers import bind as mixers
 from shardwright.models.ops import jax_call, kernel_cost, scopes
@@ -92,7 +92,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
     attention.bind(model, KernelLayout(axes, plan.batch, heads, order, plan.sequence))
     mixers.bind(model)
     watch_routing(job, model, mesh)
-    names = experts_modules(job.model)
+    names = job.facts.experts
     if job.recipe.compute.experts not in ("capacity", "dropless"):
         return
     expert_axes = plan[f"{names[0]}.down_proj"].axes_of(0)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwright.errors import UserError
-from shardwright.model.facts import in_short
+from shardwright.errors import UserError, in_short
 from shardwright.models.ops.labels import IGNORE, targets
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.loss import CORRECT

@@ -21,7 +21,7 @@ from shardwright.layout.placement import Shard
 from shardwright.layout.plan import ParameterPlan
 from shardwright.layout.recipe import Layout, Recipe
 from shardwright.layout.stacking import first_name, is_stacked
-from shardwright.model.facts import experts_modules
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops import jax_call, partial_gradients
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Manual

@@ -9,8 +9,8 @@ from shardwright.layout.mesh import SEQUENCE
 from shardwright.layout.partition import partition_spec
 from shardwright.layout.recipe import Layout
 from shardwright.layout.stacking import first_name, is_stacked
-from shardwright.model.facts import experts_modules
 from shardwright.models.adapters.int8 import SCALE, from_int8
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import selection_biases
 from shardwright.models.ops import jax_call
 from shardwright.models.ops.kernels import kernels
@@ -30,7 +30,7 @@ class Prepare:
         self.job, self.mesh, self.partials = job, mesh, partials
         self.dtype = DTYPES[job.recipe.compute.dtype or kernels().COMPUTE_DTYPE]
         self.experts_inside = experts_modules(job.assembled)
-        self.biases = selection_biases(job.model, experts_modules(job.model))
+        self.biases = selection_biases(job.model, job.facts.experts)
 
     def __call__(self, parameters: Tensors) -> Tensors:
         prepared: Tensors = {}

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwright.job import Job
-from shardwright.model.facts import experts_modules
+from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import DROPPED, LOAD, RouterLosses, mark, selection_biases, watch
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.report.expert_load import ExpertLoad
@@ -116,7 +116,7 @@ def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def make_routing(placed: PlacedModel) -> Routing:
     """The experts of a model, and the biases of its routers as they lie in what runs."""
     job, model, parameters = placed.job, placed.model, placed.parameters
-    names = experts_modules(job.model)
+    names = job.facts.experts
     experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}
     known, stacks, biases = selection_biases(job.model, names), {}, {}
     for name in experts_modules(model):

@@ -97,24 +97,23 @@ def weights_of(job: Job, base: Source, saved: Source | None) -> Source:
     """The source of all weights that a run has on its devices.
 
     Args:
-        base: of what the run started from, under the names of ``job.whole``.
+        base: of what the run started from, under the names of ``job.facts.whole``.
         saved: a checkpoint to go on from. Of an adapted model it holds the factors alone.
     """
-    own = part_of(base, job.names_in_whole)
+    own = part_of(base, job.facts.names_in_whole)
     if job.lora is None:
         return saved or own
     start = None if saved is not None or job.args.adapter is None else Folder(job.args.adapter)
     if start is not None:
-        saved = open_adapter(start, job.lora, job.model, job.names_in_whole)
+        saved = open_adapter(start, job.lora, job.model, job.facts.names_in_whole)
     return beside(own, saved or seeded_factors(job.adapted, job.args.seed))
 
 
 def files_of(job: Job) -> AdapterFiles:
     """What the files of the job's adapter are. The job has one."""
     assert job.lora is not None
-    return AdapterFiles(
-        job.lora, job.model, job.whole, job.names_in_whole, job.args.model, job.args.adapter_format == "per_expert"
-    )
+    per_expert = job.args.adapter_format == "per_expert"
+    return AdapterFiles(job.lora, job.model, job.facts.whole, job.facts.names_in_whole, job.args.model, per_expert)
 
 
 def check_adapter(job: Job) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from shardwright.errors import UserError
-from shardwright.model.facts import in_short
+from shardwright.errors import UserError, in_short
 
 
 def push_folder(

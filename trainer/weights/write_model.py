@@ -26,12 +26,12 @@ def write_model(
 
     Args:
         weights: under the names of ``job.model``.
-        base: of what is not trained, under the names of ``job.whole``.
+        base: of what is not trained, under the names of ``job.facts.whole``.
     """
     with waiting(console, f"writing {folder} …"):
         if job.lora is not None:
             save_adapter(folder, files_of(job), weights, tokenizer, console)
             return
         # a copy, since a model's config is written with the dtype of its weights
-        whole = part_and_rest(weights, base, job.names_in_whole)
-        export(folder, copy.deepcopy(job.whole), whole, tokenizer, console=console)
+        whole = part_and_rest(weights, base, job.facts.names_in_whole)
+        export(folder, copy.deepcopy(job.facts.whole), whole, tokenizer, console=console)
