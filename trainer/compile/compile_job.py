@@ -10,7 +10,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.libtpu import CompileTarget, compile_for
 from shardwright.compile.lowering import graphs_of, lower, shorter_steps
-from shardwright.compile.report.efficiency import efficiencies
+from shardwright.compile.report.estimate import efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
