@@ -172,7 +172,12 @@ def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarg
         began = time.monotonic()
         ended = _run(work, target.timeout)
         if not (work / "result.json").exists():
-            raise _no_result(ended, (work / "log").read_text(errors="replace"), target, lowered.graph)
+            last = _lines_of((work / "log").read_text(errors="replace"))[-_LINES_SHOWN:]
+            if ended is None:
+                how = f"no result after {target.timeout:g} s; the compiler was killed"
+                raise _failure(target, lowered.graph, [how, *last], "a longer timeout, or a smaller model first")
+            how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
+            raise _failure(target, lowered.graph, [how, *last])
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
             lines = ["the TPU compiler refused it", *_lines_of(result["error"])[:_LINES_SHOWN]]
@@ -217,16 +222,6 @@ def _run(work: Path, timeout: float) -> int | None:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-
-
-def _no_result(ended: int | None, log: str, target: CompileTarget, graph: str) -> UserError:
-    """The error of a compiling process that left no result, with the last lines of its log."""
-    last = _lines_of(log)[-_LINES_SHOWN:]
-    if ended is None:
-        how = f"no result after {target.timeout:g} s; the compiler was killed"
-        return _failure(target, graph, [how, *last], instead="a longer timeout, or a smaller model first")
-    how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
-    return _failure(target, graph, [how, *last])
 
 
 def _lines_of(text: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
 
@@ -16,30 +15,16 @@ XPK_TOO = (1, PREEMPTED, LOST)  # and on these by `--restart-on-exit-codes`
 SKYPILOT = (PREEMPTED, LOST, 143)
 
 
-@dataclass(frozen=True)
-class ExitRule:
-    """An engine's rule.
-
-    Args:
-        restarts: whether the engine restarts a run after a code.
-        bounded: at most `--max_restarts` times.
-        location: where the rule stands in the written files.
-    """
-
-    restarts: Callable[[int], bool]
-    bounded: bool
-    location: str
-
-
 def ours(code: int) -> bool:
     """The rule of engines that list the final codes."""
     return code not in (0, *FINAL)
 
 
-RULES: dict[str, ExitRule] = {
-    "xpk": ExitRule(lambda code: code in XPK_ALWAYS or code in XPK_TOO, True, "`--restart-on-exit-codes`"),
-    "jobset": ExitRule(ours, True, "`podFailurePolicy`: FailJob; `failurePolicy`: FailJobSet"),
-    "skypilot": ExitRule(lambda code: code in SKYPILOT, False, "`job_recovery`: recover_on_exit_codes"),
-    "tpu-vm": ExitRule(ours, True, "the loop in `host.sh`"),
-    "ray": ExitRule(ours, True, "the loop of `shardwright.launch.ray_hosts`"),
+# engine → whether it restarts a run after an exit code
+RULES: dict[str, Callable[[int], bool]] = {
+    "xpk": lambda code: code in XPK_ALWAYS or code in XPK_TOO,
+    "jobset": ours,
+    "skypilot": lambda code: code in SKYPILOT,
+    "tpu-vm": ours,
+    "ray": ours,
 }

@@ -59,20 +59,6 @@ class MemorySizes:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The sizes of a step, and the details of the error if it does not fit.
-
-    Args:
-        limit: usable bytes of the chip's HBM in the error, 0 if it does not say.
-        refused: the largest buffers in the error.
-    """
-
-    sizes: MemorySizes
-    limit: int = 0
-    refused: tuple[Buffer, ...] = ()
-
-
-@dataclass(frozen=True)
 class OutOfMemory:
     """The compiler's refusal, in bytes; numbers that it leaves out are 0.
 
@@ -93,12 +79,17 @@ class OutOfMemory:
     buffers: tuple[Buffer, ...]
 
 
-def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> Memory:
-    """The memory of a step from the compiling process's ``result`` and allocations."""
+def memory_of(
+    result: dict[str, Any], buffers: str, lowered: LoweredGraph
+) -> tuple[MemorySizes, int, tuple[Buffer, ...]]:
+    """(sizes of a step, usable HBM, largest buffers) from the compiling process's ``result`` and allocations.
+
+    The last two are those of the error if the step does not fit, else 0 and none.
+    """
     heap, kinds = _assigned(buffers, lowered)
     if "error" in result:
         refusal = parse_out_of_memory(result["error"])
-        return Memory(_refused_sizes(refusal, heap, kinds), refusal.limit, refusal.buffers)
+        return _refused_sizes(refusal, heap, kinds), refusal.limit, refusal.buffers
     arguments, outputs, alias = result["argument"], result["output"], result["alias"]
     temp = heap or result["temp"]
     required = arguments + temp + max(outputs - alias, 0)
@@ -117,7 +108,7 @@ def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> Me
         host_temp_bytes=result["host_temp"],
         host_argument_bytes=result["host_argument"],
     )
-    return Memory(sizes)
+    return sizes, 0, ()
 
 
 def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> MemorySizes:

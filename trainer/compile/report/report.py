@@ -19,7 +19,7 @@ from shardwright.compile.hlo.timeline import seconds_of
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
 from shardwright.compile.report.estimate import Estimate, efficiencies, estimate
-from shardwright.compile.report.memory import Buffer, Memory, MemorySizes, largest_buffers, memory_of
+from shardwright.compile.report.memory import Buffer, MemorySizes, largest_buffers, memory_of
 from shardwright.step.auto_remat import LayerValue
 from shardwright.xla.chips import Chip, Topology
 
@@ -214,21 +214,22 @@ def make_report(
     module = parse(hlo) if hlo else None
     efficiency = efficiencies(expected.efficiency)
     cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
-    memory = memory_of(result, buffers, lowered)
+    sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
     tokens = None if expected.tokens is None else expected.tokens / where.devices
-    largest = _largest(lowered, memory, module, buffers)
-    fits, seconds = "error" not in result, (result["cpu_seconds"], result["wall_seconds"])
-    required, temp, error = memory.sizes.required_bytes, memory.sizes.temp_bytes, result.get("error", "")
+    largest = _name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered)
+    fits, error = "error" not in result, result.get("error", "")
+    seconds = (result["cpu_seconds"], result["wall_seconds"])
+    graph = GraphMemory(lowered.graph, fits, sizes.required_bytes, 0, sizes.temp_bytes, *seconds, largest, error)
     return CompileReport(
-        **vars(memory.sizes),
+        **vars(sizes),
         fits=fits,
         topology=where.name,
         slices=where.slices,
         devices=where.devices,
         mesh=dict(lowered.mesh),
-        chip_hbm_bytes=_usable_hbm(memory.limit, where.chip),
+        chip_hbm_bytes=_usable_hbm(limit, where.chip),
         flops=cost.flops,
         model_flops=model_flops,
         hbm_bytes=cost.hbm_bytes,
@@ -244,7 +245,7 @@ def make_report(
         largest_buffers=largest,
         roofline=_roofline(cost, collectives, where.chip, model_flops),
         error=error,
-        graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
+        graphs=(graph,),
         estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
         values=lowered.values,
     )
@@ -266,15 +267,13 @@ def _usable_hbm(limit: int, chip: Chip) -> int:
     return chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit
 
 
-def _largest(lowered: LoweredGraph, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
-    parameters = Parameters(lowered)
-
-    def named(buffer: Buffer) -> Buffer:
-        """``buffer``; if no module made it (a sum of gradients, a cast), named after the weight of its shape."""
+def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:
+    """Names buffers that no module made (a sum of gradients, a cast) after the weight of their shape."""
+    parameters, found = Parameters(lowered), []
+    for buffer in buffers:
         like = "" if "." in re.sub(r"\.\d+$", "", buffer.module) else parameters.shaped_like(buffer.shape)
-        return dataclasses.replace(buffer, module=f"{like} (by its shape)") if like else buffer
-
-    return tuple(map(named, memory.refused or largest_buffers(lowered, module, buffers)))
+        found.append(dataclasses.replace(buffer, module=f"{like} (by its shape)") if like else buffer)
+    return tuple(found)
 
 
 def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
