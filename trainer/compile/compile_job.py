@@ -57,7 +57,7 @@ class CompileJob:
         """
         job, options, where = self.job, self.options, _topology(self.options)
         crossed = [axis for name in experts_modules(job.model)[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
-        dcn = job.recipe.mesh.dcn_sizes()
+        dcn = job.recipe.mesh.dcn
         target = CompileTarget(
             topology=where.name,
             slices=where.slices,

@@ -80,10 +80,6 @@ class Mesh:
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
-    def dcn_sizes(self) -> dict[str, int]:
-        """Slices along each axis, in order."""
-        return dict(self.dcn)
-
     def sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis (ICI × DCN), in order, with -1 resolved.
 

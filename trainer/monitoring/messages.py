@@ -60,10 +60,10 @@ def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArgument
         return
     state.global_step, spike = metrics.bad_step - 1, metrics.spike
     is_spike = spike is not None and spike.step == metrics.bad_step
-    raise spiked(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
+    raise spike_error(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
 
 
-def spiked(spike: Spike, args: TrainingArguments) -> Spiked:
+def spike_error(spike: Spike, args: TrainingArguments) -> Spiked:
     """The error of a run that a spike ended: the first under ``--on_spike stop``, or one too many."""
     far = [
         f"its {name} is {value:.4g}, above {limit:.4g}"

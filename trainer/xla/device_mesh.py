@@ -53,10 +53,10 @@ def check_mesh(mesh: Mesh) -> None:
 def _tpu_order(mesh: Mesh) -> list[int]:
     """The ids of the runtime's TPUs in mesh order."""
     devices = as_reported(xr.global_runtime_device_attributes(), xm.xla_device_kind())
-    ici, dcn = mesh.ici_sizes(len(devices)), mesh.dcn_sizes()
+    ici = mesh.ici_sizes(len(devices))
     check_slices(mesh, [device.slice_index for device in devices])
     try:
-        return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(dcn.values()))]
+        return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(mesh.dcn.values()))]
     # jax's assertions, and numpy's errors where its search can't divide an axis
     except Exception as error:
         shown = "; ".join(map(str, devices[:_SHOWN])) + (" …" if len(devices) > _SHOWN else "")
@@ -75,7 +75,7 @@ def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
     Args:
         indices: each device's slice.
     """
-    asked, sizes = math.prod(mesh.dcn_sizes().values()), Counter(indices)
+    asked, sizes = math.prod(mesh.dcn.values()), Counter(indices)
     slices = len(sizes)
     if asked != slices:
         outer = next(iter(mesh.axes))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 _MAJOR, _LEAST_MINOR = 0, 71  # Executable_DeserializeAndLoad takes the options of a compile since 0.71
@@ -26,45 +27,22 @@ class PjrtError(RuntimeError):
     """The plugin refused a call, or its interface is unknown."""
 
 
-class _Head(ctypes.Structure):
-    """The beginning of the table; the functions follow."""
-
-    _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("version_size", ctypes.c_size_t),
-        ("version_extension_start", ctypes.c_void_p),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    )
-
-
-def _structure(name: str, *fields: str, number: str = "") -> Any:
-    """The structure of a function's arguments.
+def _structure(name: str, *fields: str, numbers: Sequence[str] = ()) -> Any:
+    """A structure of the interface.
 
     Args:
         fields: after the two that all have first; a name in ``size`` is a size, any other a pointer.
-        number: a last field that is a 32-bit number.
+        numbers: last fields, of 32 bits.
     """
-    body: list[tuple[str, Any]] = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p)]
-    body += [(field, ctypes.c_size_t if field.endswith("size") else ctypes.c_void_p) for field in fields]
-    body += [(number, ctypes.c_int)] if number else []
-    return type(name, (ctypes.Structure,), {"_fields_": body})
+    fields = ("struct_size", "extension_start", *fields)
+    body = [(field, ctypes.c_size_t if field.endswith("size") else ctypes.c_void_p) for field in fields]
+    return type(name, (ctypes.Structure,), {"_fields_": [*body, *((field, ctypes.c_int) for field in numbers)]})
 
 
-class Program(ctypes.Structure):
-    """A program to compile; its format is ``hlo`` or ``mlir``."""
-
-    _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("code", ctypes.c_void_p),
-        ("code_size", ctypes.c_size_t),
-        ("format", ctypes.c_void_p),
-        ("format_size", ctypes.c_size_t),
-    )
-
-
+# the beginning of the table; the functions follow
+_Head = _structure("_Head", "version_size", "version_extension_start", numbers=("major", "minor"))
+# a program to compile; its format is ``hlo`` or ``mlir``
+Program = _structure("Program", "code", "code_size", "format", "format_size")
 _SERIALIZED = ("data", "data_size", "holder", "deleter")
 # function → its place in the table, and the structure of its arguments
 FUNCTIONS: dict[str, tuple[int, Any]] = {
@@ -78,15 +56,11 @@ FUNCTIONS: dict[str, tuple[int, Any]] = {
         ("Executable_Destroy", 40, ("executable",)),
         ("Executable_Serialize", 49, ("executable", *_SERIALIZED)),
         ("LoadedExecutable_GetExecutable", 51, ("loaded", "executable")),
-        (
-            "Executable_DeserializeAndLoad",
-            56,
-            ("client", "data", "data_size", "loaded", "options", "options_size"),
-        ),
+        ("Executable_DeserializeAndLoad", 56, ("client", "data", "data_size", "loaded", "options", "options_size")),
         ("TopologyDescription_Serialize", 87, ("topology", *_SERIALIZED)),
         ("Client_TopologyDescription", 95, ("client", "topology")),
     )
-} | {"Client_ProcessIndex": (13, _structure("Client_ProcessIndex", "client", number="index"))}
+} | {"Client_ProcessIndex": (13, _structure("Client_ProcessIndex", "client", numbers=("index",)))}
 
 
 class Table:

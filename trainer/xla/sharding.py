@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch_xla
+from torch_xla import _XLAC  # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, Slices
@@ -61,8 +62,7 @@ def place(
     places = [shard_slices(name, shape, mesh, spec, device) for device in local_devices()]
     parts = {str(where): where for where in places}  # replicas are read once
     sent = {key: values[where].to(dtype).contiguous() for key, where in parts.items()}
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    return torch_xla._XLAC._global_tensor_from_cpu_shards(
+    return _XLAC._global_tensor_from_cpu_shards(
         [sent[str(where)] for where in places], mesh.get_op_sharding(spec), torch.Size(shape)
     )
 
@@ -149,10 +149,9 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 def _local_shards(tensor: torch.Tensor) -> list[tuple[int, Slices, torch.Tensor]]:
     """(replica number, slices of the whole, values) for each local device."""
     wait_for_devices()  # a step that is being launched has no shards yet
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     ((values, places),) = zip(
-        torch_xla._XLAC._get_local_shards([tensor]),
-        torch_xla._XLAC._get_local_shard_replica_and_indices([tensor]),
+        _XLAC._get_local_shards([tensor]),
+        _XLAC._get_local_shard_replica_and_indices([tensor]),
         strict=True,
     )
     whole = tuple(slice(0, size) for size in tensor.shape)
@@ -176,8 +175,7 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
                 why="only tensors on XLA devices are laid out over the mesh",
                 instead="move it with shardwright.xla.sharding.place, which moves and lays out in one call",
             )
-        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-        found, planned = torch_xla._XLAC._get_xla_sharding_spec(tensor), _xla_text(layout_text(mesh, specs[name]))
+        found, planned = _XLAC._get_xla_sharding_spec(tensor), _xla_text(layout_text(mesh, specs[name]))
         if (found or REPLICATED) != planned:
             raise UserError(
                 asked=f"{name} laid out as {specs[name]}, that is {planned}",
@@ -194,8 +192,7 @@ def _xla_text(layout: str) -> str:
     sizes = dict(axes)
     mesh = DeviceMesh(list(order or range(math.prod(sizes.values()))), tuple(sizes.values()), tuple(sizes))
     probe = torch.zeros([math.prod(sizes[axis] for axis in axes_of(entry)) for entry in spec])
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    return torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
+    return _XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
 
 
 def layout_text(mesh: DeviceMesh, spec: PartitionSpec) -> str:
@@ -208,8 +205,7 @@ def _constrain(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     # Out of place: a parameter that is marked in place has a second copy in every step (pytorch/xla#8809, docs/tpu.md).
     # Not `clone`: the clone of a device tensor is that tensor, and keeps its first annotation.
     out = torch.ops.aten.view_copy(tensor, tensor.shape)
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    torch_xla._XLAC._xla_mark_sharding(out, op_sharding(layout))
+    _XLAC._xla_mark_sharding(out, op_sharding(layout))
     return out
 
 
