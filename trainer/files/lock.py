@@ -45,7 +45,7 @@ class FolderLock:
 
     Args:
         folder: made when the lock is taken. An :class:`UnwrittenFolder` is never locked: another process does.
-        console: says what is waited for.
+        console: for a message while it waits.
         sleep: waits for so many seconds.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Any
 from shardwright.errors import INTERRUPTED, LOST, PREEMPTED, TransientError, UserError, command
 
 NOTES = "SHARDWRIGHT_NOTES"  # in a child's environment: the path of its notes
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # in a URL
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)

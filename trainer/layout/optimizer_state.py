@@ -1,8 +1,8 @@
-"""The state tensors that an optimizer keeps of each parameter, for plans, steps, checkpoints and reports.
+"""What an optimizer keeps of each parameter: the one table that plans, steps, checkpoints and reports read. Pure data.
 
-A state tensor has the parameter's shape and layout, or these without one dimension, whose axes then replicate it. A
-stack keeps its layers in front, so each layer's state is as if it were alone, and a checkpoint's names do not depend on
-stacking.
+A tensor of the state has the parameter's shape and layout, or those without one dimension: then the axes that split
+that dimension replicate the tensor, and the others split what they split in the parameter. A stack keeps its layers in
+front, so each layer has what it would have alone, and a checkpoint's names are the same however layers are stacked.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class StateTensor:
 
 
 def rule_of(optim: str, name: str, shape: Sequence[int]) -> str:
-    """The update rule of the parameter ``name`` under ``--optim``: a key of the table above.
+    """Which rule updates the parameter ``name`` under ``--optim``: a key of the table above.
 
-    Adafactor factors the second moment of parameters with two or more dimensions, as in transformers. Muon is for the
-    matrices of layers, one for each expert, and AdamW for the rest: embeddings, head, norms, biases, and kernels of
-    convolutions along a sequence, which are [channels, 1, width].
+    Adafactor factors the second moment of whatever has two dimensions or more, as transformers' does. Muon is for the
+    matrices of layers, one matrix for each expert, and AdamW for the rest: embeddings, head, norms, biases, and kernels
+    of convolutions along a sequence, which are [channels, 1, width].
     """
     alone = tuple(shape[1:] if is_stacked(name) else shape)
     if optim == "adafactor":
@@ -65,7 +65,7 @@ def rule_of(optim: str, name: str, shape: Sequence[int]) -> str:
 def state_tensors(
     optim: str, name: str, shape: Sequence[int], layout: Mapping[str, Placement], local_shape: Sequence[int]
 ) -> tuple[StateTensor, ...]:
-    """The state tensors of the parameter ``name`` under ``--optim``, in the order of its rule's arguments."""
+    """What ``--optim`` keeps of the parameter ``name``, in the order in which its rule takes it."""
     found = []
     for kept, lacks in _KEPT[rule_of(optim, name, shape)].items():
         dim = len(shape) - lacks if lacks else len(shape)  # the rank is no dimension: then none is left out

@@ -4,7 +4,7 @@ transformers' own conversion, run backwards on lazy tensors (`shardwright.weight
 shapes beforehand. So a file's header is written first, and its tensors follow as they are read.
 
 safetensors (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N (unsigned, little
-endian); N bytes of JSON, name -> dtype, shape, [begin, end) after the header, padded with spaces; then the tensors,
+endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what follows, padded with spaces; then the tensors,
 little endian, row-major, with no gap between them.
 """
 
@@ -190,7 +190,7 @@ def write_files(
                     values = tensors.pop(name).read().to(dtypes[name]).contiguous()
                     out.write(values.reshape(-1).view(torch.uint8).numpy().data)
                     advance(values.nbytes)
-                    del values  # or two would be held while the next is read
+                    del values  # or two are held while the next is read
             written.append(file)
     except BaseException:
         for file in written:
@@ -200,7 +200,7 @@ def write_files(
 
 
 def _header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
-    """A safetensors header of tensors with these shapes and dtypes, in this order."""
+    """Returns a safetensors header of tensors with these shapes and dtypes, in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in tensors.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from shardwright.weights.int8_weights import with_int8
 from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import AbstractMesh, DeviceMesh
-from shardwright.xla.runtime import device_kind, run_now, wait_for_devices
+from shardwright.xla.runtime import run_now, wait_for_devices
 
 
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:
@@ -40,14 +39,13 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
             nothing = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             tensors[entry.name] = sharding.place(entry.name, nothing, mesh, specs[entry.name])
     else:
-        with _threads_for_copies():
-            stacks = _zero_stacks(stacked, plan, mesh)
-            for entry in plan.parameters:
-                if entry not in stacked:
-                    name = entry.name
-                    tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
-                elif entry is stacked[0]:  # here, to read in the model's order, which most files have too
-                    _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
+        stacks = _zero_stacks(stacked, plan, mesh)
+        for entry in plan.parameters:
+            if entry not in stacked:
+                name = entry.name
+                tensors[name] = sharding.place(name, source(name), mesh, specs[name], entry.dtype)
+            elif entry is stacked[0]:  # here, to read in the model's order, which is that of most files
+                _write_stacks(stacks, layer_batches(stacked), plan, mesh, source)
         tensors |= stacks
     placed: dict[str, torch.Tensor] = {
         entry.name: nn.Parameter(tensors[entry.name], entry.dtype.is_floating_point) for entry in plan.parameters
@@ -58,18 +56,6 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     left = [name for name, t in itertools.chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
     assert not left, f"left without data: {left}"
     return placed
-
-
-@contextmanager
-def _threads_for_copies() -> Iterator[None]:
-    """Gives torch one thread where the CPU is the device: more would spin on the cores that the devices need."""
-    threads = torch.get_num_threads()
-    if device_kind() == "CPU":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _zero_stacks(stacked: Sequence[ParameterPlan], plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, torch.Tensor]:

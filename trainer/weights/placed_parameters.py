@@ -1,4 +1,4 @@
-"""A model's parameters on the mesh, shared by the steps."""
+"""Placed: a model's parameters as they lie on the mesh, which the steps share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Placed:
     """Parameters on the mesh.
 
     Args:
+        mesh: the device grid.
         batch_axes: the mesh axes that split a batch's rows.
         parameters: name → placed parameter. Train step, evaluation and export share this dict.
         specs: name → partition spec of the parameter, of its gradient and of its moments.

@@ -103,7 +103,7 @@ class Parameters:
         self.mesh = lowered.mesh
         self.weights = [a for a in lowered.arguments if a.kind == "weights" and len(a.shape) > 1]
         batches = [a for a in lowered.arguments if a.kind == "batch"]
-        self.batch_axes = {axis for a in batches for axes in self._axes_of(a) for axis in axes}
+        self.batch_axes = {axis for a in batches for axis in self._sharded(a)}
         self.batch_elements = max((math.prod(a.shape) for a in batches), default=0)
 
     def behind(self, key: Collective) -> tuple[str, list[str]]:
@@ -121,10 +121,9 @@ class Parameters:
 
     def _purpose(self, weight: Argument, kind: str, axes: set[str], sizes: set[int]) -> str:
         """The purpose of a collective over ``axes``, of arrays of ``sizes`` elements, if it moves ``weight``."""
-        sharded = {axis for names in self._axes_of(weight) for axis in names}
+        sharded, layers = self._sharded(weight), _layers(weight)
         if not axes <= sharded:
             return ""
-        layers = weight.shape[0] if is_stacked(weight.name) else 1
         local = math.prod(weight.shape) // math.prod(self.mesh[axis] for axis in sharded)
         whole = local * math.prod(self.mesh[axis] for axis in axes)
         if kind in ("all-gather", "all-reduce", "reduce-scatter"):
@@ -138,10 +137,9 @@ class Parameters:
         """Can an all-to-all be the reduction of a matrix's gradient, of its parts or of the rest after some rings?"""
         sizes, axes = _elements(key.shape), _axes(key)
         for weight in self.weights:
-            layers = weight.shape[0] if is_stacked(weight.name) else 1
-            sharded = {axis for names in self._axes_of(weight) for axis in names}
+            layers = _layers(weight)
             parts = {math.prod(weight.shape) // layers // part for part in range(1, math.prod(self.mesh.values()) + 1)}
-            if layers > 1 and len(weight.shape) == 3 and axes <= sharded and sizes & parts:
+            if layers > 1 and len(weight.shape) == 3 and axes <= self._sharded(weight) and sizes & parts:
                 return True
         return False
 
@@ -159,6 +157,10 @@ class Parameters:
     def holds_batch(self, key: Collective) -> bool:
         """Does it move an array with at least as many elements as the global batch?"""
         return any(size >= max(self.batch_elements, 2) for size in _elements(key.shape))
+
+    def _sharded(self, argument: Argument) -> set[str]:
+        """The axes that split any of its dimensions."""
+        return {axis for axes in self._axes_of(argument) for axis in axes}
 
     def _axes_of(self, argument: Argument) -> tuple[tuple[str, ...], ...]:
         return axes_of_dimensions(argument.sharding, len(argument.shape), tuple(self.mesh.items()))
@@ -185,6 +187,10 @@ def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ..
         index = grid[..., dimension]
         axes.append(tuple(name for n, (name, _) in enumerate(mesh) if (index != index.take([0], axis=n)).any()))
     return tuple(axes)
+
+
+def _layers(weight: Argument) -> int:
+    return weight.shape[0] if is_stacked(weight.name) else 1
 
 
 def _axes(key: Collective) -> set[str]:

@@ -15,7 +15,7 @@ from shardwright.step.auto_remat import VALUES_HEADER, value_rows
 
 
 def print_report(report: CompileReport, console: Console) -> None:
-    """Prints a report; the buffers are those of the largest graph, all else but the verdict the train step's."""
+    """Prints a report: the graphs' memory, then the train step's numbers, and the largest graph's buffers."""
     largest = report.largest_graph
     console.print(Text(summary.verdict(report), style="bold green" if report.fits else "bold red"))
     console.print(Text(summary.where_it_runs(report)))
