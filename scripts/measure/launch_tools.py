@@ -75,10 +75,10 @@ class Venv:
         return {"HOME": str(home), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
 
     def run(self, command: list[str], cwd: Path, **variables: str) -> str:
-        """What ``command`` prints on standard output.
+        """Runs ``command``; its standard output.
 
         Raises:
-            RuntimeError: it failed; with what it printed.
+            RuntimeError: it failed; with its output.
         """
         done = subprocess.run(
             command,
@@ -176,7 +176,7 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def _shapes_of_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Which of our slices xpk does not know, and where it counts other hosts."""
+    """Our slices that xpk does not know, and those for which it counts other hosts."""
     program = (
         "import json; from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as known;"
         "print(json.dumps({name: each.vms_per_slice for name, each in known.items()}))"

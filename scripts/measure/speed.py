@@ -216,7 +216,7 @@ def products(recipe: str, rounds: int) -> Table:
 def worker(
     recipe: str, job: dict[str, Any], environment: dict[str, str] | None = None, script: str = __file__
 ) -> dict[str, Any]:
-    """What one measurement in a process of its own found; an empty dict if XLA aborted the process."""
+    """One measurement, in a process of its own; an empty dict if XLA aborted the process."""
     command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
     variables = dict(os.environ) | {"TF_CPP_MIN_LOG_LEVEL": "3"} | (environment or {})
     if job["side"] == "theirs":
@@ -230,7 +230,7 @@ def worker(
 
 
 def measured(job: dict[str, Any], wall: float, cpu: float, **more: float) -> dict[str, float]:
-    """What a worker prints, from the wall and the CPU seconds of a step after the warm-up."""
+    """A worker's result, from wall and CPU seconds of a step after the warm-up."""
     return {"tokens_per_second": job["rows"] * job["sequence_length"] / wall, "cores": cpu / wall, **more}
 
 
