@@ -19,7 +19,7 @@ from shardwright.files.folder import StorageError
 from shardwright.hosts import supervisor
 from shardwright.hosts.restarts import (
     NOTES,
-    RestartHistory,
+    LastRestart,
     Restarts,
     RunEnd,
     Verdict,
@@ -47,15 +47,15 @@ class LostHost(TransientError):
 
 
 def test_only_what_is_passing_is_followed_by_a_restart_and_only_so_often_and_once_the_run_has_begun():
-    first = Restarts(limit=2, before=RestartHistory())
+    first = Restarts(limit=2, before=LastRestart())
     assert first.follows(STORE, begun=True)
     assert first.follows(LostHost(**WORDS), begun=True)
     assert not first.follows(UserError(**WORDS), begun=True)  # a bad loss, an option
     assert not first.follows(RuntimeError("a bug"), begun=True)
     assert not first.follows(STORE, begun=False)  # a path that never was
-    later = Restarts(limit=2, before=RestartHistory(1, "gone"))
+    later = Restarts(limit=2, before=LastRestart(1, "gone"))
     assert later.follows(STORE, begun=False)  # the store is still away
-    assert not Restarts(limit=2, before=RestartHistory(2, "gone")).follows(STORE, begun=True)
+    assert not Restarts(limit=2, before=LastRestart(2, "gone")).follows(STORE, begun=True)
     assert not Restarts().follows(STORE, begun=True)
 
 

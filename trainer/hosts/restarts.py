@@ -31,7 +31,7 @@ _ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class RestartHistory:
+class LastRestart:
     """The number of restarts so far, and the reason of the last; empty: there was none."""
 
     count: int = 0
@@ -43,7 +43,7 @@ class Restarts:
     """The restarts of a run: at most ``limit`` (``--max_restarts``), and those ``before`` this process."""
 
     limit: int = 0
-    before: RestartHistory = RestartHistory()
+    before: LastRestart = LastRestart()
 
     def follows(self, error: BaseException, begun: bool) -> bool:
         """Whether the run begins again after ``error``.
@@ -105,7 +105,7 @@ _notes: str | None = None  # the path of this process's notes, if it has a super
 _lock = threading.Lock()  # the watchdog's threads write notes too
 
 
-def follow_supervisor(environment: MutableMapping[str, str]) -> RestartHistory | None:
+def follow_supervisor(environment: MutableMapping[str, str]) -> LastRestart | None:
     """Ties this process's life to its supervisor's, and returns the restarts before it; None without a supervisor.
 
     The path of the notes is taken out of ``environment``, so that no program started by the run writes there.
@@ -117,7 +117,7 @@ def follow_supervisor(environment: MutableMapping[str, str]) -> RestartHistory |
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != told.get("supervisor"):  # it died before that call
         os._exit(LOST)
-    return RestartHistory(int(told.get("count", 0)), str(told.get("why", "")))
+    return LastRestart(int(told.get("count", 0)), str(told.get("why", "")))
 
 
 def has_supervisor() -> bool:

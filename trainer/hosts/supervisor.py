@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 
 from shardwright.errors import LOST, UserError, command
-from shardwright.hosts.restarts import NOTES, RestartHistory, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
+from shardwright.hosts.restarts import NOTES, LastRestart, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
 from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT, Silence
 from shardwright.report.lines import say
 
@@ -106,7 +106,7 @@ class Supervisor:
         """Trains until the verdict is final; returns the exit code."""
         handle, notes = tempfile.mkstemp(prefix="shardwright-", suffix=".json")
         os.close(handle)
-        before, more = RestartHistory(), list[str]()
+        before, more = LastRestart(), list[str]()
         try:
             with self._listening():
                 while True:
@@ -114,13 +114,13 @@ class Supervisor:
                     verdict = self.meeting.agree(before.count, ended, self.limit)
                     if not verdict.again:
                         return self._end(verdict)
-                    before, more = RestartHistory(before.count + 1, verdict.why), list(verdict.more) or more
+                    before, more = LastRestart(before.count + 1, verdict.why), list(verdict.more) or more
                     self._wait(before)
         finally:
             self.meeting.leave()
             os.remove(notes)
 
-    def _live(self, notes: str, before: RestartHistory, more: Sequence[str]) -> RunEnd:
+    def _live(self, notes: str, before: LastRestart, more: Sequence[str]) -> RunEnd:
         """Runs the training once."""
         if self.told:
             return RunEnd(-self.told, told=True)
@@ -148,7 +148,7 @@ class Supervisor:
                 os.killpg(child.pid, signal.SIGKILL)
         return ended
 
-    def _wait(self, before: RestartHistory) -> None:
+    def _wait(self, before: LastRestart) -> None:
         seconds = wait_before(before.count)
         if self.meeting.first:
             say(self.console, f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
