@@ -55,7 +55,7 @@ def main() -> int | None:
     from shardwright.files.folder import Folder
     from shardwright.model.facts import facts_of
     from shardwright.model.lora_options import read_config
-    from shardwright.weights.adapter_weights import merged
+    from shardwright.weights.adapter_weights import merge_factors
     from shardwright.weights.hub_read import open_hub_weights
     from shardwright.weights.hub_write import ExportFormat, export
     from shardwright.weights.peft_files import AdapterFiles, save_adapter
@@ -95,7 +95,7 @@ def main() -> int | None:
         files = AdapterFiles(lora, model, whole, names, base or None, per_expert)
         save_adapter(output, files, saved, saved.tokenizer, console)
     else:
-        own = merged(part_of(rest, names), saved, lora, model) if lora else saved
+        own = merge_factors(part_of(rest, names), saved, lora, model) if lora else saved
         export(output, whole, part_and_rest(own, rest, names), saved.tokenizer, form, console)
     say(console, f"written to {output}")
     return None

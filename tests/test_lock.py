@@ -52,7 +52,7 @@ class Sleeps:
 def left_behind(folder: Folder) -> FolderLock:
     """A lock whose holder was killed: nothing renews it any more."""
     dead = FolderLock(folder)
-    dead._renewed._write()
+    dead._lease._write()
     return dead
 
 
@@ -149,7 +149,7 @@ def folder(request, store, tmp_path, monkeypatch) -> Folder:
 
 def test_a_holder_that_renews_its_lock_is_named(folder):
     with FolderLock(folder) as held:
-        waits = Sleeps(held._renewed.renew)
+        waits = Sleeps(held._lease.renew)
         with pytest.raises(UserError, match=rf"process {os.getpid()} on"), FolderLock(folder, sleep=waits):
             pass
         assert waits.seconds < PATIENCE
@@ -165,10 +165,10 @@ def test_a_holder_that_no_longer_renews_it_is_waited_out_with_a_word_and_loses_t
     with taker:
         assert waits.seconds == PATIENCE  # it need not be watched again
         with pytest.raises(StorageError, match="another run has taken it over"):
-            dead._renewed.check_held()
+            dead._lease.check_held()
         with pytest.raises(StorageError):
-            dead._renewed.renew()
-        dead._renewed.release()
+            dead._lease.renew()
+        dead._lease.release()
         taker.check_held()
     assert folder.names() == []
 
@@ -191,6 +191,6 @@ def test_a_lock_that_the_kernel_kept_elsewhere_says_nothing_where_it_keeps_none(
 def test_the_thread_renews_it(store, monkeypatch):
     monkeypatch.setattr(lock, "RENEWAL", 0.001)
     with FolderLock(store) as held:
-        while held._renewed.renewals < 3:
+        while held._lease.renewals < 3:
             pass
     assert store.names() == []

@@ -19,9 +19,9 @@ from shardwright.files.folder import StorageError
 from shardwright.hosts import supervisor
 from shardwright.hosts.restarts import (
     NOTES,
-    Ended,
-    Restarted,
+    LastRestart,
     Restarts,
+    RunEnd,
     Verdict,
     asked_limit,
     check_limit,
@@ -47,42 +47,42 @@ class LostHost(TransientError):
 
 
 def test_only_what_is_passing_is_followed_by_a_restart_and_only_so_often_and_once_the_run_has_begun():
-    first = Restarts(limit=2, before=Restarted())
+    first = Restarts(limit=2, before=LastRestart())
     assert first.follows(STORE, begun=True)
     assert first.follows(LostHost(**WORDS), begun=True)
     assert not first.follows(UserError(**WORDS), begun=True)  # a bad loss, an option
     assert not first.follows(RuntimeError("a bug"), begun=True)
     assert not first.follows(STORE, begun=False)  # a path that never was
-    later = Restarts(limit=2, before=Restarted(1, "gone"))
+    later = Restarts(limit=2, before=LastRestart(1, "gone"))
     assert later.follows(STORE, begun=False)  # the store is still away
-    assert not Restarts(limit=2, before=Restarted(2, "gone")).follows(STORE, begun=True)
+    assert not Restarts(limit=2, before=LastRestart(2, "gone")).follows(STORE, begun=True)
     assert not Restarts().follows(STORE, begun=True)
 
 
 MORE = ("--output_dir", "out")
-KILLED, ABORTED = Ended(-signal.SIGKILL, begun=True, more=MORE), Ended(-signal.SIGABRT, begun=True)
-STORED = Ended(2, begun=True, transient=True, why="gone", more=MORE)
-REFUSED, MISSED = Ended(2, begun=True), Ended(LOST, begun=True, transient=True, why="no sign of host 1")
+KILLED, ABORTED = RunEnd(-signal.SIGKILL, begun=True, more=MORE), RunEnd(-signal.SIGABRT, begun=True)
+STORED = RunEnd(2, begun=True, transient=True, why="gone", more=MORE)
+REFUSED, MISSED = RunEnd(2, begun=True), RunEnd(LOST, begun=True, transient=True, why="no sign of host 1")
 AGAIN = [
     ([STORED], "gone"),
     ([KILLED], "it was killed (SIGKILL)"),
     ([KILLED, ABORTED], "host 0 was killed (SIGKILL)"),  # torch_xla's coordinator aborts the others
     ([MISSED, KILLED], "host 1 was killed (SIGKILL)"),
-    ([MISSED, Ended(1)], "no sign of host 1"),
-    ([Ended(0, begun=True), STORED], "gone"),  # the last write failed
+    ([MISSED, RunEnd(1)], "no sign of host 1"),
+    ([RunEnd(0, begun=True), STORED], "gone"),  # the last write failed
 ]
 ENDS = [
-    ([Ended(0)], 0),
+    ([RunEnd(0)], 0),
     ([REFUSED], 2),
     ([REFUSED, MISSED], 2),
-    ([Ended(1, begun=True)], 1),
+    ([RunEnd(1, begun=True)], 1),
     ([ABORTED, ABORTED], -signal.SIGABRT),
-    ([Ended(-signal.SIGKILL)], -signal.SIGKILL),  # before a step
-    ([Ended(-signal.SIGKILL), Ended(-signal.SIGABRT)], LOST),
-    ([Ended(PREEMPTED, begun=True), Ended(PREEMPTED, begun=True)], PREEMPTED),
-    ([MISSED, Ended(-signal.SIGTERM)], -signal.SIGTERM),
-    ([Ended(INTERRUPTED, told=True)], INTERRUPTED),
-    ([Ended(2, told=True, transient=True, begun=True)], 2),  # told to stop, and could not save
+    ([RunEnd(-signal.SIGKILL)], -signal.SIGKILL),  # before a step
+    ([RunEnd(-signal.SIGKILL), RunEnd(-signal.SIGABRT)], LOST),
+    ([RunEnd(PREEMPTED, begun=True), RunEnd(PREEMPTED, begun=True)], PREEMPTED),
+    ([MISSED, RunEnd(-signal.SIGTERM)], -signal.SIGTERM),
+    ([RunEnd(INTERRUPTED, told=True)], INTERRUPTED),
+    ([RunEnd(2, told=True, transient=True, begun=True)], 2),  # told to stop, and could not save
 ]
 
 
@@ -103,8 +103,8 @@ def test_all_hosts_end_with_one_code_after_anything_else(ended, code):
 
 
 def test_what_begins_again_need_not_take_a_step_the_second_time():
-    assert decide([Ended(2, transient=True)], restarts=1, limit=2).again
-    assert not decide([Ended(2, transient=True)], restarts=0, limit=2).again
+    assert decide([RunEnd(2, transient=True)], restarts=1, limit=2).again
+    assert not decide([RunEnd(2, transient=True)], restarts=0, limit=2).again
 
 
 def test_each_wait_is_twice_the_one_before_up_to_a_limit():
@@ -235,7 +235,7 @@ child.wait()
 # ---- supervisors of several hosts ----
 
 
-def agreed(life: int, ends: list[Ended], limit: int, meetings: list[Meeting]) -> list[Verdict]:
+def agreed(life: int, ends: list[RunEnd], limit: int, meetings: list[Meeting]) -> list[Verdict]:
     """What each of the supervisors hears, all of them at once."""
     heard: dict[int, Verdict] = {}
 
@@ -262,7 +262,7 @@ def test_supervisors_come_to_one_verdict_life_after_life_and_leave_together():
     again = agreed(0, [MISSED, ABORTED, KILLED], 2, meetings)
     assert again == [Verdict(True, 0, "host 2 was killed (SIGKILL)", list(MORE))] * 3
     assert [meeting.first for meeting in meetings] == [True, False, False]
-    assert agreed(1, [MISSED, REFUSED, Ended(1)], 2, meetings) == [Verdict(False, 2, "", [])] * 3
+    assert agreed(1, [MISSED, REFUSED, RunEnd(1)], 2, meetings) == [Verdict(False, 2, "", [])] * 3
     threads = [threading.Thread(target=meeting.leave) for meeting in meetings]
     for thread in threads:
         thread.start()

@@ -18,7 +18,8 @@ from tests.support.training import environment
 PROGRAM = """
 import pathlib, sys, time, warnings
 from rich.console import Console
-from shardwright.errors import UserError, exit_code
+from shardwright.errors import UserError
+from shardwright.hosts.output_streams import exit_code
 from shardwright.report.bars import tracked
 
 def main():

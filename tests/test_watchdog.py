@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 PROGRAM = """
 import time
 from types import SimpleNamespace
-from shardwright import watchdog
+from shardwright.hosts import watchdog
 from shardwright.hosts.hosts import hosts
 watchdog.LOOK = 0.1
 dog = hosts().watchdog

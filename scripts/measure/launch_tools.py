@@ -75,10 +75,10 @@ class Venv:
         return {"HOME": str(home), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
 
     def run(self, command: list[str], cwd: Path, **variables: str) -> str:
-        """What ``command`` prints on standard output.
+        """Runs ``command``; its standard output.
 
         Raises:
-            RuntimeError: it failed; with what it printed.
+            RuntimeError: it failed; with its output.
         """
         done = subprocess.run(
             command,
@@ -166,7 +166,7 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
         assert manifest["spec"]["failurePolicy"]["maxRestarts"] == request.max_restarts
         fails = job["template"]["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]
         assert (fails["operator"], manifest["spec"]["failurePolicy"]["rules"][0]["action"]) == ("NotIn", "FailJobSet")
-        differ = [c for c in range(1, 256) if (c in fails["values"]) != RULES["xpk"].restarts(c)]
+        differ = [c for c in range(1, 256) if (c in fails["values"]) != RULES["xpk"](c)]
         assert not differ, f"exit codes {differ}"
     yield f"its manifests of {len(cases)} cases have the hosts, variables, restarts and rule of all 255 exit codes"
     code = _told_to_end(pod["containers"][0]["command"], scratch)
@@ -176,7 +176,7 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def _shapes_of_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Which of our slices xpk does not know, and where it counts other hosts."""
+    """Our slices that xpk does not know, and those for which it counts other hosts."""
     program = (
         "import json; from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as known;"
         "print(json.dumps({name: each.vms_per_slice for name, each in known.items()}))"
@@ -234,7 +234,7 @@ def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
         request = _request(topology, spot=True, mount=Mount("gs://bucket", "/mnt/bucket"))
         _written("skypilot", request, scratch)
         said = json.loads(venv.run(["python", "-c", _SKYPILOT, "skypilot.yaml"], scratch).splitlines()[-1])
-        assert said["again"] == [code for code in range(1, 256) if RULES["skypilot"].restarts(code)], said["again"]
+        assert said["again"] == [code for code in range(1, 256) if RULES["skypilot"](code)], said["again"]
         assert said["mounts"] == ["/mnt/bucket"]
         yield f"{topology}: {said['accelerators']}, zone {said['zone']}, spot {said['spot']}, image {said['image']}"
     yield f"its should_restart_on_failure says yes to {said['again']} of 1 to 255"

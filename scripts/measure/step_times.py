@@ -149,7 +149,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What lets libtpu load on a machine without a TPU, as in shardwright.compile.libtpu."""
+    """The environment in which libtpu loads without a TPU, as in shardwright.compile.libtpu."""
     worker = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
     return {**os.environ, **worker, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 

@@ -306,7 +306,7 @@ def shown_layers(kinds: Sequence[str]) -> int:
 
 
 def _shrunk(name: str, value: Any) -> Any:
-    """What a field of a default config becomes; None: it stays."""
+    """The smaller value of a default config's field; None: it stays."""
     if name.endswith("_token_id") and value is not None:
         return [1] if isinstance(value, list) else min(value, 1)
     if isinstance(value, float) and re.search("drop|jitter", name):

@@ -89,7 +89,7 @@ def _code(commit: str | None) -> Iterator[Path]:
 
 
 def compile_one(options: str, code: Path = ROOT) -> dict[str, Any]:
-    """What ``scripts/compile.py --json`` of ``code`` writes with these options; {"failed": why} if it can't compile."""
+    """The JSON of ``scripts/compile.py`` of ``code`` with these options; {"failed": why} if it can't compile."""
     with tempfile.TemporaryDirectory() as folder:
         words = [_file(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"

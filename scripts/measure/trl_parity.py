@@ -152,7 +152,7 @@ def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[str, Any]]], float]:
-    """What is logged of each step; the samples of each step's batch; and how full the rows are."""
+    """(log of each step, samples of each step's batch, fullness of the rows)."""
     recipe, compute = RECIPES[case["family"]]
     options: dict[str, Any] = {"adapter": str(folder / "adapter"), "base_dtype": "float32"} if case["lora"] else {}
     args = TrainingArguments(

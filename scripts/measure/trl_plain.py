@@ -51,7 +51,7 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
 
 
 def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
-    """What trl logs of each step, unrounded, when it is given the batches of ``folder`` in their order."""
+    """trl's log of each step, unrounded, on the batches of ``folder`` in their order."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float32, attn_implementation="eager")
     if case["lora"]:
         model = PeftModel.from_pretrained(model, folder / ADAPTER, is_trainable=True)

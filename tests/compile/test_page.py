@@ -12,8 +12,7 @@ from rich.console import Console
 
 from shardwright.compile.report.compile_page import page, write_page
 from shardwright.compile.report.compile_terminal import print_report
-from shardwright.compile.report.efficiency import efficiencies
-from shardwright.compile.report.estimate import estimate
+from shardwright.compile.report.estimate import efficiencies, estimate
 from shardwright.compile.report.report import CompileReport
 from tests.support.captured import V5P
 

@@ -1,4 +1,4 @@
-"""Exit codes × engines: what is written makes each engine do what should follow a code, for every code there is."""
+"""Exit codes × engines: the written files make each engine react properly to every exit code."""
 
 from __future__ import annotations
 
@@ -6,18 +6,79 @@ import itertools
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import pytest
 import yaml
 
-from shardwright.launch.exits import CODES, RULES, Wanted, table
+from shardwright.errors import INTERRUPTED, LOST, PREEMPTED
+from shardwright.launch.exits import RULES, USER_ERROR
 from shardwright.launch.targets import TARGETS
 from shardwright.scripts.train import EXIT_CODES
 from tests.support.launching import jobset, planned, stand_in
 from tests.support.paths import ROOT
 
 EVERY_CODE = range(256)
+
+
+class Sequel(StrEnum):
+    """The proper reaction to an exit code."""
+
+    DONE = "nothing: it is done"
+    AGAIN = "start again"
+    NEVER = "never start again"
+    EITHER = "either; if again, then so many times at most"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The meaning of an exit code of `scripts/train.py`, and the proper reaction."""
+
+    meaning: str
+    sequel: Sequel
+
+
+# 128 + N: ended by signal N. The loss of a host ends the others with LOST, with 134 (by torch_xla's coordinator), or
+# with 1 where a computation raises first.
+CODES: dict[int, Exit] = {
+    0: Exit("done", Sequel.DONE),
+    1: Exit("an error that nobody foresaw, or another host is lost", Sequel.EITHER),
+    USER_ERROR: Exit("something asked for can't be", Sequel.NEVER),
+    PREEMPTED: Exit("SIGTERM, and what was learned is in a checkpoint", Sequel.AGAIN),
+    LOST: Exit("another host is lost, or nothing moved", Sequel.AGAIN),
+    INTERRUPTED: Exit("Ctrl-C, which nobody presses on a cluster", Sequel.EITHER),
+    134: Exit("aborted: a runtime's check failed, or another host is lost", Sequel.EITHER),
+    135: Exit("bus error: a mapped file's disk is gone", Sequel.EITHER),
+    137: Exit("killed: out of memory, or no time left to save", Sequel.EITHER),
+    139: Exit("segmentation fault", Sequel.EITHER),
+    143: Exit("SIGTERM before the first step: nothing was learned", Sequel.AGAIN),
+}
+
+
+PLACES = {  # of an engine's rule, in the written files
+    "xpk": "`--restart-on-exit-codes`",
+    "jobset": "`podFailurePolicy`: FailJob; `failurePolicy`: FailJobSet",
+    "skypilot": "`job_recovery`: recover_on_exit_codes",
+    "tpu-vm": "the loop in `host.sh`",
+    "ray": "the loop of `shardwright.launch.ray_hosts`",
+}
+UNBOUNDED = {"skypilot"}  # engines that do not count restarts
+
+
+def table() -> str:
+    """The exit codes × the engines, as the Markdown table of docs/launch.md."""
+    rows = [[str(code), each.meaning, *(_cell(code, engine) for engine in RULES)] for code, each in CODES.items()]
+    lines = [f"| {' | '.join(row)} |" for row in (["exit code", "what it says", *RULES], *rows)]
+    lines.insert(1, "|---" * (2 + len(RULES)) + "|")
+    return "\n".join([*lines, "| | *where that stands* | " + " | ".join(PLACES[engine] for engine in RULES) + " |"])
+
+
+def _cell(code: int, engine: str) -> str:
+    if code == 0:
+        return "done"
+    return ("again" if engine in UNBOUNDED else "again, counted") if RULES[engine](code) else "fails"
 
 
 def jobset_restarts(code: int) -> bool:
@@ -77,14 +138,14 @@ def test_every_target_has_a_rule():
 
 @pytest.mark.parametrize("code", EVERY_CODE)
 def test_what_is_written_is_the_rule_of_the_engine(code):
-    assert jobset_restarts(code) == RULES["jobset"].restarts(code)
-    assert xpk_restarts(code) == RULES["xpk"].restarts(code)
-    assert skypilot_restarts(code) == RULES["skypilot"].restarts(code)
+    assert jobset_restarts(code) == RULES["jobset"](code)
+    assert xpk_restarts(code) == RULES["xpk"](code)
+    assert skypilot_restarts(code) == RULES["skypilot"](code)
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_the_loop_on_a_tpu_vm_restarts_as_its_rule_says_and_then_gives_up(code, host_loop):
-    restarts = 2 if RULES["tpu-vm"].restarts(code) else 0
+    restarts = 2 if RULES["tpu-vm"](code) else 0
     assert host_loop(code, max_restarts=2) == (code, 1 + restarts)
 
 
@@ -95,13 +156,13 @@ def test_the_loop_on_a_tpu_vm_ends_once_the_run_is_done(host_loop):
 @pytest.mark.parametrize("engine", RULES)
 @pytest.mark.parametrize("code", CODES)
 def test_an_engine_does_what_should_follow_a_code(code, engine):
-    restarts, wanted = RULES[engine].restarts(code), CODES[code].wanted
-    if wanted == Wanted.AGAIN:
+    restarts, wanted = RULES[engine](code), CODES[code].sequel
+    if wanted == Sequel.AGAIN:
         assert restarts
-    elif wanted in (Wanted.NEVER, Wanted.DONE):
+    elif wanted in (Sequel.NEVER, Sequel.DONE):
         assert not restarts
     else:
-        assert not restarts or RULES[engine].bounded
+        assert not restarts or engine not in UNBOUNDED
 
 
 def test_restarts_are_bounded_where_the_rule_says_so():

@@ -16,7 +16,7 @@ def test_an_axis_has_ici_times_dcn_devices():
     mesh = Mesh(data=1, fsdp=-1, expert=4, dcn={"data": 2})
     assert mesh.sizes(64) == {"data": 2, "fsdp": 8, "expert": 4}
     assert mesh.ici_sizes(64) == {"data": 1, "fsdp": 8, "expert": 4}
-    assert mesh.dcn_sizes() == {"data": 2, "fsdp": 1, "expert": 1}
+    assert mesh.dcn == {"data": 2, "fsdp": 1, "expert": 1}
 
 
 @pytest.mark.parametrize(

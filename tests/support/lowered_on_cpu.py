@@ -25,7 +25,7 @@ from jax._src import compiler
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
 
-from shardwright.compile.libtpu_process import annotated
+from shardwright.compile.libtpu_process import annotate
 
 jax.config.update("jax_enable_x64", True)  # torch's integers and scalars have 64 bits
 jax.config.update("jax_use_shardy_partitioner", False)  # torch_xla has GSPMD partition its steps
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         device_assignment=np.array([[device.id for device in devices]]),
         use_spmd_partitioning=True,
     )
-    module = annotated((folder / "step.hlo.pb").read_bytes(), request)
+    module = annotate((folder / "step.hlo.pb").read_bytes(), request)
     step = devices[0].client.compile_and_load(module, xla_client.DeviceList(devices), options)
     given, placed = np.load(folder / "inputs.npz"), []
     for number, sharding in enumerate(step.get_parameter_shardings()):

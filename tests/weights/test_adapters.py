@@ -16,7 +16,7 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.model.lora_options import CONFIG, WEIGHTS, read_config
-from shardwright.weights.adapter_weights import check_adapter, files_of, merged
+from shardwright.weights.adapter_weights import check_adapter, files_of, merge_factors
 from shardwright.weights.hub_write import export
 from shardwright.weights.on_devices import LiveWeights
 from shardwright.weights.peft_files import open_adapter, prove, save_adapter
@@ -70,7 +70,7 @@ def test_peft_loads_it_onto_the_plain_model_with_the_same_loss(trained, tmp_path
 def test_merged_it_is_a_plain_model_folder_with_the_same_loss(trained, tmp_path):
     adapted, factors, batch, loss = trained
     job = adapted.job
-    source = merged(state_dict_weights(adapted.base), factors, job.lora, job.model)
+    source = merge_factors(state_dict_weights(adapted.base), factors, job.lora, job.model)
     export(str(tmp_path), copy.deepcopy(job.model), source)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", experts_implementation="eager")
     assert loss_of(model, batch) == pytest.approx(loss, rel=1e-5)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 MODULES = [
-    *(f"shardwright.weights.{name}" for name in ("sources", "lazy", "hub_read", "hub_write")),
+    *(f"shardwright.weights.{name}" for name in ("weight_sources", "lazy_tensors", "hub_read", "hub_write")),
     *(f"shardwright.checkpoint.{name}" for name in ("host_state", "manifest", "tensors", "read")),
 ]
 LOADED_BY = """

@@ -67,7 +67,7 @@ except PjrtError as error:
     print("refused:", error)
 def topology(name):
     made = table.call("TopologyDescription_Create", name=text(name), name_size=len(name)).topology
-    return made, table.serialized("TopologyDescription_Serialize", topology=made)
+    return made, table.serialize("TopologyDescription_Serialize", topology=made)
 (one, two), (again, twice), (other, third) = map(topology, (b"v5p:2x2x1", b"v5p:2x2x1", b"v5p:2x2x2"))
 print(len(two) > 0, two == twice, two == third)
 
@@ -79,7 +79,7 @@ code = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
 program = pjrt.Program(ctypes.sizeof(pjrt.Program), None, text(code), len(code), text(b"hlo"), 3)
 given = {"topology": one, "program": ctypes.addressof(program), "options": text(options), "options_size": len(options)}
 found = table.call("Compile", **given).executable
-content = table.serialized("Executable_Serialize", executable=found)
+content = table.serialize("Executable_Serialize", executable=found)
 table.call("Executable_Destroy", executable=found)
 print(len(content) > 1000)
 """

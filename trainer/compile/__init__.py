@@ -1,5 +1,1 @@
-"""A run's graphs compiled by the TPU's own compiler, on a machine that has no TPU.
-
-They are lowered with placeholders for weights and given to libtpu in a process of its own. The report says whether the
-run fits, and of its train step what fills the HBM, what crosses which mesh axis, and what bounds it.
-"""
+"""Compiles a run's graphs with the TPU's own compiler on a machine without a TPU, and reports memory, time, traffic."""

@@ -1,4 +1,4 @@
-"""What to compile for, and what to make of the result: what `scripts/compile.py` takes beside the training options."""
+"""The options of `scripts/compile.py` beside the training options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.errors import UserError
 
 @dataclass
 class CompileArguments:
-    """What to compile for, and what to make of it; the job itself is that of the training options."""
+    """The slice to compile for, the search, and the report; the job itself is in the training options."""
 
     topology: str | None = option(None, "TPU slice to compile for, by libtpu's name: v5p:4x4x4, v5e:16x16, v6e:8x8, …")
     slices: int = option(1, "Slices of that topology, joined by the data-centre network.")

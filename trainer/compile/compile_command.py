@@ -1,4 +1,4 @@
-"""Compiling a training job for TPUs that need not be here, for `scripts/compile.py` and `train.py --compile_only`."""
+"""The compile command, for `scripts/compile.py` and `train.py --compile_only`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardwright.report.lines import say, waiting
 
 if TYPE_CHECKING:
     from shardwright.compile.report.report import CompileReport
-    from shardwright.compile.search.search import Tried
+    from shardwright.compile.search.search import Trial
 
 
 DOES_NOT_FIT = 3
 
 
 def main(words: list[str], description: str | None) -> int:
-    """`scripts/compile.py`: training options and compile options from a command line; the exit code."""
-    # Off every accelerator, and modules' names into the compiler's output: both before torch_xla is imported.
+    """`scripts/compile.py`: runs its command line, and returns the exit code."""
+    # no accelerator, and modules' names in the compiler's output: both before torch_xla is imported
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_HLO_DEBUG="1")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log tells of its own deprecations
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides deprecations in XLA's C++ log
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no compiling process is left, nor its files
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leaves no compiling process and no files
     args, options = parse([TrainingArguments, CompileArguments], words, description)
     import transformers
 
@@ -42,10 +42,10 @@ def main(words: list[str], description: str | None) -> int:
 
 
 def run(args: TrainingArguments, options: CompileArguments, console: Console | None = None) -> int:
-    """Compile the run's graphs, print and write the report. Returns 0 if all fit, else :data:`DOES_NOT_FIT`.
+    """Compiles the run's graphs, prints and writes the report. Returns 0 if all fit, else :data:`DOES_NOT_FIT`.
 
     Raises:
-        UserError: anything in the options, the recipe or the model that can't be; no libtpu; a compiler that failed.
+        UserError: bad options, recipe or model; no libtpu; a compiler that failed.
     """
     from shardwright.compile.compile_job import CompileJob
     from shardwright.compile.report.compile_terminal import print_report
@@ -79,7 +79,7 @@ def run(args: TrainingArguments, options: CompileArguments, console: Console | N
         tried, most = [], None
         try:
             most = search(job, report, console, tried, auto)
-        finally:  # a search that is stopped has tried something all the same
+        finally:  # also of a search that was stopped
             _write(report, options, job.title, console, tried, most)
     return 0 if report.fits else DOES_NOT_FIT
 
@@ -89,10 +89,10 @@ def _write(
     options: CompileArguments,
     title: str,
     console: Console,
-    tried: Sequence[Tried] = (),
+    tried: Sequence[Trial] = (),
     most: int | None = None,
 ) -> None:
-    """Write the page and the JSON that were asked for, with what a search tried and the largest batch that fits."""
+    """Writes the page and the JSON, with a search's trials and the largest batch that fits."""
     from shardwright.compile.report.compile_page import write_page
 
     if options.report:
@@ -109,7 +109,7 @@ def _write(
 
 
 def _check_writable(path: str) -> None:
-    """Refuse a path that can't be written, before minutes of compiling."""
+    """Refuses a path that can't be written, before minutes of compiling."""
     parent = Path(os.path.expanduser(path)).absolute().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK) or Path(path).is_dir():
         raise UserError(

@@ -1,4 +1,4 @@
-"""CompileJob: a job to compile, and the slice to compile it for."""
+"""A job to compile for a slice of TPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.libtpu import CompileTarget, compile_for
 from shardwright.compile.lowering import graphs_of, lower, shorter_steps
-from shardwright.compile.report.efficiency import efficiencies
+from shardwright.compile.report.estimate import efficiencies
 from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.evaluation.prompt_samples import expected_shape
@@ -20,29 +20,28 @@ from shardwright.xla.chips import Chip, Topology, find_topology
 
 @dataclass(frozen=True)
 class CompileJob:
-    """A job, and what to compile it for. ``replace(this, job=replace(job, …))`` makes a neighbour."""
+    """A job, and the options of its compile. ``replace(this, job=replace(job, …))`` makes a neighbour."""
 
     job: Job
     options: CompileArguments
 
     @classmethod
     def of(cls, args: TrainingArguments, options: CompileArguments) -> CompileJob:
-        """The job that ``args`` describe, on the slice that ``options`` name.
+        """The job of ``args`` on the slice of ``options``.
 
         Raises:
-            UserError: no such slice, no such efficiency, or anything in the arguments, the recipe, the model or the
-                prompts that can't be.
+            UserError: a bad slice or efficiency, or bad arguments, recipe, model or prompts.
         """
         where = _topology(options)
-        efficiencies(options.efficiency)  # refused before minutes of compiling
+        efficiencies(options.efficiency)  # a bad one is refused before minutes of compiling
         job = Job.resolve(args, lambda: where.devices)
         if args.sample_prompts is not None:
-            expected_shape(job)  # what is wrong with the prompts is said before minutes of compiling
+            expected_shape(job)  # as are bad prompts
         return cls(job, options)
 
     @property
     def title(self) -> str:
-        """What is compiled, for a heading."""
+        """The heading of the report."""
         args = self.job.args
         return (
             f"{self.job.recipe.name}, {args.model or 'its own model'}: {args.per_device_train_batch_size} × "
@@ -50,14 +49,14 @@ class CompileJob:
         )
 
     def compile(self) -> CompileReport:
-        """Lower and compile the train step and, if it fits, the run's other graphs; or take the cached results.
+        """Lowers and compiles the train step and, if it fits, the run's other graphs, unless the cache has them.
 
         Raises:
             UserError: no libtpu, or a compiler that failed.
         """
         job, options, where = self.job, self.options, _topology(self.options)
         crossed = [axis for name in job.facts.experts[:1] for axis in job.plan[f"{name}.down_proj"].axes_of(0)]
-        dcn = job.recipe.mesh.dcn_sizes()
+        dcn = job.recipe.mesh.dcn
         target = CompileTarget(
             topology=where.name,
             slices=where.slices,
@@ -88,9 +87,7 @@ def _topology(options: CompileArguments) -> Topology:
 
 
 def compiler_flags(chip: Chip, text: str) -> dict[str, str]:
-    """Compiler flag → value: the chip's, as a run there sets them, and those in ``text``, which win.
-
-    ``name=`` in ``text`` takes back a flag that a run would set.
+    """Compiler flag → value: the chip's, as a run sets them, overridden by ``text``; ``name=`` removes one.
 
     Raises:
         UserError: ``text`` is not ``name=value name=value``.

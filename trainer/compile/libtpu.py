@@ -1,8 +1,8 @@
 """Compiles a lowered graph with the TPU's own compiler (libtpu), on a machine that need have no TPU.
 
-libtpu is loaded by another process alone, since it can abort and then takes its process along. That process leaves a
-folder of files: memory sizes, the optimised HLO, the buffers alive at the peak, or the error. The folder is kept in the
-cache, under a key of all that went in. The report is made from it each time, so it is never older than the code.
+libtpu can abort and take its process along, so a process of its own (shardwright.compile.libtpu_process) loads it. The
+folder of files that it leaves is kept in the cache, under a key of all its inputs. The report is made from it each
+time, so it is never older than the code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwright.files.cache import cache_root, publish
 from shardwright.models.ops.jax_call import xla_client
 from shardwright.xla.chips import Topology, find_topology
 
-_FORMAT = 2  # part of the cache's key: raise it when what the compiling process leaves changes
+_FORMAT = 2  # part of the cache's key: raise it when the compiling process leaves other files
 _LINES_SHOWN = 12  # of the compiler's own words in an error message
 _CHILD = ("-m", "shardwright.compile.libtpu_process")
 _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
@@ -39,12 +39,12 @@ _NAMES = ("result.json", "optimised.hlo.gz", "buffers.txt.gz")
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What a step is compiled for, and how.
+    """The slices that a step is compiled for, and the compiler's options.
 
     Args:
         topology: libtpu's name of a slice, ``v5p:4x4x4``.
-        slices: how many of them, joined by DCN.
-        dcn: how many slices each mesh axis spans, as the recipe's mesh has it; None: the outermost axes span them.
+        slices: number of slices, joined by DCN.
+        dcn: mesh axis → number of slices that it spans; None: the outermost axes span them.
         flags: compiler options by name without dashes, ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``;
             those in LIBTPU_INIT_ARGS hold too.
         timeout: seconds of wall time after which the compiler is killed.
@@ -64,11 +64,10 @@ class CompileTarget:
 def compile_for(
     lowered: LoweredGraph, target: CompileTarget, expected: Expected | None = None, cache_dir: Path | None = None
 ) -> CompileReport:
-    """Compiles a graph for a slice of TPUs, or takes what was compiled before, and reports what it would take there.
+    """Compiles a graph for slices of TPUs, unless the cache has it, and makes the report.
 
     Args:
-        expected: what the report sets the compiler's numbers beside.
-        cache_dir: as :func:`shardwright.files.cache.cache_root` takes it.
+        cache_dir: as of :func:`shardwright.files.cache.cache_root`.
 
     Raises:
         UserError: unknown topology; mesh of another size; no libtpu; the compiler failed or took too long.
@@ -110,7 +109,7 @@ def _check_size(lowered: LoweredGraph, target: CompileTarget, where: Topology) -
 
 
 def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
-    """How many slices each axis spans; unless told, the outermost axes, which communicate least, span them."""
+    """Mesh axis → number of slices that it spans; by default the outermost axes, which communicate least, span them."""
     dcn, slices = target.dcn, target.slices
     if dcn is None:
         dcn, left = {}, slices
@@ -131,10 +130,10 @@ def _dcn_factors(mesh: dict[str, int], target: CompileTarget) -> dict[str, int]:
 
 
 def libtpu_version() -> str:
-    """The version of the libtpu that is installed.
+    """The version of the installed libtpu.
 
     Raises:
-        UserError: there is none.
+        UserError: none is installed.
     """
     try:
         return importlib.metadata.version("libtpu")
@@ -148,23 +147,23 @@ def libtpu_version() -> str:
 
 
 def _key(lowered: LoweredGraph, request: dict[str, Any]) -> str:
-    """A name for all that the compiler's result depends on."""
+    """A hash of everything that the compiler's result depends on."""
     versions = [_FORMAT, libtpu_version(), importlib.metadata.version("jaxlib")]
     key = hashlib.sha256(json.dumps([versions, request]).encode())
-    # Without metadata: it holds files and lines of ours, which change when the step does not.
+    # Without metadata: it names our files and lines, which change when the step does not.
     # Semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1.
     options = xla_client._xla.HloPrintOptions.short_parsable()
     options.print_large_constants = True
     try:
         key.update(xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options).encode())
-    except RuntimeError:  # this is no HLO: the compiling process will say so
+    except RuntimeError:  # no HLO: the compiling process will say so
         key.update(lowered.hlo)
     return key.hexdigest()[:32]
 
 
 def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarget, folder: Path) -> None:
-    """Runs the compiling process and puts what it leaves into ``folder``, in one piece."""
-    shutil.rmtree(folder, ignore_errors=True)  # if it is there, it has lost its result
+    """Runs the compiling process and publishes the files that it leaves as ``folder``, in one piece."""
+    shutil.rmtree(folder, ignore_errors=True)  # one without its result
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".working-") as name:
         work = Path(name)
@@ -173,10 +172,15 @@ def _compile(lowered: LoweredGraph, request: dict[str, Any], target: CompileTarg
         began = time.monotonic()
         ended = _run(work, target.timeout)
         if not (work / "result.json").exists():
-            raise _no_result(ended, (work / "log").read_text(errors="replace"), target, lowered.graph)
+            last = _lines_of((work / "log").read_text(errors="replace"))[-_LINES_SHOWN:]
+            if ended is None:
+                how = f"no result after {target.timeout:g} s; the compiler was killed"
+                raise _failure(target, lowered.graph, [how, *last], "a longer timeout, or a smaller model first")
+            how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
+            raise _failure(target, lowered.graph, [how, *last])
         result = json.loads((work / "result.json").read_text())
         if "error" in result and not is_out_of_hbm(result["error"]):
-            lines = ["the TPU compiler refused it", *_said(result["error"])[:_LINES_SHOWN]]
+            lines = ["the TPU compiler refused it", *_lines_of(result["error"])[:_LINES_SHOWN]]
             raise _failure(target, lowered.graph, lines)
         result["wall_seconds"] = time.monotonic() - began
         (work / "result.json").write_text(json.dumps(result))
@@ -192,15 +196,14 @@ def _run(work: Path, timeout: float) -> int | None:
     """The exit status of the compiling process; None if it was killed for taking longer than ``timeout`` seconds."""
     environment = {
         **os.environ,
-        # one device of the host will do: the chips are described, not there
+        # one device of the host will do: the chips are only described
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-8",
-        # the parent's XLA_FLAGS are the CPU's; libtpu's dumps tell which buffers live at the peak
+        # in place of the parent's XLA_FLAGS, which are the CPU's; the dumps name the buffers alive at the peak
         "XLA_FLAGS": f"--xla_dump_to={work / 'dump'} --xla_dump_hlo_as_text",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     with (work / "log").open("wb") as log:
         child = subprocess.Popen(
@@ -221,18 +224,8 @@ def _run(work: Path, timeout: float) -> int | None:
                 child.wait()
 
 
-def _no_result(ended: int | None, log: str, target: CompileTarget, graph: str) -> UserError:
-    """Says how the compiling process ended, with the last lines of its log."""
-    last = _said(log)[-_LINES_SHOWN:]
-    if ended is None:
-        how = f"no result after {target.timeout:g} s; the compiler was killed"
-        return _failure(target, graph, [how, *last], instead="a longer timeout, or a smaller model first")
-    how = f"the compiler's process ended with status {ended}" + (" (an abort)" if ended < 0 else "")
-    return _failure(target, graph, [how, *last])
-
-
-def _said(text: str) -> list[str]:
-    """Its lines, without warnings, information and empty ones."""
+def _lines_of(text: str) -> list[str]:
+    """The lines of a log without warnings, information and empty ones."""
     lines = text.strip().splitlines()
     return [x for x in lines if x.strip() and not re.match(r"WARNING|I\d{4} |Failed to find host bounds", x)]
 

@@ -2,7 +2,7 @@
 
 ``python -m shardwright.compile.libtpu_process FOLDER PARENT`` reads ``step.hlo.pb`` and ``request.json`` in FOLDER and
 leaves there ``result.json`` (memory sizes in bytes and CPU seconds, or the compiler's error), ``optimised.hlo.gz`` and
-``buffers.txt.gz`` (the allocations, and the buffers in HBM when it is fullest). It ends when the process PARENT does.
+``buffers.txt.gz`` (the allocations, and the buffers in HBM at its peak). It ends when the process PARENT does.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 
-from shardwright.compile.hlo.buffers import fullest
+from shardwright.compile.hlo.buffers import peak_buffers
 from shardwright.xla.device_order import in_mesh_order
 
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def main(folder: Path) -> None:
-    """Compiles what is in ``folder`` and leaves the result there."""
+    """Compiles the step in ``folder`` and leaves the result there."""
     request = json.loads((folder / "request.json").read_text())
-    module = annotated((folder / "step.hlo.pb").read_bytes(), request)
+    module = annotate((folder / "step.hlo.pb").read_bytes(), request)
     devices = _devices(request)
     result: dict[str, Any] = {}
     try:
@@ -53,14 +53,14 @@ def main(folder: Path) -> None:
         result["peak"] = sizes.peak_memory_in_bytes
         text = compiled.hlo_modules()[0].to_string()
     _write(folder / "optimised.hlo.gz", text)
-    _write(folder / "buffers.txt.gz", fullest(_dumped(folder, "buffer-assignment.txt")))
+    _write(folder / "buffers.txt.gz", peak_buffers(_dumped(folder, "buffer-assignment.txt")))
     used = resource.getrusage(resource.RUSAGE_SELF)
     result["cpu_seconds"] = used.ru_utime + used.ru_stime
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def annotated(hlo: bytes, request: dict[str, Any]) -> bytes:
-    """The module as MLIR bytecode, with the shardings of its parameters and results, and what is donated to which."""
+def annotate(hlo: bytes, request: dict[str, Any]) -> bytes:
+    """The module as MLIR bytecode, annotated with shardings of parameters and results, and with donations."""
     # semi-private: jaxlib/xla_client.py (_xla is jaxlib/_jax.so), jaxlib 0.7.1
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(hlo))
     with mlir.make_ir_context():
@@ -100,7 +100,7 @@ def _compile(module: bytes, devices: list[Any], flags: list[tuple[str, str]]) ->
 
 
 def _dumped(folder: Path, ending: str) -> str:
-    """The text of the last file with this ending that libtpu dumped, empty if there is none."""
+    """The text of libtpu's last dump with this ending, empty if there is none."""
     found = sorted((folder / "dump").glob(f"module_*{ending}"))
     return found[-1].read_text(errors="replace") if found else ""
 
@@ -110,9 +110,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Has Linux kill this process when its parent ends, for a parent that is killed can't do so itself."""
+    """Has Linux kill this process when its parent ends, even if that is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before Linux was asked
+    if os.getppid() != parent:  # it ended before prctl
         sys.exit("the parent is gone")
 
 

@@ -1,4 +1,4 @@
-"""Lowered: a graph of a run as HLO, before the compiler partitions it, and what each of its arguments is."""
+"""A lowered graph of a run: HLO before the compiler partitions it, with a description of each argument."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class LoweredGraph:
         arguments: its parameters, in order.
         outputs: each output's sharding, in HLO's text.
         mesh: axis → size, in mesh order; HLO's device ids are positions in it, row-major.
-        layers: how often the longest loop over layers runs.
-        graph: which of the run's graphs it is.
-        values: of a train step that keeps a share of its layers' values, what those are and which it keeps.
+        layers: trip count of the longest loop over layers.
+        values: values of a layer and whether the train step keeps them, if it keeps a share.
     """
 
     hlo: bytes

@@ -1,8 +1,7 @@
-"""A run's graphs without weights: placeholders → HLO with the plan's shardings.
+"""Lowers a run's graphs to HLO with the plan's shardings, on an abstract mesh.
 
-They are those that a run runs (:mod:`shardwright.step.build`, :mod:`shardwright.weights`), on an abstract mesh.
-Its tensors have shapes and layouts but no data, so a model of any size is lowered in seconds, in the memory of its
-graph.
+The code is the run's own (:mod:`shardwright.step.build`, :mod:`shardwright.weights`). Tensors have shapes and layouts
+but no data, so a model of any size is lowered in seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ ISOLATED = ("segment_ids", "position_ids")  # besides, where documents are isola
 
 
 class Traced(NamedTuple):
-    """A graph of lazy tensors: what it computes, the layouts of what is no placeholder, and as in `LoweredGraph`."""
+    """A graph of lazy tensors: its results, layouts of tensors that are no placeholders, and `LoweredGraph.values`."""
 
     results: Tensors
     layouts: Mapping[str, PartitionSpec]
@@ -53,11 +52,10 @@ class Traced(NamedTuple):
 
 
 def graphs_of(job: Job) -> tuple[str, ...]:
-    """The names of all graphs that a run of the job executes; the rest are transfers, and zeros on the devices.
+    """The names of all graphs of a run, but for transfers, zeros on the devices and :func:`shorter_steps`.
 
-    Layers are loaded and read back for an export a batch of parameters at a time, a layer of it in one graph. The batch
-    with the largest parameter stands for the others, none of which is larger. So does the train step on the longest
-    rows for those of :func:`shorter_steps`.
+    One graph loads, or reads back for an export, one layer of a batch of parameters; the batch with the largest
+    parameter stands for all.
     """
     names = [TRAIN_STEP, EVALUATION, *((LOADING, READING) if _largest_batch(job) else ())]
     if job.args.entry.reference:
@@ -68,9 +66,9 @@ def graphs_of(job: Job) -> tuple[str, ...]:
 
 
 def shorter_steps(job: Job) -> tuple[str, ...]:
-    """The names of the train steps on rows shorter than ``sequence_length``, each a compile of a run without packing.
+    """The names of the train steps on rows shorter than ``sequence_length``, which a run without packing compiles too.
 
-    They are no graphs to ask about: each is the train step with fewer tokens.
+    They need no report: each is the train step with fewer tokens.
     """
     return tuple(step_name(length, job.row_lengths) for length in job.row_lengths[:-1])
 
@@ -82,9 +80,8 @@ def lower(
 
     Args:
         graph: one of :func:`graphs_of`.
-        platform: what kernels are chosen and lowered for: ``tpu`` or ``cpu``.
-        compiler_flags: that it will be compiled with, as LIBTPU_INIT_ARGS holds them.
-        chip: that it will be compiled for.
+        platform: ``tpu`` or ``cpu``, for which kernels are chosen.
+        compiler_flags: as LIBTPU_INIT_ARGS holds them.
     """
     init_runtime()
     # autograd asks the device for its context, which only a first computation makes
@@ -190,7 +187,7 @@ def _trace_next_token(job: Job, mesh: AbstractMesh) -> Traced:
 
 
 def _begin_to_generate(job: Job, mesh: AbstractMesh) -> tuple[Decoder, Tensors]:
-    """The decoder of the run's prompts, which has traced their graph; and what that computes."""
+    """The decoder of the run's prompts, having traced their graph, and that graph's results."""
     shape = expected_shape(job)
     decoder = build_generator(_placed(job, mesh), shape, sampling_of(job.args)).decoder
     return decoder, decoder.begin([[0]] * shape.rows, torch.empty(shape.rows, device="meta"))
@@ -212,7 +209,7 @@ _TRACED = {
 
 
 def _largest_batch(job: Job) -> list[ParameterPlan]:
-    """The stacks whose layers are loaded together, those with the largest; empty if layers are not stacked."""
+    """The batch of stacks, loaded together, with the largest parameter; empty if layers are not stacked."""
     return next(iter(layer_batches([entry for entry in job.stored.parameters if is_stacked(entry.name)])), [])
 
 
@@ -245,7 +242,7 @@ def _layers(job: Job) -> int:
 
 
 def sharding_text(mesh: dict[str, int], spec: PartitionSpec) -> str:
-    """The sharding that ``spec`` means on ``mesh``, in HLO's own notation."""
+    """``spec`` on ``mesh`` in HLO's notation."""
     axes = [axis for axis, size in mesh.items() if size > 1]
     groups = [axes_of(entry) for entry in spec]
     sharded = [axis for group in groups for axis in group if axis in axes]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ Slices = tuple[slice, ...]
 
 
 class Array(Protocol):
-    """What has a shape and a dtype and is read by slices: a tensor on the host, a file, a tensor on the devices."""
+    """Anything with a shape and a dtype that is read by slices: a tensor on the host, a file, devices."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -24,8 +25,20 @@ class Array(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LazyArray:
+    """An :class:`Array` whose slices are the results of ``read``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Slices], torch.Tensor]
+
+    def __getitem__(self, where: Slices) -> torch.Tensor:
+        return self.read(where)
+
+
 class Stack:
-    """The :class:`Array` ``[layers, ...]`` that stacks arrays of one shape along a new first dimension."""
+    """The :class:`Array` ``[layers, ...]`` of arrays of one shape."""
 
     def __init__(self, layers: Sequence[Array]) -> None:
         self.layers = layers
@@ -36,7 +49,7 @@ class Stack:
 
 
 class Layer:
-    """The :class:`Array` of one layer of a stack, without the stack's first dimension."""
+    """The :class:`Array` of one layer of a stack."""
 
     def __init__(self, stack: Array, layer: int) -> None:
         self.stack, self.layer = stack, layer

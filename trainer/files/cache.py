@@ -1,4 +1,4 @@
-"""The cache: what is slow to make and is kept between runs (tokenizers, packed rows, compiled steps)."""
+"""The cache of results that are slow to make: tokenizers, packed rows, compiled steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """Returns ``load(folder)``. If that fails, ``build`` makes the folder anew in ``scratch`` and it is published."""
-    if folder.exists():  # asked first: what another process publishes in the meantime is not to be removed
+    if folder.exists():  # else a folder that another process publishes meanwhile could be removed
         try:
             return load(folder)
         except Exception:  # corrupt: each file format raises errors of its own types
@@ -31,9 +31,9 @@ def cached(folder: Path, scratch: Path, *, build: Callable[[Path], None], load: 
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Rename the finished folder ``made`` to ``folder``, so that it appears in one piece.
+    """Renames the finished folder ``made`` to ``folder``, in one piece.
 
-    If another process has put its own there meanwhile, that one stays: equal keys have equal content.
+    Another process's folder there stays: equal keys have equal content.
     """
     folder.parent.mkdir(exist_ok=True)
     try:
@@ -47,7 +47,7 @@ def cache_root(cache_dir: Path | None = None) -> Path:
     """``cache_dir``, else ``$SHARDWRIGHT_CACHE``, else ``shardwright`` in the user's cache folder; made if need be.
 
     Raises:
-        UserError: it can't be written.
+        UserError: it is not writable.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.path.expanduser(cache_dir or os.environ.get("SHARDWRIGHT_CACHE") or Path(home, "shardwright")))
@@ -65,5 +65,5 @@ def cache_root(cache_dir: Path | None = None) -> Path:
 
 
 def digest(content: Sequence[Any]) -> str:
-    """A name for JSON-able ``content``, the same in every process: 32 hexadecimal digits."""
+    """A hash of JSON-able ``content``, equal in every process: 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

@@ -1,8 +1,8 @@
-"""Folders of files, on disk or in an object store: a run reads and writes all of its files through these.
+"""Folders of files, on disk or in an object store, through which a run reads and writes all of its files.
 
-A path with a scheme (``gs://``, ``s3://``, ``memory://``) goes through fsspec; a path without one is on this machine's
-disk. A file is published whole or not at all: a store shows an object only when its upload has ended, and on disk the
-file is written under another name and then renamed.
+A path with a scheme (``gs://``, ``s3://``, ``memory://``) goes through fsspec; one without is on this machine's disk.
+A file appears whole or not at all: a store shows an object only after its upload, and on disk the file is written
+under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import fsspec
 
 from shardwright.errors import TransientError, UserError
 
-TEMPORARY = ".tmp"  # a file that is being written has a name that ends so
+TEMPORARY = ".tmp"  # suffix of a file that is being written
 
 
 class StorageError(TransientError):
-    """A file could not be read or written; the reason lies with the disk or the store."""
+    """A file could not be read or written, because of the disk or the store."""
 
 
 class Folder:
-    """A folder of files. It need not exist: it is made when something is written into it.
+    """A folder of files, made when something is written into it.
 
     Args:
         path: a path on disk, or the ``scheme://…`` of a store that fsspec knows.
@@ -55,7 +55,7 @@ class Folder:
                     why=f"files of {scheme}:// are read and written through fsspec's package for it",
                     instead="pip install gcsfs for gs://, s3fs for s3://; or a path on a mounted disk",
                 ) from None
-            except Exception as error:  # each store's client raises its own kinds: no credentials, no network
+            except Exception as error:  # each store's client raises its own types: no credentials, no network
                 raise _storage_error("open", text, error) from error
         else:
             self._path = str(Path(os.path.expanduser(text.removeprefix("file://"))))
@@ -77,12 +77,11 @@ class Folder:
 
     @property
     def absolute(self) -> str:
-        """The path from the root, links followed: one folder on disk has one, from wherever it is looked at."""
+        """The path from the root, links followed: the same for the same folder."""
         return self._path if self.remote else os.path.realpath(self._path)
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self._path.rstrip("/").rpartition("/")[2]
 
     @property
@@ -90,7 +89,7 @@ class Folder:
         return Folder(self._path.rpartition("/")[0] if self.remote else str(Path(self._path).parent))
 
     def names(self) -> list[str]:
-        """The names of the files and folders in it, sorted; none if there is no such folder."""
+        """The sorted names of its files and folders; none without the folder."""
         with errors("list", self._path):
             if not self.remote:
                 return sorted(os.listdir(self._path)) if os.path.isdir(self._path) else []
@@ -110,7 +109,7 @@ class Folder:
             return bool(self._fs.exists(self._join(name)))
 
     def is_file(self, name: str) -> bool:
-        """Whether ``name``, perhaps in a folder of this one, is a file of its own: no link, folder, pipe or device."""
+        """Whether ``name``, perhaps in a subfolder, is a regular file: no link, folder, pipe or device."""
         with errors("look for", self._join(name)):
             if self.remote:
                 found = self._fs.info(self._join(name)) if self.exists(name) else {}
@@ -119,7 +118,7 @@ class Folder:
             return all(stat.S_ISDIR(self._kind(parent)) for parent in parents) and stat.S_ISREG(self._kind(name))
 
     def _kind(self, name: str) -> int:
-        """The type of what lies on disk under ``name``, which is not followed if it is a link; 0: nothing."""
+        """The type of the entry ``name`` on disk, links not followed; 0 without one."""
         try:
             return os.lstat(self._join(name)).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -134,15 +133,14 @@ class Folder:
             return os.path.getsize(self._join(name))
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         with errors("read", self._join(name)), self._open(name, "rb") as file:
             return file.read()
 
     @contextlib.contextmanager
     def open(self, name: str, mode: str) -> Iterator[IO[bytes]]:
-        """Opens a file for reading (``rb``) or writing (``wb``); once the ``with`` has ended, its bytes are stored.
+        """Opens a file for reading (``rb``) or writing (``wb``); after the ``with`` its bytes are stored.
 
-        If writing fails, the file is removed; on a disk that refuses even that, it stays behind, cut short.
+        If writing fails, the file is removed, unless the disk refuses that too.
         """
         with errors("write" if "w" in mode else "read", self._join(name)):
             if "w" not in mode:
@@ -163,9 +161,9 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Opens a file for writing that appears under ``name``, whole, when the ``with`` ends, or not at all.
+        """Opens a file for writing that replaces ``name``, whole, when the ``with`` ends, or not at all.
 
-        It replaces a file of that name. If writing fails, on a disk the old file stays; a store may have lost it.
+        If writing fails, on a disk the old file stays; a store may have lost it.
         """
         if self.remote:
             with self.open(name, "wb") as file:
@@ -184,12 +182,12 @@ class Folder:
             file.write(data)
 
     def remove_file(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file if it exists."""
         with errors("remove", self._join(name)), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._join(name)) if self.remote else os.remove(self._join(name))
 
     def remove(self) -> None:
-        """Removes the folder with all that lies in it, if it is there."""
+        """Removes the folder and its content, if it exists."""
         with errors("remove", self._path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path, recursive=True) if self.remote else shutil.rmtree(self._path)
 
@@ -203,7 +201,7 @@ class Folder:
         return open(self._join(name), mode, opener=None if "w" in mode else _open_file)
 
     def _forget_listings(self) -> None:
-        """Has the store asked anew, also for a file's size: other processes write there too."""
+        """Drops fsspec's cached listings and sizes: other processes write there too."""
         self._fs.invalidate_cache(self._path)
 
     def _make(self) -> None:
@@ -213,7 +211,7 @@ class Folder:
             os.makedirs(self._path, exist_ok=True)
 
     def _sync(self) -> None:
-        """Writes the folder itself to the disk: until then a power cut may undo a rename in it."""
+        """Syncs the folder itself: until then a power cut may undo a rename in it."""
         handle = os.open(self._path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -221,7 +219,7 @@ class Folder:
             os.close(handle)
 
     def _discard(self, file: IO[bytes], name: str) -> None:
-        # closing one of fsspec's files uploads what it holds, unless it was told to discard that
+        # closing one of fsspec's files uploads its content, unless that is discarded first
         with contextlib.suppress(Exception):
             if hasattr(file, "discard"):
                 file.discard()
@@ -232,7 +230,7 @@ class Folder:
 
 
 class UnwrittenFolder(Folder):
-    """A folder that another process fills: what this one would write there, or remove, is dropped."""
+    """A folder that another process fills: this one's writes and removals are dropped."""
 
     def __truediv__(self, name: str) -> Folder:
         return UnwrittenFolder(self._join(name))
@@ -255,7 +253,7 @@ class UnwrittenFolder(Folder):
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Opens a file for reading; a pipe that nobody writes to is refused, and not waited for."""
+    """Opens a file for reading; refuses a pipe rather than wait for a writer."""
     handle = os.open(path, flags | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -265,12 +263,12 @@ def _open_file(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def errors(action: str, path: str) -> Iterator[None]:
-    """Turns what the disk or the store's client raises inside the ``with`` into a StorageError that names ``path``."""
+    """Turns errors of the disk or the store's client inside the ``with`` into a StorageError that names ``path``."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # each store's client raises its own kinds
+    except Exception as error:  # each store's client raises its own types
         if isinstance(error, FileNotFoundError) and action == "remove":
             raise
         raise _storage_error(action, path, error) from error
@@ -287,5 +285,5 @@ def _storage_error(action: str, path: str, error: Exception) -> StorageError:
 
 
 def as_json(value: Any) -> bytes:
-    """Returns ``value`` as JSON; what JSON does not know is written as its ``str``."""
+    """``value`` as JSON; objects that JSON does not know become their ``str``."""
     return (json.dumps(value, indent=2, default=str) + "\n").encode()

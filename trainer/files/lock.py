@@ -1,9 +1,8 @@
 """The lock of a run's output folder: one run at a time writes there.
 
-On a disk the kernel keeps it (flock), and lets go of it when its holder dies, however that dies. A store has nothing of
-the kind, nor have some network mounts. There the lock is a file with its holder's token, which the holder writes anew
-every few seconds while it lives; one that has stopped changing is a dead run's, and is taken over. It is watched for
-that, so no two machines' clocks are compared.
+On a disk the kernel keeps it (flock), and frees it however its holder dies. Stores and some network mounts have no such
+lock. There it is a file with the holder's token, rewritten every few seconds; one that has stopped changing is a dead
+run's, and is taken over. Whoever wants it watches it, so no two machines' clocks are compared.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from typing import Any
 from rich.console import Console
 
 from shardwright.errors import UserError
-from shardwright.files.folder import Folder, StorageError, UnwrittenFolder, errors
+from shardwright.files.folder import Folder, StorageError, UnwrittenFolder, as_json, errors
 from shardwright.report.lines import say
 
 LOCK = ".lock"
 RENEWAL = 15.0  # seconds from one renewal to the next
 PATIENCE = 90.0  # seconds without a renewal after which the holder is taken for dead
 LOOK = 5.0  # seconds between two looks at another's lock
-TRIES = 20  # to get a lock of the kernel's, a twentieth of a second apart: a look at it holds it for a moment
-CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK  # a link's target is not written, a pipe not waited for
-NOT_OFFERED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}  # what flock says on mounts that don't know it
+TRIES = 20  # for the kernel's lock, a twentieth of a second apart: another's look at it holds it for a moment
+CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK  # neither write a link's target nor wait for a pipe
+NOT_OFFERED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}  # flock's errors on mounts without it
 
 
 class TakenOver(StorageError):
@@ -42,11 +41,11 @@ class TakenOver(StorageError):
 
 
 class FolderLock:
-    """One run's hold on a folder; used in a ``with``. Entered again inside, it is held until the outermost ends.
+    """One run's hold on a folder, a reentrant context manager.
 
     Args:
-        folder: made when the lock is taken, if it is not there. One that another process fills is that one's to hold.
-        console: says what is waited for.
+        folder: made when the lock is taken. An :class:`UnwrittenFolder` is never locked: another process does.
+        console: for a message while it waits.
         sleep: waits for so many seconds.
 
     Raises:
@@ -58,26 +57,26 @@ class FolderLock:
         self, folder: Folder, console: Console | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.folder = folder
-        self._renewed = _Renewed(folder, console or Console(quiet=True), sleep)
-        self._kept: _Kernel | _Renewed = self._renewed if folder.remote else _Kernel(folder, sleep)
+        self._lease = _Lease(folder, console or Console(quiet=True), sleep)
+        self._lock: _Kernel | _Lease = self._lease if folder.remote else _Kernel(folder, sleep)
         self._depth = 0
 
     def check_free(self) -> None:
-        """Writes nothing. Where a lock must be watched to know whether its holder lives, that is waited for.
+        """Writes nothing, and waits where a lock must be watched to know whether its holder lives.
 
         Raises:
             UserError: a living run holds the folder.
         """
-        self._do(lambda kept: kept.check_free())
+        self._do(lambda lock: lock.check_free())
 
     def check_held(self) -> None:
-        """Raises TakenOver if the folder was taken over: this process had stood still, or its lock was removed."""
+        """Raises TakenOver if another run has the folder: this process had stood still, or its lock was removed."""
         if self._depth:
-            self._do(lambda kept: kept.check_held())
+            self._do(lambda lock: lock.check_held())
 
     def __enter__(self) -> FolderLock:
         if not self._depth:
-            self._do(lambda kept: kept.take())
+            self._do(lambda lock: lock.take())
         self._depth += 1
         return self
 
@@ -86,22 +85,23 @@ class FolderLock:
     ) -> None:
         self._depth -= 1
         if not self._depth:
-            self._do(lambda kept: kept.release())
+            self._do(lambda lock: lock.release())
 
-    def _do(self, what: Callable[[_Kernel | _Renewed], None]) -> None:
+    def _do(self, act: Callable[[_Kernel | _Lease], None]) -> None:
+        """Calls ``act`` with the kernel's lock, or with a lease where the mount has none."""
         if isinstance(self.folder, UnwrittenFolder):
             return
         try:
-            what(self._kept)
+            act(self._lock)
         except StorageError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NOT_OFFERED):
                 raise
-            self._kept = self._renewed
-            what(self._kept)
+            self._lock = self._lease
+            act(self._lock)
 
 
 class _Kernel:
-    """A file that the kernel keeps locked for as long as this process has it open."""
+    """A file that the kernel keeps locked as long as this process has it open."""
 
     def __init__(self, folder: Folder, sleep: Callable[[float], None]) -> None:
         self.folder, self.path, self.sleep = folder, os.path.join(str(folder), LOCK), sleep
@@ -125,10 +125,10 @@ class _Kernel:
             for _ in range(TRIES):
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT | CAREFULLY, 0o644)
                 try:
-                    # a holder that ends removes its file: what is then locked here is a file that nobody else sees
+                    # a holder that ends removes its file, and the lock on a removed file is worth nothing
                     if _flock(handle, fcntl.LOCK_EX) and self._is_there(handle):
                         os.ftruncate(handle, 0)
-                        os.write(handle, _as_json(_who()))
+                        os.write(handle, as_json(_holder_now()))
                         self.handle, handle = handle, -1
                         return
                 finally:
@@ -139,7 +139,7 @@ class _Kernel:
 
     def check_held(self) -> None:
         assert self.handle is not None
-        if os.path.exists(self.path) and not self._is_there(self.handle):  # somebody removed the file, and a run came
+        if os.path.exists(self.path) and not self._is_there(self.handle):  # the file was removed, and a run came
             raise _lost(self.folder)
 
     def release(self) -> None:
@@ -157,14 +157,14 @@ class _Kernel:
             return False
 
 
-class _Renewed:
-    """A file that a thread writes anew for as long as this process holds the folder."""
+class _Lease:
+    """A file that a thread rewrites as long as this process holds the folder."""
 
     def __init__(self, folder: Folder, console: Console, sleep: Callable[[float], None]) -> None:
         self.folder, self.console, self.sleep = folder, console, sleep
         self.token = uuid.uuid4().hex
         self.renewals = 0
-        self.dead: bytes | None = None  # a lock that was watched, and did not change
+        self.dead: bytes | None = None  # another's lock that has not changed while it was watched
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -190,7 +190,7 @@ class _Renewed:
         self.thread.start()
 
     def renew(self) -> None:
-        """Writes the lock anew; StorageError if it is another's by now."""
+        """Rewrites the lock; raises TakenOver if it is another's by now."""
         self.check_held()
         self._write()
 
@@ -203,30 +203,30 @@ class _Renewed:
         self.ended.set()
         if self.thread is not None:
             self.thread.join(RENEWAL)
-        with contextlib.suppress(UserError):  # the next run finds it unchanged, and waits a while for nothing
+        with contextlib.suppress(UserError):  # a lock that stays behind costs the next run a wait
             self.check_held()
             self.folder.remove_file(LOCK)
 
     def _renew_until_the_end(self) -> None:
         while not self.ended.wait(RENEWAL):
-            with contextlib.suppress(UserError):  # a store that is away for a moment; who writes next will know more
+            with contextlib.suppress(UserError):  # a store that is away for a moment; the next write will tell
                 self.renew()
 
     def _read(self) -> bytes | None:
         try:
             return self.folder.read(LOCK) if self.folder.exists(LOCK) else None
         except StorageError:
-            if not self.folder.exists(LOCK):  # it was removed in between
+            if not self.folder.exists(LOCK):  # removed in between
                 return None
             raise
 
     def _write(self) -> None:
         self.renewals += 1
-        self.folder.write(LOCK, _as_json({**_who(), "token": self.token, "renewals": self.renewals}))
+        self.folder.write(LOCK, as_json({**_holder_now(), "token": self.token, "renewals": self.renewals}))
 
 
 def _flock(handle: int, kind: int) -> bool:
-    """Whether the kernel gave the lock; it does so at once or not at all."""
+    """Whether the kernel gave the lock, at once."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -234,17 +234,13 @@ def _flock(handle: int, kind: int) -> bool:
     return True
 
 
-def _who() -> dict[str, Any]:
+def _holder_now() -> dict[str, Any]:
     since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     return {"host": socket.gethostname(), "process": os.getpid(), "since": since}
 
 
-def _as_json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value) + "\n").encode()
-
-
 def _parsed(data: bytes) -> dict[str, Any]:
-    """What a lock says; nothing where it is cut short, or no lock at all."""
+    """The content of a lock; empty where it is cut short, or no lock at all."""
     try:
         found = json.loads(data)
     except ValueError:
@@ -252,16 +248,12 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _described(data: bytes) -> str:
-    who = _parsed(data)
-    return "process {process} on {host}, since {since}".format_map({"process": "?", "host": "?", "since": "?"} | who)
-
-
 def _holder(folder: Folder) -> str:
     try:
-        return _described(folder.read(LOCK))
+        holder = {"process": "?", "host": "?", "since": "?"} | _parsed(folder.read(LOCK))
     except StorageError:  # it ended a moment ago
         return "one that has just ended"
+    return "process {process} on {host}, since {since}".format_map(holder)
 
 
 def _held(folder: Folder) -> UserError:

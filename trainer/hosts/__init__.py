@@ -1,1 +1,1 @@
-"""The processes of a job: hosts that agree, and what watches and restarts them."""
+"""The processes of a job: how hosts agree, and how they are watched and restarted."""

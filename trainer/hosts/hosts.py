@@ -1,7 +1,7 @@
-"""The hosts of a job: one program in several processes, each with a part of the devices, and what they tell each other.
+"""The hosts of a job: one program in several processes, each with a part of the devices.
 
-Tensors go over the devices' own links. What is said besides (which folder, who refuses what, whose file is written)
-goes over the hosts' network, by torch.distributed's gloo; a process that has all the devices says it to itself.
+Tensors go over the devices' own links. All other messages (the folder, refusals, files written) go over the hosts'
+network, by torch.distributed's gloo; a process that has all the devices is alone, and sends none.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ from shardwright.hosts.restarts import note
 from shardwright.hosts.watchdog import CONNECT, Watchdog
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=1)  # the watchdog finds a lost host long before, and one may well read data for hours
-_SHOWN = 300  # characters of what differs
+PATIENCE = timedelta(days=1)  # the watchdog finds a lost host long before, and a host may read data for hours
+_SHOWN = 300  # characters of a difference
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The processes of a job as one of them sees them. Each method is called by all, in the same order.
-
-    Args:
-        index: this process.
-        count: how many there are.
-    """
+    """The ``count`` processes of a job as the one with ``index`` sees them. All call each method, in the same order."""
 
     index: int = 0
     count: int = 1
@@ -40,7 +35,7 @@ class Hosts:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what there is one of: the log, the page, the tokenizer, a checkpoint's list."""
+        """Whether this process writes the shared files: the log, the page, the tokenizer, a checkpoint's list."""
         return self.index == 0
 
     @property
@@ -48,15 +43,15 @@ class Hosts:
         return self.count > 1
 
     def gather(self, value: T) -> list[T]:
-        """What each host gives, in their order; all hosts get it.
+        """The hosts' values, in order of hosts, on all of them.
 
         Raises:
-            UserError: another host refuses something in the meantime, in :meth:`together`.
+            UserError: another host refuses something in :meth:`together` instead.
         """
         return [outcome.value for outcome in self._exchange(_Outcome(value))]
 
     def once(self, make: Callable[[], T]) -> T:
-        """What the first host makes, or refuses, on every host."""
+        """The first host's result, or refusal, on every host."""
         if not self.several:
             return make()
         mine = _outcome(make) if self.first else _Outcome()
@@ -66,7 +61,7 @@ class Hosts:
         return made[0]
 
     def together(self, do: Callable[[], T]) -> T:
-        """What this host makes. What one of them refuses is refused on all, wherever they are in ``do`` by then."""
+        """This host's result. One host's refusal is raised on all, wherever they are in ``do`` by then."""
         if not self.several:
             return do()
         mine = _outcome(do)
@@ -74,14 +69,18 @@ class Hosts:
         return mine.value
 
     def _exchange(self, mine: _Outcome) -> list[_Outcome]:
-        """The outcome of each host; where one has a problem, all raise the first of them."""
+        """The outcome of each host; all raise the first host's problem, if any has one."""
         if not self.several:
             return [mine]
         found: list[Any] = [None] * self.count
         self._speak(lambda: dist.all_gather_object(found, mine, group=self._group))
         for host, outcome in enumerate(found):
             if outcome.problem is not None:
-                raise _rebuilt(outcome.problem, host)
+                kind, texts = outcome.problem
+                found_there = {"found": f"on host {host}: {texts['found']}"} if host else {}
+                error: Any = kind(**{**texts, **found_there})
+                error.known_to_all = True
+                raise error
         return found
 
     def _speak(self, say: Callable[[], None]) -> None:
@@ -96,15 +95,16 @@ class Hosts:
             ) from None
 
     def check_same(self, facts: Mapping[str, str]) -> None:
-        """Refuse to go on unless ``facts`` (what it is → its value) are equal on all hosts.
+        """Refuses to go on unless ``facts`` (name → value) are equal on all hosts.
 
         Raises:
             UserError: names the first that differs, with the first host's value and another's.
         """
-        for host, theirs in enumerate(said := self.gather(dict(facts))):
-            for name in [*said[0], *(other for other in theirs if other not in said[0])]:
-                ours, other = said[0].get(name, "none"), theirs.get(name, "none")
-                if ours != other:  # all see it, in the same place
+        first, *others = self.gather(dict(facts))
+        for host, theirs in enumerate(others, start=1):
+            for name in [*first, *(other for other in theirs if other not in first)]:
+                ours, other = first.get(name, "none"), theirs.get(name, "none")
+                if ours != other:  # all hosts raise this
                     raise UserError(
                         asked=f"a job on {self.count} hosts",
                         found=f"{name}: {_cut(ours)} on host 0, {_cut(other)} on host {host}",
@@ -114,18 +114,18 @@ class Hosts:
                     )
 
     def beside(self) -> Hosts:
-        """The same hosts for another thread, whose calls have an order of their own."""
+        """The same hosts for another thread, which calls in an order of its own."""
         group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.several else None
         return Hosts(self.index, self.count, self.watchdog, group)
 
     @contextlib.contextmanager
     def answerable(self) -> Iterator[None]:
-        """What ends this host inside the ``with`` ends the others too: they would wait for it in a computation."""
+        """Ends the other hosts too if this one ends inside the ``with``: they would wait for it in a computation."""
         try:
             yield
         except BaseException as error:
             if self.several and not getattr(error, "known_to_all", False):
-                if isinstance(error, RuntimeError):  # also what a computation ends with when another host has gone
+                if isinstance(error, RuntimeError):  # a computation's, perhaps, because another host has gone
                     self.watchdog.wait_for_verdict()
                 words, passing = str(error) or type(error).__name__, isinstance(error, TransientError)
                 self.watchdog.tell_end(words, exit_code_of(error), passing=passing)
@@ -133,7 +133,7 @@ class Hosts:
 
 
 class LostHost(TransientError):
-    """Another host of the job has gone. Nothing is wrong with what was asked for: the same command goes on."""
+    """Another host of the job has gone. The command is right: run again, it goes on."""
 
     code = LOST
 
@@ -145,22 +145,15 @@ class _Outcome:
 
 
 def _outcome(make: Callable[[], Any]) -> _Outcome:
-    """What ``make`` returns or refuses; a refusal that all hosts know already is raised as it is."""
+    """The result or refusal of ``make``; a refusal that all hosts know is raised as it is."""
     try:
         return _Outcome(make())
     except UserError as error:
         if getattr(error, "known_to_all", False):
             raise
-        # an exception with arguments that have no default can't be pickled
-        said = {name: getattr(error, name) for name in ("asked", "found", "why", "instead")}
-        return _Outcome(problem=(type(error), said))
-
-
-def _rebuilt(problem: tuple[type[UserError], dict[str, str]], host: int) -> UserError:
-    kind, said = problem
-    error: Any = kind(**{**said, "found": f"on host {host}: {said['found']}"} if host else said)
-    error.known_to_all = True
-    return error
+        # an exception whose arguments have no default can't be pickled
+        texts = {name: getattr(error, name) for name in ("asked", "found", "why", "instead")}
+        return _Outcome(problem=(type(error), texts))
 
 
 def _cut(text: str) -> str:
@@ -171,19 +164,18 @@ _job = Hosts()
 
 
 def hosts() -> Hosts:
-    """The hosts of this process's job; itself alone until :func:`connect`."""
+    """The hosts of this process's job; until :func:`connect`, itself alone."""
     return _job
 
 
 def connect(index: int, count: int, address: str, port: int) -> None:
-    """Bring the hosts of the job together; called once, by who opened the devices and knows which host this is.
+    """Brings the hosts of the job together; called once the devices are open, which tell the host's index.
 
     Args:
-        address: the first host's, as all hosts can reach it.
-        port: free on it.
+        address, port: of the first host, reachable by all; a free port.
 
     Raises:
-        LostHost: they did not all come.
+        LostHost: not all hosts came.
     """
     global _job
     if count == 1 or _job.several:
@@ -191,7 +183,7 @@ def connect(index: int, count: int, address: str, port: int) -> None:
     try:
         server = dist.TCPStore(address, port, count, is_master=index == 0, timeout=timedelta(seconds=CONNECT))
         dist.init_process_group("gloo", store=server, rank=index, world_size=count, timeout=PATIENCE)
-        # a store's connection is held by whoever waits in it, so the watchdog has one of its own
+        # whoever waits in a store's connection blocks it, so the watchdog has one of its own
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except (RuntimeError, ValueError) as error:
         raise LostHost(
@@ -208,7 +200,7 @@ def connect(index: int, count: int, address: str, port: int) -> None:
 
 
 def leave() -> None:
-    """The process ends: the others need not wait for it, and the first serves them until they have gone."""
+    """Takes leave of the others, who need not wait for this process; the first serves them until they have gone."""
     if not (_job.several and dist.is_initialized()):
         return
     _job.watchdog.leave()

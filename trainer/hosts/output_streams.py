@@ -1,7 +1,7 @@
-"""Standard output and error that take every write: what can't be written is lost, and the program goes on.
+"""Standard output and error that accept every write, and drop it where it fails.
 
-A reader that ends (``| head -1``), a full disk behind a redirected log, a terminal that is closed: none of them is a
-reason to end hours of training. A terminal that goes also sends SIGHUP, which would end the program; it is not heeded.
+A reader that ends (``| head -1``), a full disk behind a redirected log, a closed terminal: none is a reason to end
+hours of training. A closed terminal also sends SIGHUP, which is ignored.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardwright.errors import UserError, exit_code_of
 
 
 class _Lasting(io.FileIO):
-    """A file descriptor that is somebody else's to close, and whose writes never fail.
+    """A file descriptor, closed by somebody else, whose writes never fail.
 
-    So the layers above it (buffer, text) hold nothing back for a second try, and the flush at the program's end does
-    not fail either, which Python would turn into exit code 120.
+    So the layers above (buffer, text) keep nothing for a second try, and the flush at the program's end does not fail,
+    which Python would turn into exit code 120.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
 
     def write(self, data: Any) -> int:
-        """Writes bytes; returns how many were written, or the number of all if they are lost."""
+        """Writes bytes; returns how many were written, or the number of all if they are dropped."""
         try:
-            while (written := super().write(data)) is None:  # one that does not block, and is full
+            while (written := super().write(data)) is None:  # it does not block, and is full
                 select.select([], [self], [])
             return written
         except OSError:
@@ -40,10 +40,9 @@ class _Lasting(io.FileIO):
 
 
 def make_output_last() -> Callable[[], None]:
-    """Puts such streams in the place of ``sys.stdout`` and ``sys.stderr``, and SIGHUP aside; returns what undoes it.
+    """Replaces ``sys.stdout`` and ``sys.stderr`` by such streams, and ignores SIGHUP; returns the undo.
 
-    Only a stream that writes straight to a descriptor is replaced: not a notebook's, and not a test's. SIGHUP is left
-    to who handles it already.
+    A stream that does not write straight to a descriptor (a notebook's, a test's) stays, as does a handler of SIGHUP.
     """
     heeds = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     if heeds:
@@ -81,7 +80,7 @@ def make_output_last() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, what can't be written to standard output or error is lost, without an error."""
+    """Drops failed writes to standard output and error inside the ``with``."""
     undo = make_output_last()
     try:
         yield
@@ -92,7 +91,7 @@ def lasting_output() -> Iterator[None]:
 def fill_closed_descriptors() -> None:
     """Opens ``/dev/null`` where standard input, output or error is closed (``2>&-``).
 
-    Else the next file that is opened, a checkpoint perhaps, gets its number, and what libraries print lies in it.
+    Else the next opened file, a checkpoint perhaps, would get its number, and libraries' prints.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -102,7 +101,7 @@ def fill_closed_descriptors() -> None:
 def exit_code(main: Callable[[], int | None]) -> int:
     """Runs a script's ``main`` and returns its exit code: 2 after a UserError, which is printed, 130 after Ctrl-C.
 
-    From here to the program's end, what can't be written to standard output or error is lost, without an error.
+    To the program's end, failed writes to standard output and error are dropped.
     """
     fill_closed_descriptors()
     make_output_last()

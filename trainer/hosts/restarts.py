@@ -1,11 +1,10 @@
-"""Restarts in place: what a run tells its supervisor, and what follows from how it ended.
+"""Restarts in place: the notes of a run for its supervisor, and the verdict on how it ended.
 
-With ``--max_restarts`` the command's process is a supervisor (`shardwright.hosts.supervisor`), and the training a child
-of it. A process opens its devices once, so after a lost host only a new one has them; nothing of the old one is left,
-neither threads nor what lies on the devices; and a restart is what a launcher's would be, whose path every kill takes.
-It costs a start: imports, reading, a compile.
+With ``--max_restarts`` the command's process is a supervisor (`shardwright.hosts.supervisor`), and the training its
+child. A process opens its devices only once, so going on after a lost host takes a new process. It starts as a
+launcher would start it, with nothing of the old one left, and costs imports, reading and a compile.
 
-The two speak by a file, the notes: one that is killed leaves what it noted before.
+The child speaks by a file, the notes, which a kill leaves behind.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ _ASKED_TO_STOP = (PREEMPTED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
-class Restarted:
-    """What a run is told of the ones that it took the place of.
-
-    Args:
-        count: restarts so far.
-        why: what ended the run before; empty: there was none.
-    """
+class LastRestart:
+    """The number of restarts so far, and the reason of the last; empty: there was none."""
 
     count: int = 0
     why: str = ""
@@ -44,27 +38,22 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often a run may begin again.
-
-    Args:
-        limit: ``--max_restarts``.
-        before: what its supervisor told it.
-    """
+    """The restarts of a run: at most ``limit`` (``--max_restarts``), and those ``before`` this process."""
 
     limit: int = 0
-    before: Restarted = Restarted()
+    before: LastRestart = LastRestart()
 
     def follows(self, error: BaseException, begun: bool) -> bool:
         """Whether the run begins again after ``error``.
 
         Args:
-            begun: a step was taken. What fails before one, in a first process, is most likely asked for wrongly.
+            begun: a step was taken. A first process that fails before one was most likely given wrong options.
         """
         return isinstance(error, TransientError) and self.before.count < self.limit and (begun or self.before.count > 0)
 
 
 def asked_limit(words: Sequence[str]) -> int:
-    """``--max_restarts`` among the words of a command line; 0 if it is not there, or can't be: a run refuses it then.
+    """``--max_restarts`` in a command line; 0 without one, and for a bad value, which the run itself refuses.
 
     To check all options imports transformers, which a supervisor does without.
     """
@@ -77,14 +66,12 @@ def asked_limit(words: Sequence[str]) -> int:
 
 
 def wait_before(restart: int) -> float:
-    """Seconds to wait before restart number ``restart`` (from 1): each wait is twice the one before."""
+    """Seconds to wait before restart number ``restart`` (from 1), doubled each time."""
     return min(_FIRST_WAIT * 2.0 ** (restart - 1), _LONGEST_WAIT)
 
 
 def words_again(output: str, resume: str | None, saved: bool) -> list[str]:
-    """What is added to the command of a run that had begun to train into ``output``, so that it goes on.
-
-    Of an option that a command line has twice the later one wins.
+    """The words to add to a command that has trained into ``output``, so that it goes on; later options win.
 
     Args:
         resume: its ``--resume_from_checkpoint``.
@@ -96,10 +83,10 @@ def words_again(output: str, resume: str | None, saved: bool) -> list[str]:
 
 
 def check_limit(limit: int, restarts: Restarts | None) -> None:
-    """Refuse ``--max_restarts`` in a process that has no supervisor.
+    """Refuses ``--max_restarts`` in a process without a supervisor.
 
     Raises:
-        UserError: ``limit`` is one, and no ``restarts`` are given.
+        UserError: there is a ``limit``, but no ``restarts``.
     """
     if limit and restarts is None:
         raise UserError(
@@ -112,14 +99,14 @@ def check_limit(limit: int, restarts: Restarts | None) -> None:
 
 # ---- the notes ----
 
-_notes: str | None = None  # of this process, if a supervisor began it
-_lock = threading.Lock()  # the watchdog's threads note things too
+_notes: str | None = None  # the path of this process's notes, if it has a supervisor
+_lock = threading.Lock()  # the watchdog's threads write notes too
 
 
-def follow_supervisor(environment: MutableMapping[str, str]) -> Restarted | None:
-    """What this process's supervisor told it; None: it has none. A process whose supervisor dies is killed.
+def follow_supervisor(environment: MutableMapping[str, str]) -> LastRestart | None:
+    """Ties this process's life to its supervisor's, and returns the restarts before it; None without a supervisor.
 
-    The path of the notes is taken out of ``environment``, so that no program which the run starts writes there.
+    The path of the notes is taken out of ``environment``, so that no program started by the run writes there.
     """
     global _notes
     if (path := environment.pop(NOTES, None)) is None:
@@ -128,29 +115,28 @@ def follow_supervisor(environment: MutableMapping[str, str]) -> Restarted | None
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != told.get("supervisor"):  # it died before that call
         os._exit(LOST)
-    return Restarted(int(told.get("count", 0)), str(told.get("why", "")))
+    return LastRestart(int(told.get("count", 0)), str(told.get("why", "")))
 
 
-def supervised() -> bool:
-    """Whether a supervisor began this process."""
+def has_supervisor() -> bool:
     return _notes is not None
 
 
 def note(**facts: Any) -> None:
-    """Tell the supervisor, if there is one: ``job`` (:class:`supervisor.Place`), ``begun``, ``more`` words."""
+    """Tells the supervisor, if there is one: ``job`` (:class:`supervisor.HostPlace`), ``begun``, ``more`` words."""
     if _notes is None:
         return
-    with _lock, contextlib.suppress(OSError):  # a full disk: what was noted before stays
+    with _lock, contextlib.suppress(OSError):  # a full disk: earlier notes stay
         write_notes(_notes, read_notes(_notes) | facts)
 
 
 def note_passing(why: str) -> None:
-    """Tell the supervisor that this process ends because of something passing. No credentials of a URL are told."""
+    """Tells the supervisor that this process ends for a transient reason, without a URL's credentials."""
     note(transient=True, ended=without_credentials(why.partition("\n")[0]))
 
 
 def read_notes(path: str) -> dict[str, Any]:
-    """What the file ``path`` says; nothing where there is none."""
+    """The facts in the file ``path``; none without the file."""
     try:
         with open(path) as file:
             found = json.load(file)
@@ -160,25 +146,25 @@ def read_notes(path: str) -> dict[str, Any]:
 
 
 def write_notes(path: str, facts: Mapping[str, Any]) -> None:
-    """Puts ``facts`` into the file ``path``, whole or not at all."""
+    """Writes ``facts`` to the file ``path``, whole or not at all."""
     with open(f"{path}.new", "w") as file:
         json.dump(dict(facts), file)
     os.replace(f"{path}.new", path)
 
 
-# ---- what follows ----
+# ---- the verdict ----
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the run of one host ended.
+class RunEnd:
+    """The end of one host's run.
 
     Args:
         code: its exit code, or minus the signal that ended it.
-        told: its supervisor passed a signal on to it, or would have.
-        transient: it said that what ended it may pass.
+        told: its supervisor was told to stop.
+        transient: it noted a transient reason.
         begun: a step was taken.
-        why: what it said of its end.
+        why: the reason that it noted.
         more: the words with which its command goes on.
     """
 
@@ -191,7 +177,7 @@ class Ended:
 
     @property
     def killed(self) -> bool:
-        """Something outside ended it: a host's kernel that was out of memory, or a person."""
+        """Killed from outside, by a kernel out of memory or a person."""
         return self.code == -signal.SIGKILL
 
     @property
@@ -204,18 +190,13 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """It ended in a way after which the other hosts have nothing more to do."""
+        """It ended in a way that leaves the other hosts nothing to do."""
         return self.code not in (0, PREEMPTED, INTERRUPTED)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all hosts of a job do next.
-
-    Args:
-        again: begin again, with ``more`` words; else end with ``code``.
-        why: what ended the runs.
-    """
+    """The next act of all hosts of a job: begin ``again`` with ``more`` words, or end with ``code``; and why."""
 
     again: bool
     code: int = 0
@@ -223,15 +204,11 @@ class Verdict:
     more: Sequence[str] = ()
 
 
-def decide(ended: Sequence[Ended], restarts: int, limit: int) -> Verdict:
-    """What follows, for all hosts alike.
+def decide(ended: Sequence[RunEnd], restarts: int, limit: int) -> Verdict:
+    """The verdict on the ends of all hosts' runs, in order of hosts, after so many ``restarts``.
 
-    A host that is lost ends the others in various ways (torch_xla's coordinator aborts them, a computation raises), so
-    one end that is passing makes up for others that say nothing. A user's error and a request to stop are final.
-
-    Args:
-        ended: how each host's run ended, in the order of hosts.
-        restarts: so far.
+    A lost host ends the others in various ways (torch_xla's coordinator aborts them, a computation raises), so one
+    transient end makes up for others without a reason. A user's error and a request to stop are final.
     """
     refused = [each for each in ended if each.code == 2 and not each.transient]
     stopped = [each for each in ended if each.stopped]
@@ -246,9 +223,8 @@ def decide(ended: Sequence[Ended], restarts: int, limit: int) -> Verdict:
     return Verdict(False, LOST if lost else next((each.code for each in ended if each.code), 0), _why(ended))
 
 
-def _why(ended: Sequence[Ended]) -> str:
+def _why(ended: Sequence[RunEnd]) -> str:
     for host, each in enumerate(ended):
         if each.killed:
             return f"host {host} was killed (SIGKILL)" if len(ended) > 1 else "it was killed (SIGKILL)"
-    said = (each.why for each in ended if each.passing and each.why)
-    return next(said, "")
+    return next((each.why for each in ended if each.passing and each.why), "")

@@ -1,9 +1,9 @@
-"""`--max_restarts`: a small process that runs the training as its child, and begins it again after what is passing.
+"""`--max_restarts`: a small process that runs the training as its child, and restarts it after transient failures.
 
-On several hosts there is a supervisor on each. They meet over a store that the first host's serves, hear how each
-other's training ended, and do all the same: begin again, or end with one exit code. Where that store is, a supervisor
-learns from its child, which opens the devices and so knows the hosts of the job. It imports torch_xla never, and torch
-(for the store) on several hosts alone.
+On several hosts there is a supervisor on each. They meet over a store, served by the first host's, exchange how their
+runs ended, and all do the same: begin again, or end with one exit code. A supervisor learns the store's address from
+its child, which opens the devices and so knows the hosts of the job. It never imports torch_xla, and torch (for the
+store) on several hosts alone.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 
 from shardwright.errors import LOST, UserError, command
-from shardwright.hosts.restarts import NOTES, Ended, Restarted, Verdict, decide, read_notes, wait_before, write_notes
-from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT
+from shardwright.hosts.restarts import NOTES, LastRestart, RunEnd, Verdict, decide, read_notes, wait_before, write_notes
+from shardwright.hosts.watchdog import CONNECT, LEAVING, LOOK, SILENT, Silence
 from shardwright.report.lines import say
 
 T = TypeVar("T")
-PATIENCE = 3 * SILENT  # seconds that a run goes on after another host's has failed; its own watchdog needs fewer
-_PORT = 2  # of the two below it the children have need
-_SOON = 0.2  # seconds between two looks where nothing else is left to do
+PATIENCE = 3 * SILENT  # seconds that a run may go on after another host's has failed; its watchdog needs fewer
+_PORT = 2  # above the job's port, which the children use, as they do the next one
+_SOON = 0.2  # seconds between two looks with nothing else to do
 _TRY = 2.0  # seconds for one try to reach the first host
 
 
 class ChildRun(Protocol):
-    """A training that was started, with a process group of its own: what is used of subprocess.Popen."""
+    """A started training, in a process group of its own: the part of subprocess.Popen that is used."""
 
     @property
     def pid(self) -> int: ...
@@ -46,17 +46,12 @@ class ChildRun(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[Sequence[str], str], ChildRun]  # of a command's words, and the path of the notes
+Start = Callable[[Sequence[str], str], ChildRun]  # from a command's words, and the path of the notes
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """A host in its job.
-
-    Args:
-        index: its number, of ``count``.
-        address, port: where the hosts' training meets.
-    """
+    """A host in its job: its number of ``count``, and the address and port at which the hosts' runs meet."""
 
     index: int
     count: int
@@ -65,13 +60,12 @@ class HostPlace:
 
 
 def supervise(limit: int, words: Sequence[str]) -> int:
-    """Train by this process's own command, and again where that helps; returns the exit code to end with.
+    """Trains by this process's own command, restarts at most ``limit`` times, and returns the exit code.
 
     Args:
-        limit: how often it begins again.
         words: the command's, after its script.
     """
-    # a group of its own: what a terminal, or `timeout`, sends to this process's group reaches the run once, from here
+    # a group of its own: signals to this process's group (a terminal's, `timeout`'s) reach the run once, from here
     own = own_command(words)
 
     def start(more: Sequence[str], notes: str) -> ChildRun:
@@ -82,10 +76,10 @@ def supervise(limit: int, words: Sequence[str]) -> int:
 
 
 def own_command(words: Sequence[str]) -> list[str]:
-    """This process's command line as far as ``words``, its last.
+    """This process's command line before ``words``.
 
     Raises:
-        UserError: it ends otherwise.
+        UserError: it does not end with ``words``.
     """
     head = sys.orig_argv[: len(sys.orig_argv) - len(words)]
     if [*head, *words] != sys.orig_argv:
@@ -99,25 +93,20 @@ def own_command(words: Sequence[str]) -> list[str]:
 
 
 class Supervisor:
-    """Runs the training, as often as need be.
-
-    Args:
-        limit: how often it begins again.
-        start: starts it, with more words than its command's.
-    """
+    """Runs the training, with at most ``limit`` restarts; ``start`` starts it."""
 
     def __init__(self, limit: int, start: Start, console: Console | None = None) -> None:
         self.limit, self.start, self.console = limit, start, console or Console()
         self.meeting = Meeting()
         self.told = 0  # the signal that asked this process to end
         self._child: ChildRun | None = None
-        self._kept_back = False  # that signal has not been passed on: there was no child
+        self._kept_back = False  # that signal came without a child to pass it on to
 
     def run(self) -> int:
-        """The exit code to end with."""
+        """Trains until the verdict is final; returns the exit code."""
         handle, notes = tempfile.mkstemp(prefix="shardwright-", suffix=".json")
         os.close(handle)
-        before, more = Restarted(), list[str]()
+        before, more = LastRestart(), list[str]()
         try:
             with self._listening():
                 while True:
@@ -125,16 +114,16 @@ class Supervisor:
                     verdict = self.meeting.agree(before.count, ended, self.limit)
                     if not verdict.again:
                         return self._end(verdict)
-                    before, more = Restarted(before.count + 1, verdict.why), list(verdict.more) or more
+                    before, more = LastRestart(before.count + 1, verdict.why), list(verdict.more) or more
                     self._wait(before)
         finally:
             self.meeting.leave()
             os.remove(notes)
 
-    def _live(self, notes: str, before: Restarted, more: Sequence[str]) -> Ended:
-        """Run the training once; how it ended."""
+    def _live(self, notes: str, before: LastRestart, more: Sequence[str]) -> RunEnd:
+        """Runs the training once."""
         if self.told:
-            return Ended(-self.told, told=True)
+            return RunEnd(-self.told, told=True)
         write_notes(notes, {"supervisor": os.getpid(), **asdict(before)})
         self._child = child = self.start(more, notes)
         if self._kept_back:
@@ -145,21 +134,21 @@ class Supervisor:
                 child.kill()
         self._child = None
         self.meeting.look(before.count, _place(notes))
-        said = read_notes(notes)
-        ended = Ended(
+        found = read_notes(notes)
+        ended = RunEnd(
             code,
             told=bool(self.told),
-            transient=bool(said.get("transient")),
-            begun=bool(said.get("begun")),
-            why=str(said.get("ended", "")),
-            more=tuple(said.get("more", more)),
+            transient=bool(found.get("transient")),
+            begun=bool(found.get("begun")),
+            why=str(found.get("ended", "")),
+            more=tuple(found.get("more", more)),
         )
-        if ended.failed:  # what it started may still hold the devices
+        if ended.failed:  # its own children may still hold the devices
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
         return ended
 
-    def _wait(self, before: Restarted) -> None:
+    def _wait(self, before: LastRestart) -> None:
         seconds = wait_before(before.count)
         if self.meeting.first:
             say(self.console, f"restart: {before.count} of {self.limit} in {seconds:g} s, after: {before.why}")
@@ -169,8 +158,8 @@ class Supervisor:
             time.sleep(_SOON)
 
     def _end(self, verdict: Verdict) -> int:
-        """Say what nobody has said yet; the exit code."""
-        code = verdict.code if verdict.code >= 0 else 128 - verdict.code  # as a shell says it
+        """Prints the reason, unless the run has; returns the exit code."""
+        code = verdict.code if verdict.code >= 0 else 128 - verdict.code  # as a shell reports a signal
         if self.meeting.lost:
             print(f"error: this job can't begin again by itself: {self.meeting.lost}", file=sys.stderr)
         if verdict.why or (verdict.code < 0 and not self.told):
@@ -181,7 +170,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Inside, SIGTERM and Ctrl-C are passed on to the run, which saves and ends, or ends at the second."""
+        """Passes SIGTERM and Ctrl-C on to the run, which saves and ends, or ends at the second signal."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         previous = {number: signal.signal(number, self._hear) for number in numbers}
         try:
@@ -215,7 +204,7 @@ def _place(notes: str) -> HostPlace | None:
 
 
 class Meeting:
-    """The supervisors of a job as one of them sees them; of a job on one host it is alone.
+    """The supervisors of a job as one of them sees them; on one host it is alone.
 
     Attributes:
         lost: why the others can't be met any more; empty while they can.
@@ -225,10 +214,10 @@ class Meeting:
         self.lost = ""
         self._place: HostPlace | None = None
         self._store: Any = None
-        self._problem = ""  # of the last try to reach the store
+        self._problem = ""  # error of the last try to reach the store
         self._beats = 0
-        self._signs: dict[int, tuple[bytes, float]] = {}  # of each host its last sign of life, and when it changed
-        self._failed = (-1, 0.0)  # the life in which another host's run failed, and when that was heard
+        self._silence = Silence()
+        self._failed = (-1, 0.0)  # the life in which another host's run failed, and when this one learned it
         self._life = 0
 
     @property
@@ -237,33 +226,33 @@ class Meeting:
 
     @property
     def overdue(self) -> bool:
-        """Whether this host's run should have ended: another's failed long ago."""
+        """Whether this host's run should have ended by now, since another's failed long ago."""
         life, since = self._failed
         return life == self._life and time.monotonic() - since > PATIENCE
 
     def look(self, life: int, found: HostPlace | None) -> None:
-        """Say that this supervisor lives, once the job is ``found``, and hear whether another host's run failed."""
+        """Gives a sign of life, once the job is ``found``, and looks whether another host's run failed."""
         self._place, self._life = self._place or found, life
         if self._place is not None and not self.lost:
             self._speak(self._beat)
 
-    def agree(self, life: int, ended: Ended, limit: int) -> Verdict:
-        """What all do next, after this host's run number ``life`` (from 0) has ended like this."""
+    def agree(self, life: int, ended: RunEnd, limit: int) -> Verdict:
+        """The common verdict after this host's run number ``life`` (from 0)."""
         if self._place is None:
             return decide([ended], life, limit)
         since = time.monotonic()
-        self._signs.clear()
+        self._silence = Silence()
         while not self.lost:
             self.look(life, None)
-            if (verdict := self._speak(lambda store: self._verdict(store, ended, since, limit))) is not None:
+            if (verdict := self._speak(lambda store: self._verdict(store, ended, limit))) is not None:
                 return verdict
             if self._store is None and time.monotonic() - since > CONNECT:
                 self.lost = f"the first host's supervisor could not be met: {self._problem}"
             time.sleep(_SOON)
-        return decide([ended, Ended(LOST)], life, limit=life)
+        return decide([ended, RunEnd(LOST)], life, limit=life)
 
     def leave(self) -> None:
-        """This supervisor ends: the first serves the others until they have gone."""
+        """Takes leave; the first supervisor serves the others until they have gone."""
         if self._place is not None and self._store is not None and not self.lost:
             self._speak(self._part)
 
@@ -282,46 +271,37 @@ class Meeting:
         while self.first and not store.check(others) and time.monotonic() < until:
             time.sleep(_SOON)
 
-    def _verdict(self, store: Any, ended: Ended, since: float, limit: int) -> Verdict | None:
-        """The verdict, once there is one; the first host's supervisor makes it for all."""
+    def _verdict(self, store: Any, ended: RunEnd, limit: int) -> Verdict | None:
+        """The verdict, once there is one; the first host's supervisor decides for all."""
         assert self._place is not None
         store.set(f"ended {self._life} {self._place.index}", json.dumps(asdict(ended)))
         if ended.failed:
             store.set(f"failed {self._life}", "")
-        if self.first and (made := self._made(store, since, limit)) is not None:
-            store.set(f"verdict {self._life}", json.dumps(asdict(made)))
+        if self.first and (verdict := self._decide(store, limit)) is not None:
+            store.set(f"verdict {self._life}", json.dumps(asdict(verdict)))
         if not store.check([key := f"verdict {self._life}"]):
             return None
         return Verdict(**json.loads(store.get(key)))
 
-    def _made(self, store: Any, since: float, limit: int) -> Verdict | None:
+    def _decide(self, store: Any, limit: int) -> Verdict | None:
         """The verdict, once every host's run has ended or its supervisor is lost."""
         assert self._place is not None
         ends, missing = [], list[int]()
         for host in range(self._place.count):
             if store.check([key := f"ended {self._life} {host}"]):
-                ends.append(Ended(**json.loads(store.get(key))))
-            elif self._silent(store, host, since):
-                missing.append(host)
-            else:
+                ends.append(RunEnd(**json.loads(store.get(key))))
+                continue
+            patience = SILENT if store.check([sign := f"sign {host}"]) else CONNECT
+            if self._silence.of(store, sign) <= patience:
                 return None
+            missing.append(host)
         if not missing:
             return decide(ends, self._life, limit)
         why = f"no sign of life of the supervisor of host {', '.join(map(str, missing))}"
-        return replace(decide([*ends, Ended(LOST)], self._life, limit=self._life), why=why)
-
-    def _silent(self, store: Any, host: int, since: float) -> bool:
-        """Whether a host's supervisor has given no sign of life for too long, or never came."""
-        if not store.check([key := f"sign {host}"]):
-            return time.monotonic() - since > CONNECT
-        before, changed = self._signs.get(host, (b"", 0.0))
-        if (sign := store.get(key)) != before:
-            changed = time.monotonic()
-        self._signs[host] = (sign, changed)
-        return time.monotonic() - changed > SILENT
+        return replace(decide([*ends, RunEnd(LOST)], self._life, limit=self._life), why=why)
 
     def _speak(self, say: Callable[[Any], T]) -> T | None:
-        """What ``say`` makes of the store; None if that can't be reached, which, had it been before, is the end."""
+        """Calls ``say`` with the store; None before first contact, and after a lost one, which sets :attr:`lost`."""
         try:
             return say(self._connected())
         except (RuntimeError, ValueError, OSError) as error:
@@ -334,7 +314,7 @@ class Meeting:
         if self._store is None:
             assert self._place is not None
             address, port = self._place.address, self._place.port + _PORT
-            if not self.first:  # which may not serve yet; a store that knocks in vain writes a page of its own frames
+            if not self.first:  # it may not serve yet, and a TCPStore that fails to connect prints a page of frames
                 socket.create_connection((address, port), timeout=_TRY).close()
             import torch.distributed as dist
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 
 def name_user() -> None:
-    """Sets ``LOGNAME`` and ``HOME`` where neither the environment nor the system's list of users says them.
+    """Sets ``LOGNAME`` and ``HOME`` where neither the environment nor the system knows them.
 
-    torch asks for the name when it is imported, and fails without one. Without a home, libraries would put their caches
-    into a folder called ``~``.
+    torch fails to import without a name. Without a home, libraries would put their caches into a folder ``~``.
     """
     number = os.getuid()
     try:
@@ -24,7 +23,7 @@ def name_user() -> None:
 
 
 def _home(number: int) -> str:
-    """The same folder in every process of this user, unless another user holds it."""
+    """One folder for all processes of this user, unless another user owns it."""
     home = Path(tempfile.gettempdir(), f"home-{number}")
     home.mkdir(mode=0o700, exist_ok=True)
     return str(home) if home.stat().st_uid == number else tempfile.mkdtemp()

@@ -1,4 +1,4 @@
-"""The versions of what decides a run's numbers: the packages, and Shardwright's own code."""
+"""The versions of everything that a run's numbers depend on: packages, and Shardwright's own code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwright import models
 
 
 def versions() -> dict[str, str]:
-    """Package → version, of the packages that a run's numbers depend on."""
+    """Package → version."""
     return {name: importlib.metadata.version(name) for name in ("shardwright", "torch", "torch_xla", "transformers")}
 
 
 def code_digest() -> str:
-    """A checksum of every module of the trainer and the models as they lie on this host's disk."""
+    """A checksum of every module of trainer and models on this host's disk."""
     found = hashlib.sha256()
     for folder in (Path(__file__).parents[1], Path(models.__file__).parent):
         for path in sorted(folder.rglob("*.py")):

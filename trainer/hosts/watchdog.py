@@ -1,8 +1,8 @@
-"""Whether the run goes on: a thread that ends the process, and says why, where the main one waits for ever.
+"""A thread that ends the process, and says why, if the main one would wait for ever.
 
-A computation over several hosts waits for all of them. If one is lost, the others hear of it from no device; if a step
-hangs, nothing says so. This thread can't interrupt a wait inside the runtime, so it prints what it knows and ends the
-process, with a code that means: start it again.
+A computation over several hosts waits for all of them: no device reports a lost host or a step that hangs. The thread
+can't interrupt a wait inside the runtime, so it prints its knowledge and ends the process, with a code that means:
+start it again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,27 @@ from shardwright.hosts.restarts import note_passing
 CONNECT = 600.0  # seconds for the hosts to come together
 LOOK = 2.0  # seconds between two looks
 SILENT = 60.0  # seconds without a sign of life after which a host is lost
-LEAVING = 60.0  # seconds that the first host waits, at its end, for the others'
-_END = "end"  # the key of what ended the job: exit code, words, and whether it may pass
+LEAVING = 60.0  # seconds that the first host, at its end, waits for the others
+_END = "end"  # key of the job's end: exit code, words, whether the cause is transient
 
 
 class Busy(Protocol):
-    """What knows what a run is busy with."""
+    """An object that names the run's current activity."""
 
     activity: str
+
+
+class Silence:
+    """Seconds for which keys of a store have not changed, by this process's own clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def of(self, store: Any, key: str) -> float:
+        value = store.get(key) if store.check([key]) else b""
+        if key not in self._seen or self._seen[key][0] != value:
+            self._seen[key] = (value, time.monotonic())
+        return time.monotonic() - self._seen[key][1]
 
 
 class Watchdog:
@@ -40,7 +53,7 @@ class Watchdog:
         store: a connection of its own to a torch.distributed store.
 
     Attributes:
-        hang_timeout: seconds without progress that a run may take; 0: as long as it likes.
+        hang_timeout: seconds without progress that a run may take; 0: any time.
     """
 
     def __init__(self, index: int = 0, count: int = 1, store: Any = None) -> None:
@@ -51,61 +64,60 @@ class Watchdog:
         self._moved = time.monotonic()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._talked = time.monotonic()  # when all that was to be said and heard last was
-        self._signs: dict[int, tuple[bytes, float]] = {}  # of each host its last sign of life, and when it changed
+        self._talked = time.monotonic()  # end of the last complete exchange with the store
+        self._silence = Silence()
         self._beats = 0
 
     def start(self) -> None:
-        """Begin to watch, in threads that end with the process or at :meth:`leave`."""
-        # a store that does not answer holds whoever asks it, so another thread looks at the clock
+        """Begins to watch, in threads that end with the process or at :meth:`leave`."""
+        # a store that does not answer blocks its caller, so another thread looks at the clock
         self._talked = time.monotonic()
         for act in (self._look_at_clock, *([self._talk] if self._store is not None else [])):
             self._threads.append(threading.Thread(target=self._repeat, args=(act,), name="watchdog", daemon=True))
             self._threads[-1].start()
 
     def moved(self, step: int) -> None:
-        """The run made progress; ``step`` is the last that it began or ended."""
+        """Notes progress; ``step`` is the last that the run began or ended."""
         self._step = step
         self.progressed()
         if self.hang_timeout and not self._threads and not self._ended.is_set():
             self.start()
 
     def progressed(self) -> None:
-        """Something that takes long made progress: a row was computed, a tensor was read or written."""
+        """Notes progress within a long activity: a row was computed, a tensor read or written."""
         self._moved = time.monotonic()
 
     @contextlib.contextmanager
     def over(self, hang_timeout: float, clock: Busy) -> Iterator[None]:
-        """Inside, a run without progress for so many seconds is ended; ``clock`` says what it does."""
+        """Ends a run that makes no progress for so many seconds inside the ``with``; ``clock`` names its activity."""
         self.hang_timeout, self._clock, self._step = hang_timeout, clock, None
         try:
             yield
         finally:
-            self.hang_timeout = 0.0  # the step stays known: what ends the run may wait for the verdict on another host
+            self.hang_timeout = 0.0  # the step stays known, for messages until the process ends
 
     @property
     def activity(self) -> str:
-        """What this process does."""
         return "start" if self._clock is None else self._clock.activity
 
     def tell_end(self, words: str, code: int, *, passing: bool = False) -> None:
-        """Have the other hosts end too, with this exit code and these words; ``passing``: the job may begin again."""
+        """Ends the other hosts too, with this exit code and these words; ``passing``: the job may begin again."""
         if self._store is not None and not self._ended.is_set():
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_END, "", json.dumps([code, f"host {self.index} ended: {words}", passing]))
 
     def wait_for_verdict(self) -> None:
-        """Wait as long as it takes to see that another host is lost; if one is, the process ends here."""
+        """Waits long enough to notice a lost host; if there is one, the process ends here."""
         time.sleep(SILENT + 3 * LOOK)
 
     def leave(self) -> None:
-        """This process ends as it should."""
+        """Stops watching, since this process ends properly; the first host waits for the others."""
         self._ended.set()
         for thread in self._threads:
             thread.join(LEAVING)
         if self._store is None:
             return
-        with contextlib.suppress(RuntimeError):  # the first has gone
+        with contextlib.suppress(RuntimeError):  # the first host has gone
             self._store.set(f"left {self.index}", "")
             until = time.monotonic() + LEAVING
             others = [f"left {host}" for host in range(self.count)]
@@ -124,7 +136,7 @@ class Watchdog:
             self._end(f"host 0 has not answered for {now - self._talked:.0f} s; here: {self._here}", LOST)
 
     def _talk(self) -> None:
-        """Say that this host lives, and hear what ended the job; the first host hears of all the others."""
+        """Gives a sign of life, and obeys an end of the job; the first host looks at all the others."""
         try:
             self._beats += 1
             waited = round(time.monotonic() - self._moved)
@@ -138,24 +150,20 @@ class Watchdog:
             if self._hung:
                 self._end_all(self._hung)
             self._talked = time.monotonic()
-        except RuntimeError as error:  # of the store: the first host serves it
+        except RuntimeError as error:  # the store's, which the first host serves
             if not self._ended.is_set():
                 self._end(f"host 0 can't be reached ({' '.join(str(error).split())[:200]}); here: {self._here}", LOST)
 
     def _look_at_others(self) -> None:
         for host in range(1, self.count):
-            key = f"sign {host}"
             if self._store.check([f"left {host}"]):
                 continue
-            sign = self._store.get(key) if self._store.check([key]) else b""
-            before, since = self._signs.get(host, (b"", time.monotonic()))
-            self._signs[host] = (sign, time.monotonic() if sign != before else since)
-            silent = time.monotonic() - self._signs[host][1]
+            silent = self._silence.of(self._store, f"sign {host}")
             if silent > SILENT:
                 self._end_all(f"host {host} has given no sign of life for {silent:.0f} s")
 
     def signs(self) -> str:
-        """A line for each host: its last step, and what it does since when."""
+        """A line for each host: its last step, its activity and for how long."""
         lines = []
         for host in range(self.count):
             key = f"sign {host}"
@@ -170,7 +178,7 @@ class Watchdog:
 
     @property
     def _hung(self) -> str:
-        """What to say of a run that makes no progress; empty if it does."""
+        """The message for a run without progress; empty if it makes some."""
         waited = time.monotonic() - self._moved
         if not self.hang_timeout or self._step is None or waited <= self.hang_timeout:
             return ""

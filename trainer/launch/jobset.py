@@ -13,7 +13,7 @@ _SLICE, _CONTAINER, _FILE = "slice", "train", "jobset.yaml"
 
 
 def plan(request: Request) -> LaunchPlan:
-    """The JobSet, and ``kubectl`` to make it."""
+    """The JobSet and the ``kubectl`` commands."""
     name = request.name
     return LaunchPlan(
         files={_FILE: as_yaml(manifest(request))},
@@ -26,15 +26,15 @@ def plan(request: Request) -> LaunchPlan:
 
 
 def manifest(request: Request) -> dict[str, Any]:
-    """The JobSet as Kubernetes takes it.
+    """The JobSet as a Kubernetes manifest.
 
-    A pod that ends with a final code fails its Job by the pod failure policy, and that the JobSet. Any other failed pod
-    fails the Job too, but then the JobSet starts all Jobs anew: a slice can't run without one of its hosts.
+    A pod with a final exit code fails its Job by the pod failure policy, which fails the JobSet. After any other failed
+    pod the JobSet restarts all Jobs: a slice can't run without one of its hosts.
     """
     metadata: dict[str, Any] = {"name": request.name}
     if request.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": request.queue}
-    # a slice's pods all in one node pool, and no other slice's there
+    # one node pool for each slice's pods
     metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     failed = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     job = {
@@ -73,7 +73,7 @@ def _pod(request: Request) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": request.image,
-        # the program itself, and no shell: SIGTERM must reach it
+        # no shell, so that SIGTERM reaches the program
         "command": [_literal(word) for word in request.command],
         "env": _environment(request),
         "resources": {"limits": {"google.com/tpu": chips_per_host(request.topology)}},
@@ -86,17 +86,17 @@ def _pod(request: Request) -> dict[str, Any]:
         "tolerations": [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}],
         "containers": [container],
     }
-    if request.topology.slices > 1:  # slices talk over the network: the host's own is the faster one
+    if request.topology.slices > 1:  # slices talk over the network: the host's own is faster
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     volumes: dict[str, tuple[str, dict[str, Any]]] = {}
     if request.mount is not None:
         volumes["mounted"] = request.mount.path, _volume(request.mount)
-    if request.staging:  # the node's own: an emptyDir would go with the pod, and a restart makes new ones
+    if request.staging:  # the node's folder: a restart makes a new pod, without the old one's emptyDir
         volumes["staging"] = request.staging, {"hostPath": {"path": request.staging, "type": "DirectoryOrCreate"}}
     if volumes:
         container["volumeMounts"] = [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()]
         pod["volumes"] = [{"name": name, **volume} for name, (_, volume) in volumes.items()]
-    # by this GKE knows that a bucket is to be mounted
+    # the annotation by which GKE mounts buckets
     bucket = request.mount is not None and request.mount.bucket
     metadata = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}} if bucket else {}
     return metadata | {"spec": pod}
@@ -110,24 +110,21 @@ def _volume(mount: Mount) -> dict[str, Any]:
 
 
 def _environment(request: Request) -> list[dict[str, Any]]:
-    """Variables of each pod. GKE itself adds TPU_WORKER_ID and TPU_WORKER_HOSTNAMES to a JobSet's pods."""
+    """Variables of each pod, beside TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, which GKE adds."""
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in request.variables.items()]
     # torch_xla 2.9 reads TPU_WORKER_* only with this; without it it asks a server that pods don't have
     env.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
     if request.topology.slices > 1:
         first = f"{request.name}-{_SLICE}-0-0.{request.name}"  # the first slice's first pod, in the JobSet's subdomain
+        number = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}}
         env += [
             {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
             {"name": "MEGASCALE_NUM_SLICES", "value": str(request.topology.slices)},
-            _field("MEGASCALE_SLICE_ID", "metadata.labels['jobset.sigs.k8s.io/job-index']"),
+            {"name": "MEGASCALE_SLICE_ID", "valueFrom": number},
         ]
     return env
 
 
-def _field(name: str, path: str) -> dict[str, Any]:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
 def _literal(word: str) -> str:
-    """``word`` as it is: Kubernetes would put a variable's value for ``$(NAME)``."""
+    """Escapes ``$(NAME)``, which Kubernetes would expand."""
     return word.replace("$(", "$$(")

@@ -1,4 +1,4 @@
-"""Where and how to start a run: what `scripts/launch.py` takes before the `--`."""
+"""The options of `scripts/launch.py` before the `--`: where and how to start a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LaunchArguments(Checked):
         """The variables of ``--env``.
 
         Raises:
-            UserError: a word of it sets none.
+            UserError: a word sets no variable.
         """
         try:
             words = shlex.split(self.env)

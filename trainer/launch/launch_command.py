@@ -1,4 +1,4 @@
-"""From a command line to a plan that is shown, written and, where told to, run."""
+"""The launch command: shows and writes a launch plan, and runs it under ``--run``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SCRIPT = "run.sh"
 
 
 def main(words: Sequence[str], description: str | None) -> int:
-    """Plan what ``words`` ask for; the exit code.
+    """Plans the launch that ``words`` ask for, and returns the exit code.
 
     Raises:
-        UserError: it can't be, or a command failed.
+        UserError: bad options, or a command that failed.
     """
     own, train = _split(list(words))
     target = own[0] if own and not own[0].startswith("-") else None
@@ -48,7 +48,7 @@ def main(words: Sequence[str], description: str | None) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first ``--``, and those after it."""
+    """Splits at the first ``--``."""
     if "--" not in words:
         return words, []
     at = words.index("--")
@@ -62,7 +62,7 @@ def _epilog() -> str:
 
 
 def write(plan: LaunchPlan, folder: Path) -> None:
-    """Write the plan's files and folders, and its commands as a script.
+    """Writes the plan's files and folders, and its commands as a script.
 
     Raises:
         UserError: the folder can't be written.
@@ -83,7 +83,7 @@ def write(plan: LaunchPlan, folder: Path) -> None:
 
 
 def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    """Print which files were written, the commands in their order, and what to type afterwards."""
+    """Prints the files, the commands, and those to type afterwards."""
     table = Table("file", "lines", box=None, header_style="bold", pad_edge=False)
     for name, text in plan.files.items():
         table.add_row(Text(str(folder / name)), str(len(text.splitlines())))
@@ -98,7 +98,7 @@ def show(plan: LaunchPlan, folder: Path, console: Console) -> None:
 
 
 def run(plan: LaunchPlan, folder: Path, console: Console) -> None:
-    """Run the commands in their order; their output is this program's.
+    """Runs the commands in order.
 
     Raises:
         UserError: one could not be started or failed; those after it are not run.

@@ -1,4 +1,4 @@
-"""What a target makes of a request: files, and commands that are run in their folder."""
+"""A launch plan: files, and commands to run in their folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import yaml
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Files and commands.
+    """A target's files and commands.
 
     Args:
         files: name → text.
         folders: name → the folder of Python modules that is copied there.
-        commands: what is run in the files' folder, one after the other.
-        afterwards: what to type to follow the run, and to end it.
-        notes: what the user should know beside.
+        commands: run in the files' folder, one after the other.
+        afterwards: commands by which the user follows the run, and ends it.
+        notes: sentences for the user.
     """
 
     files: dict[str, str]
@@ -30,12 +30,12 @@ class LaunchPlan:
 
 
 def as_yaml(value: Any) -> str:
-    """YAML with keys in the order given; multi-line texts stay readable."""
+    """YAML in the order of the keys; texts of several lines become blocks."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines as a block."""
+    pass
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
@@ -46,11 +46,6 @@ _Dumper.add_representer(str, _text)
 
 
 def script(commands: list[list[str]]) -> str:
-    """A shell script of the commands, to be run by hand from anywhere."""
+    """The commands as a shell script that runs from anywhere."""
     lines = ["#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "$0")"', *map(shlex.join, commands)]
     return "\n".join(lines) + "\n"
-
-
-def exports(variables: dict[str, str]) -> list[str]:
-    """The variables as lines of a shell script; their values are taken as they are."""
-    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -1,8 +1,8 @@
-"""Run a command on every host of TPU slices that a Ray cluster has, and again where its exit code allows.
+"""Runs a command on every host of a Ray cluster's TPU slices, and again where its exit code allows.
 
 python -m shardwright.launch.ray_hosts --topology v5p:2x2x4 -- python scripts/train.py …
 
-It is the driver of the job that `scripts/launch.py ray` submits. Its exit code is that of the run.
+It is the driver of the job that `scripts/launch.py ray` submits. Its exit code is the run's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PORT = 8081  # of the slices' coordinator
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker has come to be: its slice's number, its host's number in that slice, and its address."""
+    """The place of a worker: number of its slice, number of its host in the slice, and address."""
 
     slice_index: int
     host_index: int
@@ -36,7 +36,7 @@ class WorkerPlace:
 
 
 class Host:
-    """One worker, on a host of its own; Ray makes an actor of it, whose methods run side by side."""
+    """A Ray actor, one on each host, whose methods run side by side."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -49,15 +49,15 @@ class Host:
         return WorkerPlace(slice_index, worker, ray.util.get_node_ip_address())
 
     def run(self, command: list[str], environment: dict[str, str]) -> int:
-        """The command's exit code; 128 + N where signal N ended it, as a shell says it."""
-        # in a pod torch_xla 2.9 reads TPU_WORKER_* only with this; a TPU VM has a server that it asks
+        """Runs the command and returns its exit code, 128 + N where signal N ended it."""
+        # in a pod torch_xla 2.9 reads TPU_WORKER_* only with this; on a TPU VM it asks a server
         pod = {"TPU_SKIP_MDS_QUERY": "true"} if "KUBERNETES_SERVICE_HOST" in os.environ else {}
         self._process = subprocess.Popen(command, env=os.environ | environment | pod)
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
     def stop(self, grace_seconds: int) -> None:
-        """End the command: SIGTERM, and SIGKILL if it is still there after the grace."""
+        """Ends the command by SIGTERM, and by SIGKILL after the grace."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -68,10 +68,10 @@ class Host:
 
 
 def environments(places: Sequence[WorkerPlace]) -> list[dict[str, str]]:
-    """The variables of the worker in each of ``places``, beside those of the job."""
+    """The variables of the worker in each of ``places``."""
     slices = 1 + max(place.slice_index for place in places)
     first = next(place for place in places if (place.slice_index, place.host_index) == (0, 0))
-    made = []
+    found = []
     for place in places:
         own = sorted((p for p in places if p.slice_index == place.slice_index), key=lambda p: p.host_index)
         variables = {
@@ -85,18 +85,18 @@ def environments(places: Sequence[WorkerPlace]) -> list[dict[str, str]]:
                 "MEGASCALE_NUM_SLICES": str(slices),
                 "MEGASCALE_SLICE_ID": str(place.slice_index),
             }
-        made.append(variables)
-    return made
+        found.append(variables)
+    return found
 
 
 def verdict(codes: Sequence[int]) -> int:
-    """The exit code of a run whose hosts ended with ``codes``: a final one before any other, else the first bad one."""
+    """The exit code of a run from its hosts': a final one if there is one, else the first that is not 0."""
     bad = [code for code in codes if code != 0]
     return next((code for code in bad if not ours(code)), bad[0] if bad else 0)
 
 
 class Stop:
-    """Whether this job was told to end (`ray job stop`)."""
+    """The SIGTERM of `ray job stop`: ``asked`` once it came. It takes the place of Ray's handler, which exits."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -107,7 +107,7 @@ class Stop:
 
 
 def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: Stop) -> int:
-    """Reserve the slices, run ``command`` on each of their hosts, and return the run's exit code."""
+    """Reserves the slices, runs ``command`` on each of their hosts, and returns the run's exit code."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     from ray.util.tpu import slice_placement_group
@@ -141,7 +141,7 @@ def run_once(topology: Topology, command: list[str], grace_seconds: int, stop: S
 
 
 def _codes(hosts: list[Any], runs: list[Any], grace_seconds: int, stop: Stop) -> list[int]:
-    """Each host's exit code. Once one has failed, or the job is to end, the others are stopped: they wait for it."""
+    """Each host's exit code. When one fails, or the job is to end, the others are stopped: they would wait for it."""
     import ray
 
     codes: dict[Any, int] = {}
@@ -154,14 +154,14 @@ def _codes(hosts: list[Any], runs: list[Any], grace_seconds: int, stop: Stop) ->
             except ray.exceptions.RayError:
                 codes[run] = _LOST
         if stopping is None and (stop.asked or any(codes.values())):
-            # where all are told at once, as by a preemption, the others end by themselves
+            # a preemption reaches all hosts at once, and the others end by themselves
             time.sleep(0 if stop.asked else min(5, grace_seconds))
             stopping = [host.stop.remote(grace_seconds) for host in hosts]
     return [codes[run] for run in runs]
 
 
 def main() -> int:
-    """Run, and run again, until the exit code says that it is over."""
+    """Runs the command until its exit code is final."""
     parser = Parser(__doc__)
     parser.add_argument("--topology", required=True, help="slice, as scripts/launch.py names it")
     parser.add_argument("--slices", type=int, default=1, help="slices (default: 1)")
@@ -173,7 +173,7 @@ def main() -> int:
     import ray
 
     ray.init()
-    stop = Stop()  # in the place of Ray's own handler, which would end this process at once
+    stop = Stop()
     for restart in range(options.max_restarts + 1):
         code = run_once(topology, options.command, options.grace_seconds, stop)
         if stop.asked or not ours(code) or restart == options.max_restarts:

@@ -1,4 +1,4 @@
-"""Ray, on a cluster that has the TPU hosts: a job that starts a worker on each of them."""
+"""Ray: a job on a cluster with TPU hosts that starts a worker on each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE = "runtime_env.yaml"
 
 
 def plan(request: Request) -> LaunchPlan:
-    """The environment of the job's processes, and ``ray job submit``; RAY_API_SERVER_ADDRESS says where."""
+    """The environment of the job's processes, and ``ray job submit`` (to RAY_API_SERVER_ADDRESS)."""
     environment: dict[str, object] = {
         "py_modules": [_PACKAGES[0]],  # the hosts find it before one that is installed there
         "env_vars": request.variables,

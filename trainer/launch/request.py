@@ -1,4 +1,4 @@
-"""A request: where a run is to take place and what it is told, checked as far as a machine without devices can."""
+"""A launch request: where a run takes place, and its options, checked as far as possible without devices."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from shardwright.launch.slices import hosts
 from shardwright.xla.chips import Topology
 from shardwright.xla.program_cache import COMPILED
 
-STORES = ("gs", "s3")  # that every host reaches by the same name
-_OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders that each host has for itself
-IMAGE_FOLDER = "/shardwright"  # of the repository in the image: Dockerfile
+STORES = ("gs", "s3")  # schemes of stores that every host reaches
+_OWN = ("/tmp", "/var/tmp", "/dev/shm", "/root", "/home")  # folders local to a host
+IMAGE_FOLDER = "/shardwright"  # the repository in the image: Dockerfile
 
 
 @dataclass(frozen=True)
 class Mount:
-    """Storage and where it is mounted on every host."""
+    """Storage, mounted at ``path`` on every host."""
 
     source: str
     path: str
 
     @property
     def bucket(self) -> str:
-        """The name of a bucket; empty if it is none."""
+        """The name of the bucket; empty if the source is none."""
         return self.source.removeprefix("gs://").strip("/") if self.source.startswith("gs://") else ""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be started, and where; the targets make their files and commands of it.
+    """A run to start, and where; targets plan it.
 
     Args:
-        train: the options of `scripts/train.py`.
-        output_dir: the one among them.
+        train: the options of `scripts/train.py`, ``output_dir`` among them.
         environment: the user's variables.
-        folder: where the files are written.
     """
 
     topology: Topology
@@ -63,36 +61,34 @@ class Request:
 
     @property
     def command(self) -> list[str]:
-        """The run's own command, in the repository's folder."""
+        """The run's command, in the repository's folder."""
         return ["python", "scripts/train.py", *self.train]
 
     @property
     def staging(self) -> str:
-        """The run's ``--staging_dir``, which containers share with their host so that a restart there finds it; empty:
-        it has none, or one within the container."""
+        """The run's absolute ``--staging_dir``, shared with the host so that a restart finds it; else empty."""
         named = [after for word, after in zip(self.train, self.train[1:], strict=False) if word == "--staging_dir"]
         named += [word.partition("=")[2] for word in self.train if word.startswith("--staging_dir=")]
         return named[-1] if named and posixpath.isabs(named[-1]) else ""
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of every host, whatever the target."""
+        """The environment of every host."""
         # without PJRT_DEVICE a host that finds no TPU would train on virtual CPU devices
         compiled = f"{self.output_dir.rstrip('/')}/compiled"
         return {"PJRT_DEVICE": "TPU", "PYTHONUNBUFFERED": "1", COMPILED: compiled, **self.environment}
 
 
 def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -> tuple[tuple[str, ...], str]:
-    """The options of a run as every start of it gets them, and its output folder.
+    """Checks a run's options, by `scripts/train.py`'s own parser, and returns them with the output folder.
 
-    They are read by `scripts/train.py`'s own parser, which ends the command at a misspelt one. A run that is started
-    again goes on from its newest checkpoint, so ``--resume_from_checkpoint latest`` is added.
+    ``--resume_from_checkpoint latest`` is added, so that a restart goes on from the newest checkpoint.
 
     Args:
-        container: the run sees no disk but its container's and what is mounted.
+        container: the run sees only its container's disk and mounts.
 
     Raises:
-        UserError: they can't be, or a start on another host would not find what an earlier one wrote.
+        UserError: a bad option, or an output folder that a restart on another host would not find.
     """
     from shardwright.arguments.command_line import parse
     from shardwright.arguments.training import TrainingArguments
@@ -116,7 +112,7 @@ def check_train(words: Sequence[str], mount: Mount | None, *, container: bool) -
 
 
 def _check_shared(output_dir: str | None, mount: Mount | None, container: bool) -> None:
-    """Refuse an output folder that each host, or each start, would have for itself."""
+    """Refuses an output folder that each host, or each start, would have for itself."""
     bucket = f"{mount.path}/my-run" if mount is not None else "gs://bucket/my-run"
     if output_dir is None:
         found, why = "no --output_dir", "the default is a folder of the host, which goes with it"

@@ -1,4 +1,4 @@
-"""SkyPilot, as a managed job: it finds the TPUs, and starts the run again on others when they are taken back."""
+"""SkyPilot: a managed job, restarted on other TPUs when its own are taken back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwright.launch.request import IMAGE_FOLDER, Request
 from shardwright.launch.slices import accelerator_type, generation
 
 _FILE = "skypilot.yaml"
-_PYTHON = "/usr/local/bin/python"  # the image's: SkyPilot puts one of its own first in PATH
+_PYTHON = "/usr/local/bin/python"  # the image's: SkyPilot's own is first in PATH
 
 
 def plan(request: Request) -> LaunchPlan:
@@ -28,7 +28,7 @@ def plan(request: Request) -> LaunchPlan:
 
 
 def task(request: Request) -> dict[str, Any]:
-    """The task as SkyPilot takes it; its ``run`` is started on each host of the slice."""
+    """The task's YAML; its ``run`` is started on each host of the slice."""
     resources: dict[str, Any] = {
         "infra": f"gcp/*/{request.zone}" if request.zone else "gcp",
         "accelerators": f"tpu-{accelerator_type(request.topology)}",
@@ -37,12 +37,13 @@ def task(request: Request) -> dict[str, Any]:
         "use_spot": request.spot,
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": list(SKYPILOT)},
     }
-    lines = [
-        f"cd {IMAGE_FOLDER}",
-        # no shell stays between SkyPilot's signals and the run
-        f"exec {shlex.join([_PYTHON, *request.command[1:]])}",
-    ]
-    made: dict[str, Any] = {"name": request.name, "resources": resources, "envs": request.variables}
-    if request.mount is not None:
-        made["file_mounts"] = {request.mount.path: {"source": request.mount.source, "mode": "MOUNT"}}
-    return made | {"run": "\n".join(lines) + "\n"}
+    # exec: no shell stays between SkyPilot's signals and the run
+    run = f"cd {IMAGE_FOLDER}\nexec {shlex.join([_PYTHON, *request.command[1:]])}\n"
+    mounts = {request.mount.path: {"source": request.mount.source, "mode": "MOUNT"}} if request.mount else None
+    return {
+        "name": request.name,
+        "resources": resources,
+        "envs": request.variables,
+        **({"file_mounts": mounts} if mounts else {}),
+        "run": run,
+    }

@@ -1,4 +1,4 @@
-"""TPU slices by the names that clouds and schedulers give them, and how many hosts they have."""
+"""TPU slices: their names at clouds and schedulers, their chips and hosts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from shardwright.xla.chips import Topology, topologies
 
-_CHIPS_PER_HOST = 4  # of every slice that has several hosts
-_ONE_HOST = 8  # chips; v5e and v6e have machines of 1, 4 and 8
+_CHIPS_PER_HOST = 4  # in every slice of several hosts
+_ONE_HOST = 8  # chips: v5e and v6e have machines of 1, 4 and 8
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a generation of TPUs is called.
+    """The names of a generation of TPUs.
 
     Args:
-        gke: the value of the node label `cloud.google.com/gke-tpu-accelerator`.
-        gcloud: what an accelerator type begins with: `v5p` of `v5p-32`.
-        runtime: the software version of a TPU VM.
-        counted: what an accelerator type counts, a chip: its TensorCores on v4 and v5p, itself on v5e and v6e.
+        gke: value of the node label `cloud.google.com/gke-tpu-accelerator`.
+        gcloud: prefix of an accelerator type, `v5p` of `v5p-32`.
+        runtime: software version of a TPU VM.
+        units: units of an accelerator type a chip: TensorCores on v4 and v5p, chips on v5e and v6e.
     """
 
     gke: str
     gcloud: str
     runtime: str
-    counted: int
+    units: int
 
 
 # https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, https://cloud.google.com/tpu/docs/runtimes, and
@@ -39,12 +39,11 @@ GENERATIONS = {
 
 
 def generation(topology: Topology) -> Generation:
-    """What the generation of ``topology`` is called."""
     return GENERATIONS[topology.chip.name]
 
 
 def shape(topology: Topology) -> str:
-    """Its chips along each dimension: ``2x2x4``."""
+    """The chips along each dimension, ``2x2x4``."""
     return topology.name.partition(":")[2]
 
 
@@ -54,24 +53,23 @@ def chips(topology: Topology) -> int:
 
 
 def hosts(topology: Topology) -> int:
-    """The hosts of one slice, as TPU VMs and GKE's largest machine have them."""
+    """The hosts of one slice, of TPU VMs or GKE's largest machines."""
     if len(topology.shape) == 2 and chips(topology) <= _ONE_HOST:
         return 1
     return chips(topology) // _CHIPS_PER_HOST
 
 
 def chips_per_host(topology: Topology) -> int:
-    """The chips of each host."""
     return chips(topology) // hosts(topology)
 
 
 def accelerator_type(topology: Topology) -> str:
-    """Its name by size: ``v5p-32``."""
+    """The slice's name by size, ``v5p-32``."""
     kind = generation(topology)
-    return f"{kind.gcloud}-{chips(topology) * kind.counted}"
+    return f"{kind.gcloud}-{chips(topology) * kind.units}"
 
 
 def as_large(topology: Topology) -> list[str]:
-    """The shapes of other slices of as many chips, which a name by size does not tell from this one."""
+    """The other shapes of as many chips, which share this one's accelerator type."""
     known = topologies(topology.chip)
     return [shape(t) for t in known if chips(t) == chips(topology) and t.shape != topology.shape]

@@ -1,4 +1,4 @@
-"""The targets: a line each, with what it needs, what else it takes, and who makes its plan."""
+"""The launch targets, and the request for one from its options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.xla.chips import Topology, find_topology
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Where a run can be started.
+    """A tool that starts runs.
 
     Args:
         needs, takes: options that it must and may have, beside those that all take.
-        by_size: it asks for TPUs by their number, and can't say which shape.
+        by_size: it asks for a number of TPUs, and can't say which shape.
         one_slice: it can't join several.
     """
 
@@ -38,14 +38,14 @@ TARGETS = {
     "tpu-vm": LaunchTarget(tpu_vm.plan, ("image", "zone"), ("project", "mount", "spot"), by_size=True),
     "ray": LaunchTarget(ray_job.plan),
 }
-_SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # options that not every target takes
+_SOME = ("image", "cluster", "project", "zone", "queue", "mount", "spot")  # options of some targets only
 
 
 def find_target(name: str) -> LaunchTarget:
     """The target called ``name``.
 
     Raises:
-        UserError: none is; the message lists those there are.
+        UserError: there is none; the message lists the targets.
     """
     if name in TARGETS:
         return TARGETS[name]
@@ -58,10 +58,10 @@ def find_target(name: str) -> LaunchTarget:
 
 
 def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> Request:
-    """What is asked of the target ``name``, with ``train`` as the run's options.
+    """Checks the options of the target ``name`` and of the run (``train``).
 
     Raises:
-        UserError: it can't be.
+        UserError: a bad option.
     """
     target = find_target(name)
     _check_options(name, target, options)
@@ -75,7 +75,7 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
             instead="a folder where each host has it mounted, as --mount /mnt/bucket:/mnt/bucket",
         )
     words, output_dir = check_train(train, mount, container=bool(target.needs))
-    given = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
+    texts = {key: getattr(options, key) or "" for key in ("image", "cluster", "project", "zone", "queue")}
     return Request(
         topology=topology,
         train=words,
@@ -86,12 +86,12 @@ def read_request(name: str, options: LaunchArguments, train: Sequence[str]) -> R
         environment=options.environment,
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
-        **given,
+        **texts,
     )
 
 
 def _check_options(name: str, target: LaunchTarget, options: LaunchArguments) -> None:
-    """Refuse a target without what it needs, or with what it has no use for."""
+    """Refuses a missing option, and one that the target has no use for."""
     missing = [key for key in target.needs if not getattr(options, key)]
     if missing:
         raise UserError(

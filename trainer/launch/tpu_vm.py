@@ -1,4 +1,4 @@
-"""TPU VMs by gcloud: a queued resource, and a loop on each of its hosts that starts the run again."""
+"""TPU VMs by gcloud: a queued resource, and a loop on each host that restarts the run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardwright.launch.slices import accelerator_type, generation
 
 _GCLOUD = ["gcloud", "compute", "tpus", "queued-resources"]
 _HOST, _WAIT = "host.sh", "wait.sh"
-# what each host runs, on after its ssh connection has ended; the log is read until then
+# goes on after the ssh connection ends, which shows the log meanwhile
 _START = f"nohup bash {_HOST} > host.log 2>&1 < /dev/null & tail --pid=$! --lines=+1 --follow host.log; wait $!"
 
 
 def plan(request: Request) -> LaunchPlan:
-    """The hosts' loop, a script that waits for the hosts, and gcloud to make, fill and start them."""
+    """The hosts' loop, a script that waits for the hosts, and the gcloud commands."""
     where = [f"--zone={request.zone}", *([f"--project={request.project}"] if request.project else [])]
     every = ["--node=all", "--worker=all", *where]
     slices = request.topology.slices

@@ -1,4 +1,4 @@
-"""xpk, which makes a JobSet of its own on a cluster that it has set up."""
+"""xpk, which makes a JobSet of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.launch.request import Request
 from shardwright.launch.slices import generation, shape
 
 _ENV = "xpk.env"
-_POLL = 5  # seconds between two looks of xpk's shell at the run: so late a SIGTERM is handed on
+_POLL = 5  # seconds by which xpk's shell, which polls the run, delays a SIGTERM
 
 
 def plan(request: Request) -> LaunchPlan:
@@ -39,8 +39,5 @@ def plan(request: Request) -> LaunchPlan:
 
 
 def shell(request: Request) -> str:
-    """The run's line in xpk's shell.
-
-    ``exec``: xpk hands SIGTERM to the shell that it starts for this line, and that shell must be the run by then.
-    """
+    """The run's line in xpk's shell; ``exec`` because xpk sends SIGTERM to the shell of this line."""
     return f"exec {shlex.join(request.command)}"

@@ -1,15 +1,15 @@
-"""The recipe ``auto``: made from a model's own parallel plan, and from the shapes of what the plan leaves out.
+"""The recipe ``auto``: made from a model's own parallel plan, and from shapes where the plan is silent.
 
-A pair of projections is cut by the outputs of its first and the inputs of its second, as Megatron cuts it. Which
-projection is which transformers' plan of the model says (``tp_plan``), or, where it is silent, who reads the model's
-width and who writes it. Experts are told by transformers' interface to them and by the model's ``ep_plan``.
+A pair of projections is cut by the outputs of its first and the inputs of its second, as in Megatron. transformers'
+plan of the model (``tp_plan``) tells the two apart; where it is silent, the first reads the model's width and the
+second writes it. Experts are recognised by transformers' interface to them and by the model's ``ep_plan``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -24,20 +24,18 @@ from shardwright.layout.recipe import Compute, Recipe
 from shardwright.layout.roles import Role, Roles
 
 AUTO = "auto"
-UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # stands for it until there is a model
+UNMADE = Recipe(mesh=Mesh(fsdp=-1), batch=(), parameters={}, name=AUTO)  # a stand-in until there is a model
 AXES = ("data", "fsdp", "inner", "expert", "tensor", SEQUENCE)  # from the one that communicates least
-_EXPERT_AXIS = 4  # its size at most where none is asked for
+_EXPERT_AXIS = 4  # the default size, at most
 
 
 @dataclass(frozen=True)
 class AutoRecipe:
-    """A recipe made for one model, and what to say of its lines.
+    """A recipe made for one model, with comments on its lines.
 
     Args:
-        recipe: as if read from a file.
-        notes: pattern of a line → why it is as it is; lines that go without saying are left out.
-        undivided: pattern of a line → which axes do not divide what they should split, and so split something else
-            or nothing.
+        notes: pattern of a line → its reason, if it is not obvious.
+        undivided: pattern of a line → the axes that do not divide their dimension, and so split another or none.
     """
 
     recipe: Recipe
@@ -48,19 +46,16 @@ class AutoRecipe:
 def auto_recipe(
     model: PreTrainedModel, experts: Sequence[str], mesh: str | None = None, devices: int | None = None
 ) -> AutoRecipe:
-    """The recipe that the structure of ``model`` asks for. Reads names and shapes alone.
+    """The recipe for the structure of ``model`` (also on meta). Reads names and shapes alone.
 
     Args:
-        model: also one on meta.
         experts: the names of its modules that hold experts (`shardwright.model.facts.experts_modules`).
         mesh: axes and ICI factors such as ``fsdp=2,expert=4``; those of size 1 are left out. None: experts over
             ``expert`` if there are any, all else over ``fsdp``.
-        devices: what the mesh is laid on, so that no dimension is cut that its axes don't divide. None: each is
-            taken to be divisible.
+        devices: their number, so that only divisible dimensions are cut. None: all are taken to be divisible.
 
     Raises:
-        UserError: an axis that this recipe does not know, sizes that don't fit the devices, or an axis for experts
-            where there are none.
+        UserError: an unknown axis, sizes that don't fit the devices, or an axis for experts where there are none.
     """
     roles = Roles(model, experts)
     grid = _mesh(mesh, roles.count, devices)
@@ -85,7 +80,7 @@ def auto_recipe(
 
 
 def layers_list(model: PreTrainedModel) -> str | None:
-    """The name of the list of the decoder's layers: of all its lists the one with the most parameters."""
+    """The name of the list of the decoder's layers: its list with the most parameters."""
     decoder = model.get_decoder()
     if model.get_input_embeddings() not in decoder.modules():  # some call their output layer the decoder
         decoder = model
@@ -100,7 +95,7 @@ def layers_list(model: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True)
 class _Line:
-    """What stands on a line; parameters of equal lines may share one."""
+    """A line's layout and comments; parameters of equal lines may share one."""
 
     layout: dict[str, Placement]
     note: str
@@ -108,13 +103,12 @@ class _Line:
 
 
 def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
-    """The mesh of ``text``, its axes in the order of `AXES`; None: what suits so many experts, and devices if known."""
+    """The mesh of ``text``, its axes in the order of `AXES`; None: one for so many experts, and devices if known."""
     if text is None:
         over = math.gcd(experts or 1, devices or _EXPERT_AXIS, _EXPERT_AXIS)
         return Mesh(fsdp=-1, expert=over) if over > 1 else Mesh(fsdp=-1)
-    asked = Recipe(mesh=Mesh(dcn=None, **dict.fromkeys(_names(text), 1)), batch=(), parameters={}, name=AUTO).with_mesh(
-        text
-    )
+    axes: dict[str, int] = dict.fromkeys(_names(text), 1)
+    asked = replace(UNMADE, mesh=Mesh(dcn=None, **axes)).with_mesh(text)
     if "expert" in asked.mesh.axes and asked.mesh.axes["expert"] != 1 and experts is None:
         raise UserError(
             asked=f"recipe {AUTO}: mesh {text!r}",
@@ -127,7 +121,7 @@ def _mesh(text: str | None, experts: int | None, devices: int | None) -> Mesh:
 
 
 def _names(text: str) -> list[str]:
-    """The axes that ``text`` names, each one that this recipe knows."""
+    """The axes in ``text``, which must be known ones."""
     names = [part.partition("=")[0].strip() for part in text.split(",")]
     for name in names:
         if name not in AXES:
@@ -141,7 +135,7 @@ def _names(text: str) -> list[str]:
 
 
 def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Compute:
-    """Full recomputation and a scan; experts that drop no token, where there is a kernel for them."""
+    """Full recomputation and a scan; dropless experts where there is a kernel for them."""
     if not experts:
         return Compute(remat="full", scan=True)
     text = model.config.get_text_config()
@@ -155,7 +149,7 @@ def _compute(model: PreTrainedModel, experts: Sequence[str], mesh: Mesh) -> Comp
 
 
 def _layouts(model: PreTrainedModel, roles: Roles, sizes: Mapping[str, int]) -> dict[str, _Line]:
-    """Kind of parameter (its name with ``*`` for numbers) → its line: one that fits all parameters of that kind."""
+    """Kind of parameter (its name with ``*`` for numbers) → a line that fits all of that kind."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     kinds: dict[str, list[tuple[Role, torch.Size]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -165,17 +159,17 @@ def _layouts(model: PreTrainedModel, roles: Roles, sizes: Mapping[str, int]) -> 
 
 
 def _common(members: Sequence[tuple[Role, torch.Size]]) -> tuple[Role, tuple[int, ...]]:
-    """A role and a shape for all ``members``: what divides the shape divides each of theirs."""
+    """A role and a shape for all ``members``; divisors of the shape divide each of theirs."""
     roles, shapes = {role for role, _ in members}, {tuple(shape) for _, shape in members}
     if len({len(shape) for shape in shapes}) > 1:
         return Role(note="layers differ in it"), ()
-    # of several roles the one that cuts least: it suits the others too
+    # the role that cuts least suits the others too
     role = min(roles, key=lambda role: (role.cut is not None, len(role.rest), role.note))
     return role, tuple(math.gcd(*sizes) for sizes in zip(*shapes, strict=True))
 
 
 def _line(role: Role, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Line:
-    """Where a parameter of ``role`` goes on a mesh of ``sizes``."""
+    """The line of a parameter of ``role`` on a mesh of ``sizes``."""
     split: dict[str, Placement] = {}
     left = list(shape)
     missed: dict[int, list[str]] = {}  # length of a dimension → the axes that do not divide it

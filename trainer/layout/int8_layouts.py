@@ -1,4 +1,4 @@
-"""The plan of frozen weights that are stored as 8-bit integers: each has its scales beside it."""
+"""The plan of frozen weights in int8, each with its scales."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from shardwright.models.adapters.int8 import SCALE
 
 
 def with_int8(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """``plan`` with the weights ``names`` in int8, each with a scale for all that lie along its last dimension.
-
-    A weight with two names stays as it is.
-    """
+    """``plan`` with the weights ``names``, except tied ones, in int8, and a scale for each row of a last dimension."""
     tied = {*plan.aliases, *plan.aliases.values()}
     entries: list[ParameterPlan] = []
     for entry in plan.parameters:

@@ -1,4 +1,4 @@
-"""Loading a recipe by its name or its file's path: the file is run, and its variable ``recipe`` is taken."""
+"""Loads a recipe by its name or its file's path: runs the file, and takes its variable ``recipe``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OLD = "trainer"  # the package's name before it was shardwright
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """The recipe of that name in ``recipes/``, or the one in the file at that path, which ends in ``.py``.
+    """The recipe of that name in ``recipes/``, or in the file at that path, which ends in ``.py``.
 
     Raises:
         UserError: there is no such recipe; the file defines none, or fails (its line is named).
@@ -61,7 +61,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def _run_file(path: Path) -> dict[str, Any]:
-    """Runs the file and returns its variables. Whatever stops it becomes a UserError that names file and line."""
+    """Runs the file and returns its variables; any failure becomes a UserError that names file and line."""
     variables: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
         source = path.read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def _renamed(where: str, found: str) -> UserError:
 
 
 def _check_repeated_keys(tree: ast.Module, path: Path) -> None:
-    """Refuses a key that stands twice in one table, of which Python would keep only the last without a word."""
+    """Refuses a repeated key in a table, of which Python would keep the last without a word."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Dict):
             continue

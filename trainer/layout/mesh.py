@@ -1,4 +1,4 @@
-"""A mesh: the grid of devices as named axes, and the sizes that it takes on a number of devices. Needs no device."""
+"""A mesh: the grid of devices as named axes, and its sizes on a number of devices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SEQUENCE = "sequence"
 class Mesh:
     """The grid's axes in order, from the one that communicates least to the one that communicates most.
 
-    An axis is as many devices long as its ICI factor (within a slice) times its DCN factor (over slices).
+    The size of an axis is its ICI factor (within a slice) times its DCN factor (over slices).
 
     Args:
-        dcn: axis → DCN factor, 1 for an axis that is not named. Their product is the number of slices.
-        axes: axis → ICI factor. One may be -1: it takes the devices that the others leave.
+        dcn: axis → DCN factor, 1 by default. Their product is the number of slices.
+        axes: axis → ICI factor. One may be -1: the devices that the others leave.
 
     Raises:
         UserError: no axis, a factor that is not a positive integer, two -1, or a DCN axis that the mesh lacks.
@@ -58,7 +58,7 @@ class Mesh:
             )
 
     def __str__(self) -> str:
-        """The call that makes this mesh; DCN factors of 1 are left out."""
+        """The call that makes this mesh."""
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         slices = {axis: factor for axis, factor in self.dcn.items() if factor != 1}
         return f"Mesh({', '.join(parts + ([f'dcn={slices}'] if slices else []))})"
@@ -80,10 +80,6 @@ class Mesh:
             )
         return {axis: devices // fixed if size == -1 else size for axis, size in self.axes.items()}
 
-    def dcn_sizes(self) -> dict[str, int]:
-        """Slices along each axis, in order."""
-        return dict(self.dcn)
-
     def sizes(self, devices: int) -> dict[str, int]:
         """Devices along each axis (ICI × DCN), in order, with -1 resolved.
 
@@ -93,7 +89,7 @@ class Mesh:
         return {axis: size * self.dcn[axis] for axis, size in self.ici_sizes(devices).items()}
 
     def _that_fits(self, devices: int) -> Mesh:
-        """The nearest mesh of the same axes whose sizes multiply to ``devices`` exactly."""
+        """The nearest mesh of the same axes for exactly ``devices`` devices."""
         left, dcn, ici = max(devices, 1), {}, {}
         for axis, factor in self.dcn.items():
             dcn[axis] = math.gcd(factor, left)
@@ -106,7 +102,7 @@ class Mesh:
 
 
 def check_axis(axis: str, known: Iterable[str], where: str) -> None:
-    """Raises UserError unless ``axis`` is one of ``known``; ``where`` says what names it."""
+    """Raises UserError unless ``axis`` is one of ``known``; ``where``: the place that names it, for messages."""
     if axis not in known:
         raise UserError(
             asked=f"{where}: axis {axis!r}",

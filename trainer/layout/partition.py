@@ -1,4 +1,4 @@
-"""Partition specs: a layout turned round, from axis → dimension into dimension → axes, as torch_xla takes it."""
+"""Partition specs, torch_xla's form of a layout: dimension → axes instead of axis → dimension."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 
 def shards_of(layout: Layout) -> dict[str, Shard]:
-    """The axes of ``layout`` that split a dimension; those that replicate are left out."""
+    """The axes of ``layout`` that split a dimension."""
     return {axis: placement for axis, placement in layout.items() if isinstance(placement, Shard)}
 
 
 def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> PartitionSpec:
-    """The partition spec of a tensor that has ``layout``: ``rank`` entries, one for each of its dimensions.
-
-    Args:
-        layout: axis → placement.
-        rank: how many dimensions the tensor has.
-        mesh_axes: all axes of the mesh, in its order.
+    """The partition spec of a tensor with ``rank`` dimensions; ``mesh_axes``: all axes of the mesh, in order.
 
     Raises:
         UserError: the layout names a dimension that the tensor lacks, or an axis that the mesh lacks.
@@ -44,5 +39,5 @@ def partition_spec(layout: Layout, rank: int, mesh_axes: Sequence[str]) -> Parti
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes that a partition spec's entry names: none, one, or several."""
+    """The axes in a partition spec's entry: none, one, or several."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry

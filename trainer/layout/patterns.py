@@ -1,4 +1,4 @@
-"""Patterns that several names share, as a person would write them: ``[qkv]_proj``, ``*_layernorm``."""
+"""Merges names into patterns as a person would write them: ``[qkv]_proj``, ``*_layernorm``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SHORTEST = 3  # letters that two words must share for the rest of them to becom
 
 
 def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
-    """``lines`` with fewer keys: names of equal lines become one pattern where it matches no other name.
+    """Merges keys of equal lines into one pattern where it matches no other name.
 
     Args:
-        lines: name → what its line says. A name has ``*`` for each number.
+        lines: name, with ``*`` for each number → its line.
     """
-    names = {name: name.replace("*", "0") for name in lines}  # what a pattern must and must not match
+    names = {name: name.replace("*", "0") for name in lines}  # an example of each, for patterns to match or not
     found = {}
     for name in lines:
         # numbers and words in one place, as in a Sequential with a norm among its numbers
@@ -27,8 +27,7 @@ def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
     while (shared := _best(lines, names, found)) is not None:
         pattern, parts = shared
         members = [name for part in parts for name in found[part]]
-        # in the place of the first of them
-        found = {
+        found = {  # in the place of the first part
             (pattern if key == parts[0] else key): (members if key == parts[0] else value)
             for key, value in found.items()
             if key == parts[0] or key not in parts
@@ -39,7 +38,7 @@ def shared_patterns(lines: Mapping[str, Line]) -> dict[str, Line]:
 def _best(
     lines: Mapping[str, Line], names: Mapping[str, str], found: Mapping[str, list[str]]
 ) -> tuple[str, list[str]] | None:
-    """The pattern that joins the most of ``found``, and what it joins; None: none is left that joins two."""
+    """The pattern that merges the most keys of ``found``, and these keys; None if no two can be merged."""
     buckets: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for pattern in found:
         words = pattern.split(".")
@@ -67,7 +66,7 @@ def _globs(one: str, other: str, alike: Iterable[str]) -> Iterator[str]:
     """Globs that match both words, the closest first; none where they share too little.
 
     Args:
-        alike: all words that would stand in this place on equal lines.
+        alike: all words in this place on equal lines.
     """
     if {one, other} == {"weight", "bias"}:
         yield "*"
@@ -78,7 +77,7 @@ def _globs(one: str, other: str, alike: Iterable[str]) -> Iterator[str]:
         letters = [w[len(start)] for w in alike if len(w) == len(one) and w.startswith(start) and w.endswith(end)]
         if all(letter.isalnum() for letter in letters):
             yield f"{start}[{''.join(letters)}]{end}"
-    # whole words of them: input_layernorm and post_attention_layernorm share _layernorm
+    # whole words: input_layernorm and post_attention_layernorm share _layernorm
     end = end[end.index("_") :] if "_" in end else end
     start = start[: start.rindex("_") + 1] if "_" in start else start
     for shared, glob in ((end, f"*{end}"), (start, f"{start}*")):
@@ -87,6 +86,6 @@ def _globs(one: str, other: str, alike: Iterable[str]) -> Iterator[str]:
 
 
 def _start(one: str, other: str) -> str:
-    """What both words begin with."""
+    """The common beginning of two words."""
     differ = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     return one[: next(differ, min(len(one), len(other)))]

@@ -1,7 +1,7 @@
 """``Shard`` and ``Replicate``: DTensor's own placements, under names that load torch only when one is made.
 
-``Shard(0)`` here returns a ``torch.distributed.tensor.Shard(0)``, and ``isinstance`` accepts exactly what it accepts
-there. Importing torch takes seconds; so a recipe can be written, and Mesh, Compute and Recipe imported, without it.
+``Shard(0)`` returns a ``torch.distributed.tensor.Shard(0)``, and ``isinstance`` accepts that class. So Mesh, Compute
+and Recipe can be imported without torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 else:
 
     class _DTensors(type):
-        """The type of a name that stands for the class of that name in ``torch.distributed.tensor``."""
+        """The type of a stand-in for the class of the same name in ``torch.distributed.tensor``."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             import torch.distributed.tensor

@@ -1,4 +1,4 @@
-"""A plan: a recipe resolved against one model's shapes and one mesh, checked before a byte is allocated. Pure data."""
+"""A plan: a recipe resolved against a model's shapes and a mesh, and checked. Pure data."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from shardwright.layout.stacking import layer_names, numbers_of, stack_name
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Where one parameter goes, and what one device holds of it.
+    """The layout of one parameter, and a device's share of it.
 
     Args:
-        name: as ``named_parameters()`` gives it, or a stack's (see `shardwright.layout.stacking`).
-        pattern: of the recipe's line that it matches.
-        shape: of the whole parameter.
-        dtype: what it is stored in.
-        layout: the axes that split it, in mesh order; those that replicate it are left out.
-        local_shape: of one device's share.
-        bytes_per_device: of that share, without gradient and optimizer state.
-        trained: whether it has a gradient and optimizer state; False: it is frozen.
+        name: of ``named_parameters()``, or a stack's (see `shardwright.layout.stacking`).
+        pattern: the recipe's line that it matches.
+        dtype: of storage.
+        layout: the axes that split it, in mesh order.
+        local_shape, bytes_per_device: a device's share, without gradient and optimizer state.
+        trained: False: it is frozen, without gradient and optimizer state.
     """
 
     name: str
@@ -52,16 +50,16 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """A recipe resolved against one model's shapes and one mesh.
+    """A recipe resolved against a model's shapes and a mesh.
 
     Args:
         mesh: axis → devices along it, in mesh order.
         batch: axes that split the batch's rows.
-        parameters: each parameter once; one that is tied stands under the first of its names.
-        aliases: a tied parameter's other name → the name under which it stands in ``parameters``.
+        parameters: each parameter once; a tied one under the first of its names.
+        aliases: a tied parameter's other name → its name in ``parameters``.
         activations: pattern of module names → layout of that module's output.
-        optimizer_dtype: what the optimizer's state is stored in.
-        optim: which optimizer, a file of `shardwright.optimizers`.
+        optimizer_dtype: of the optimizer's state.
+        optim: the optimizer, a file of `shardwright.optimizers`.
     """
 
     mesh: dict[str, int]
@@ -77,51 +75,44 @@ class ShardingPlan:
         return {parameter.name: parameter for parameter in self.parameters}
 
     def __getitem__(self, name: str) -> ParameterPlan:
-        """The parameter of that name or alias.
-
-        Raises:
-            KeyError: the plan has none.
-        """
+        """The parameter of that name or alias, else KeyError."""
         return self._by_name[self.aliases.get(name, name)]
 
     def members(self, name: str) -> list[str]:
-        """The model's own names of a parameter: of a stack its layers' names, of any other its name alone."""
+        """The model's own names of a parameter: its layers' names if it is a stack."""
         return layer_names(name, self[name].shape[0])
 
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
-        """Name → partition spec of every parameter."""
         axes = tuple(self.mesh)
         return {entry.name: partition_spec(entry.layout, len(entry.shape), axes) for entry in self.parameters}
 
     def state_of(self, name: str) -> tuple[StateTensor, ...]:
-        """What the optimizer keeps of the parameter of that name, if it is trained."""
+        """The optimizer's state tensors of the parameter, as if it were trained."""
         entry = self[name]
         return state_tensors(self.optim, entry.name, entry.shape, entry.layout, entry.local_shape)
 
     @property
     def devices(self) -> int:
-        """How many devices the mesh has."""
         return math.prod(self.mesh.values())
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts the batch axes split the rows. The global batch must be divisible by it."""
+        """The parts into which the batch axes split the rows; a divisor of the global batch."""
         return math.prod(self.mesh[axis] for axis in self.batch)
 
     @property
     def sequence(self) -> str | None:
-        """The axis that splits the tokens of a row; None: rows are whole."""
+        """The axis that splits the tokens of a row, if one does."""
         return SEQUENCE if self.mesh.get(SEQUENCE, 1) > 1 else None
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes that split a batch's tokens: its rows, and the tokens of a row."""
+        """The axes that split a batch's rows, or the tokens of a row."""
         return self.batch if self.sequence is None else (*self.batch, self.sequence)
 
     @property
     def token_shards(self) -> int:
-        """Into how many parts those axes split the tokens."""
         return math.prod(self.mesh[axis] for axis in self.token_axes)
 
     @property
@@ -136,7 +127,7 @@ class ShardingPlan:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The mesh, each parameter's layout and share, and the totals in bytes per device, as values for JSON."""
+        """Mesh, each parameter's layout and share, and totals in bytes per device, as values for JSON."""
         return {
             "mesh": self.mesh,
             "parameters": [
@@ -155,13 +146,13 @@ class ShardingPlan:
         }
 
     def stacked(self, prefix: str, slices: Sequence[str], depth: int) -> ShardingPlan:
-        """The plan of the model with layers of the list ``prefix`` stacked: ``PREFIX.0.REST``, … are one tensor.
+        """The plan with layers of the list ``prefix`` stacked: ``PREFIX.0.REST``, … are one tensor.
 
-        A stack of n layers has shape ``[n, ...]``, so each axis splits one dimension further than in the layer.
+        A stack of n layers has shape ``[n, ...]``, so each axis splits the next dimension.
 
         Args:
-            slices: which layers are in each stack, as `shardwright.layout.stacking` names them.
-            depth: how many layers the list has.
+            slices: the layers of each stack, as `shardwright.layout.stacking` names them.
+            depth: number of layers in the list.
 
         Raises:
             UserError: the layers of a stack differ in parameters, shapes or layouts, or share a parameter.
@@ -177,7 +168,7 @@ class ShardingPlan:
             layer, rest = split(parameter.name)
             if layer in layers:
                 layers[layer][rest] = parameter
-        stacks: dict[str, tuple[str, int]] = {}  # name of a layer -> of its stack, and how many layers that has
+        stacks: dict[str, tuple[str, int]] = {}  # a stack's first layer -> (slice, layers); its others -> ("", 0)
         for which in slices:
             names = layer_names(stack_name(prefix, which, ""), len(numbers_of(f"{prefix}.{which}.") or range(depth)))
             inside = [name.removesuffix(".") for name in names]
@@ -201,7 +192,7 @@ class ShardingPlan:
 def _check_alike(
     prefix: str, first: tuple[str, dict[str, ParameterPlan]], layer: tuple[str, dict[str, ParameterPlan]]
 ) -> None:
-    """Raises UserError unless two layers, each a name and what it has, have the same shapes, dtypes and layouts."""
+    """Raises UserError unless two (named) layers have equal shapes, dtypes and layouts."""
     (name, mine), (other_name, theirs) = first, layer
     for rest in sorted(mine.keys() ^ theirs.keys()) or ([] if mine else ["any parameter"]):
         raise _not_alike(prefix, f"{name} and {other_name} do not both have {rest}")
@@ -245,13 +236,11 @@ def make_plan(
     optimizer_dtype: torch.dtype = torch.float32,
     optim: str = "adamw",
 ) -> ShardingPlan:
-    """Resolves ``recipe`` for ``model`` on ``devices`` devices. Reads shapes alone and allocates nothing.
+    """Resolves ``recipe`` for ``model`` (also on meta) on ``devices`` devices. Reads shapes alone.
 
     Args:
-        model: any module, also one on meta.
-        weight_dtype: what weights are stored in; None: what ``model`` has them in.
-        optimizer_dtype: what the optimizer's state is stored in.
-        optim: which optimizer, a file of `shardwright.optimizers`.
+        weight_dtype: of stored weights; None: the model's.
+        optimizer_dtype, optim: as in :class:`ShardingPlan`.
 
     Raises:
         UserError: the mesh does not fit the devices; a parameter matches no line, or two; a line matches nothing; a
@@ -293,7 +282,7 @@ def plan_parameter(
     layout: dict[str, Placement],
     mesh: Mapping[str, int],
 ) -> ParameterPlan:
-    """The plan of one parameter whose ``layout`` fits it: its axes are in mesh order and divide their dimensions."""
+    """The plan of one parameter; ``layout`` must be in mesh order and its axes divide their dimensions."""
     local = list(shape)
     for axis, shard in shards_of(layout).items():
         local[shard.dim] //= mesh[axis]

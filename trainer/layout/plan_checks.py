@@ -1,4 +1,4 @@
-"""What must hold between a recipe, a model's shapes and a mesh. Each check raises UserError where it does not."""
+"""Checks between a recipe, a model's shapes and a mesh; each raises UserError."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardwright.layout.partition import partition_spec, shards_of
 from shardwright.layout.placement import Placement
 from shardwright.layout.recipe import Layout, Recipe, layout_text, matches
 
-_LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe is answered with all of them
+_LISTED = 16  # kinds of parameter in one message; a decoder has fewer, so an empty recipe's message lists all
 
 
 def collapse(name: str) -> str:
-    """A parameter's name with ``*`` in place of layer and expert numbers, as a recipe line for it would read."""
+    """A parameter's name with ``*`` for layer and expert numbers, as in a recipe."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _listing(names: Iterable[str], notes: Mapping[str, str]) -> str:
-    """Names, one kind (see ``collapse``) a line, each with its note and count; at most ``_LISTED`` kinds."""
+    """Names, one kind (:func:`collapse`) a line, each with its note and count."""
     groups = Counter(f"{collapse(name)} {notes[name]}" for name in names)
     lines = [f"{group}" + (f", {count} of them" if count > 1 else "") for group, count in groups.items()]
     if len(lines) > _LISTED:
@@ -105,7 +105,7 @@ def check_divisible(
 ) -> None:
     """Raises UserError unless every dimension is divisible by the sizes of the axes that split it.
 
-    The error lists all parameters that fail, and says what would mend the first.
+    The error lists all parameters that fail, with remedies for the first.
     """
     bad: dict[str, tuple[int, list[str]]] = {}
     for name, parameter in names.items():
@@ -133,7 +133,7 @@ def check_divisible(
 
 
 def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str, int]) -> list[str]:
-    """Advice: sizes of ``axis`` with which ``axes`` together would divide ``size``; may be empty."""
+    """Advice: sizes of ``axis`` with which ``axes`` would divide ``size``."""
     others = math.prod(mesh[other] for other in axes if other != axis)
     devices = math.prod(mesh.values())
     fit = [str(n) for n in range(1, devices + 1) if devices % n == 0 and size % (n * others) == 0]
@@ -143,7 +143,7 @@ def _sizes_that_divide(size: int, axis: str, axes: list[str], mesh: Mapping[str,
 def _dimensions_that_divide(
     shape: tuple[int, ...], dim: int, axes: list[str], layout: Layout, mesh: Mapping[str, int]
 ) -> list[str]:
-    """Advice: other dimensions that ``axes`` would divide, beside the axes that split them already; may be empty."""
+    """Advice: other dimensions that ``axes`` would divide, together with the axes that split them already."""
     shards = shards_of(layout)
     fit = [
         f"Shard({other})"

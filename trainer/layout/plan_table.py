@@ -18,7 +18,7 @@ PLAN_HEADER = ("pattern", "match", "shape", "placements", "on a device", "bytes"
 
 
 def plan_rows(plan: ShardingPlan) -> list[list[str]]:
-    """A row under :data:`PLAN_HEADER` for each pattern and shape, with the bytes of all its parameters together."""
+    """A row under :data:`PLAN_HEADER` for each pattern and shape, with the bytes of all its parameters."""
     groups: dict[tuple[str, tuple[int, ...]], list[ParameterPlan]] = {}
     for parameter in plan.parameters:
         groups.setdefault((parameter.pattern, parameter.shape), []).append(parameter)
@@ -36,7 +36,7 @@ def plan_rows(plan: ShardingPlan) -> list[list[str]]:
 
 
 def held_by_a_device(plan: ShardingPlan) -> list[tuple[str, int]]:
-    """(what, bytes) that a device holds of weights, gradients and the optimizer's state."""
+    """(name, bytes on a device) of weights, gradients and optimizer state."""
     totals, state = plan.totals, f"{OPTIMIZERS[plan.optim].title} state"
     names = {"parameters": "parameters_bytes", "gradients": "gradients_bytes", state: "optimizer_bytes"}
     return [(what, totals[name]) for what, name in names.items()]

@@ -23,7 +23,7 @@ _CHOICES = {
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``name`` matches ``pattern``. Both are compared between their dots, so ``*`` never crosses one."""
+    """Whether ``name`` matches ``pattern``, compared between the dots, so that ``*`` never crosses one."""
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
@@ -33,23 +33,22 @@ class Compute:
     """How the step computes, apart from layout.
 
     Args:
-        dtype: what matrix products run in. None: bfloat16 on a TPU, float32 elsewhere. What weights and optimizer
-            state are stored in is an option of the run, not of the recipe.
+        dtype: of matrix products. None: bfloat16 on a TPU, float32 elsewhere. The stored dtypes of weights and
+            optimizer state are options of the run, not of the recipe.
         experts: ``dropless`` (exact; each expert computes its own tokens), ``capacity`` (GShard: an expert drops the
             tokens beyond its capacity), ``dense`` (exact; every expert computes every token), or None: no experts.
         capacity_factor: an expert's slots for tokens, over those of a perfectly balanced load; for ``capacity`` alone.
         router_loss: add the model's own load-balancing loss, times its ``router_aux_loss_coef``.
         attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
-        remat: what the backward computes again: nothing (``none``), whole layers (``full``), or all but the matrix
-            products (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a
-            TPU. A number from 0 to 1 is the share that is kept of what products and attention make, in bytes: first
-            what takes most FLOPs a byte. 0 is ``full``. ``auto`` is the largest share with which the run fits the chip,
-            once scripts/compile.py has found it, else ``full``.
-        scan: store decoder layers that repeat stacked, and run them as one scanned layer, or one scanned period of
+        remat: the part of a layer that the backward computes again: ``none``, ``full``, or all but the matrix products
+            (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a TPU. A
+            number from 0 to 1 is the share, in bytes, to keep of the results of products and attention, first those
+            with most FLOPs a byte; 0 is ``full``. ``auto`` is the largest share with which the run fits the chip, once
+            scripts/compile.py has found it, else ``full``.
+        scan: store repeating decoder layers stacked, and run them as one scanned layer, or one scanned period of
             layers. Layers that do not repeat run one by one.
         reduce_gradients: sum gradients over devices once a ``step`` or once a ``micro_batch``. The second communicates
-            more; it is for models whose gradients fit on a device only when the batch axes split them. With one
-            micro-batch the two are the same.
+            more; it is for models whose gradients fit on a device only when the batch axes split them.
 
     Raises:
         UserError: a value that is none of these.
@@ -98,17 +97,15 @@ class Compute:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where every tensor of a model lives on a mesh, and how the step computes.
+    """The layout of every tensor of a model on a mesh, and how the step computes.
 
     Args:
-        mesh: the grid of devices.
         batch: mesh axes that split the batch's rows.
         parameters: pattern of parameter names → layout. Each parameter matches exactly one line, and each line at
             least one parameter.
-        optional: more such lines, for parameters that only some models have; these may match nothing.
+        optional: lines for parameters that only some models have; these may match nothing.
         activations: pattern of module names → layout of that module's output.
-        compute: how the step computes.
-        model: values of a transformers config, ``model_type`` among them: the model used where none is asked for.
+        model: values of a transformers config, ``model_type`` among them: the default model.
         name: the file's, set by ``load_recipe``.
 
     Raises:
@@ -183,7 +180,7 @@ class Recipe:
     def _with_split_rows(self) -> Recipe:
         """This recipe with an innermost axis that splits the tokens of each row.
 
-        It splits the activations that the batch axes split, and with them the weights that the first of these splits.
+        It also splits the activations that batch axes split, and the weights that the first of these splits.
         """
         mesh = Mesh(dcn=self.mesh.dcn, **self.mesh.axes, **{SEQUENCE: 1})
         first = self.batch[0] if self.batch else SEQUENCE
@@ -214,13 +211,13 @@ class Recipe:
                 )
             try:
                 changes[name] = ast.literal_eval(value)
-            # no Python literal but a word, as in remat=full; or one that Python can't hold
+            # a word, as in remat=full; or a literal that Python can't hold
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 changes[name] = value
         return replace(self, compute=replace(self.compute, **changes))
 
     def as_dict(self) -> dict[str, Any]:
-        """The recipe as values that JSON can hold, under the names that the recipe itself uses."""
+        """The recipe as values for JSON, under its own names."""
         tables = {
             table: {pattern: layout_text(layout) for pattern, layout in getattr(self, table).items()}
             for table in ("parameters", "optional", "activations")
@@ -236,7 +233,7 @@ class Recipe:
 
 
 def layout_text(layout: Layout) -> dict[str, str]:
-    """A layout in words: ``{"fsdp": Shard(0)}`` becomes ``{"fsdp": "Shard(0)"}``."""
+    """A layout as text: ``{"fsdp": Shard(0)}`` becomes ``{"fsdp": "Shard(0)"}``."""
     return {
         axis: f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
         for axis, placement in layout.items()
@@ -244,7 +241,6 @@ def layout_text(layout: Layout) -> dict[str, str]:
 
 
 def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
-    """Raises UserError unless ``value`` is of ``kind``."""
     if not isinstance(value, kind):
         raise UserError(
             asked=f"{what}={value!r}",
@@ -255,7 +251,7 @@ def _check_kind(what: str, value: object, kind: type, instead: str) -> None:
 
 
 def _check_layout(where: str, pattern: object, layout: object, mesh: Mesh) -> None:
-    """Raises UserError unless ``layout`` places tensors along axes of ``mesh``; ``where`` says which line it is."""
+    """Raises UserError unless ``layout`` places tensors along axes of ``mesh``; ``where``: the line, for messages."""
     _check_kind(f"{where}: the pattern", pattern, str, '"model.layers.*.mlp.gate.weight"')
     _check_kind(f"{where}: the layout", layout, Mapping, '{"fsdp": Shard(0)}, or {} to replicate')
     assert isinstance(layout, Mapping)  # checked just above; this tells mypy

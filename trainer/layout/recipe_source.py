@@ -1,23 +1,18 @@
-"""A recipe as the source of a file that defines it: what a person would write, as `ruff format` leaves it."""
+"""Writes a recipe as the source of a file, as a person would, in the format of `ruff format`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 
 from shardwright.layout.auto import AutoRecipe
 from shardwright.layout.recipe import Compute, Layout, layout_text
 
-_WIDTH = 120  # of a line
+_WIDTH = 120
 
 
 def recipe_source(made: AutoRecipe, docstring: str) -> str:
-    """Python that `shardwright.layout.load_recipe.load_recipe` reads the recipe from, with comments.
-
-    Args:
-        docstring: what the file begins with.
-    """
+    """Python that `shardwright.layout.load_recipe.load_recipe` reads, with comments, under ``docstring``."""
     recipe = made.recipe
     batch = ", ".join(map(json.dumps, recipe.batch)) + ("," if len(recipe.batch) == 1 else "")
     table = [
@@ -45,7 +40,7 @@ def recipe_source(made: AutoRecipe, docstring: str) -> str:
 
 
 def _entry(pattern: str, layout: Layout, notes: Sequence[str]) -> list[str]:
-    """A line of the table; its note behind it, or above where that is too long, as are its axes below."""
+    """A table entry with its note behind, or above if that is too long; the axes of a long one, a line each."""
     room, note = _WIDTH - 8, "# " + "; ".join(notes) if notes else ""
     line = f"{json.dumps(pattern)}: {_dict(layout)},"
     if len(line) > room:
@@ -60,10 +55,8 @@ def _dict(layout: Layout) -> str:
 
 
 def _compute(compute: Compute) -> str:
-    """The call that makes ``compute``; what it has by default is left out, but for the two that say how layers run."""
-    said = {f.name: getattr(compute, f.name) for f in fields(compute)}
-    shown = {
-        name: value for name, value in said.items() if name in ("remat", "scan") or value != getattr(Compute(), name)
-    }
+    """The call that makes ``compute``, with remat, scan and all else that is not the default."""
+    default = vars(Compute())
+    shown = {k: value for k, value in vars(compute).items() if k in ("remat", "scan") or value != default[k]}
     texts = (f"{name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in shown.items())
     return f"Compute({', '.join(texts)})"

@@ -1,4 +1,4 @@
-"""What each parameter of a model is to the layers around it: which of its dimensions may be cut, and why."""
+"""The role of each parameter in its model: the dimensions that may be cut, and why."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwright.layout.plan_checks import collapse
 
-# What has but one dimension longer than that is too small to cut: a projection to few gates, and, of what is no
-# projection, a convolution's kernels or a state of each channel.
+# A weight with only one dimension longer than this is too small to cut: a projection to few gates (_FEW), a
+# convolution's kernels or a state of each channel (_THIN).
 _FEW, _THIN = 8, 16
-# What transformers calls its ways to cut a weight by its outputs and by its inputs; of the weight's last two dimensions
-# the first and the second (distributed/tensor_parallel.py, transformers 5.23). Ways that gather what they have cut are
-# not among them: they say nothing of a pair.
+# transformers' styles that cut a weight by outputs and by inputs: the first and the second of the last two dimensions
+# (distributed/tensor_parallel.py, transformers 5.23). Styles that gather again don't make a pair.
 _BY_OUTPUTS = {"colwise", "packed_colwise", "embedding_rowwise"}
 _BY_INPUTS = {"rowwise", "packed_rowwise", "embedding_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"}
@@ -26,14 +25,14 @@ _LINEAR = (nn.Linear, Conv1D)
 
 @dataclass(frozen=True)
 class Role:
-    """Which dimensions of a parameter may be cut.
+    """The dimensions of a parameter that may be cut.
 
     Args:
-        cut: the one that tensor parallelism cuts, so that what lies between a pair stays on its device; None: none.
-        rest: those that other axes may cut, the best first where tensor parallelism cuts none; none: it is replicated.
-        experts: the one that counts experts; None: none does.
+        cut: by tensor parallelism, so that values between a pair of projections stay on their device.
+        rest: by other axes, the best first where tensor parallelism cuts none; empty: it is replicated.
+        experts: the dimension that counts experts.
         vector: a bias, which is too small to be cut twice.
-        note: why, where it does not go without saying.
+        note: the reason, if it is not obvious.
     """
 
     cut: int | None = None
@@ -43,7 +42,7 @@ class Role:
     note: str = ""
 
     def order(self, cut: bool) -> tuple[int, ...]:
-        """The dimensions for the other axes, the best first; ``cut``: tensor parallelism has taken its own."""
+        """The dimensions for other axes, the best first; ``cut``: tensor parallelism has cut its own."""
         others = tuple(dim for dim in self.rest if dim != self.cut)
         taken = tuple(dim for dim in self.rest if dim == self.cut)
         return others + taken if cut else self.rest
@@ -53,14 +52,14 @@ _WHOLE = Role()
 
 
 class Roles:
-    """The roles of a model's parameters. Reads names, shapes and transformers' own parallel plans.
+    """The roles of a model's parameters, from names, shapes and transformers' own parallel plans.
 
     Args:
         model: also one on meta.
         experts: names of its modules that hold experts.
 
     Attributes:
-        count: how many experts such a module holds; None without any.
+        count: experts in such a module; None without any.
     """
 
     def __init__(self, model: PreTrainedModel, experts: Sequence[str]) -> None:
@@ -94,13 +93,13 @@ class Roles:
         if module in self.tokens or isinstance(module, nn.Embedding):
             return Role(cut=0, rest=(0, 1))
         cut = self._cut(module_name, style) if linear else _literal(style, len(shape))
-        # a pair's weights are gathered along what lies between the two; others along what divides best
+        # a pair's weights are gathered along the dimension between the two; others along the largest
         return Role(
             cut=cut, rest=tuple(sorted(range(len(shape)), key=lambda dim: (linear and dim != cut, -shape[dim])))
         )
 
     def _of_experts(self, name: str, shape: tuple[int, ...]) -> Role:
-        """The role of a parameter ``[experts, …]``, which is a weight or a bias of all experts."""
+        """The role of a weight or bias ``[experts, …]`` of all experts."""
         module_name, _, leaf = name.rpartition(".")
         last = len(shape) - 1
         closes = leaf.startswith("down")  # the second of a pair; names of the interface, integrations/moe.py, 5.23
@@ -115,7 +114,7 @@ class Roles:
         return Role(cut=cut, rest=tuple(range(last, 0, -1)), experts=0)
 
     def _routers(self) -> set[str]:
-        """Names of what stands beside experts and chooses among them: it has an output for each of them."""
+        """Names of the routers: modules or parameters beside experts with one output for each."""
         parents = {name.rpartition(".")[0] for name in self.experts}
         found = set()
         for parent in parents:
@@ -123,41 +122,38 @@ class Roles:
             beside += [(name, iter([p])) for name, p in self.modules[parent].named_parameters(recurse=False)]
             for name, parameters in beside:
                 sizes = {len(p) for p in parameters if p.dim() > 1}
-                # what writes the model's width is an expert that all tokens share, or the attention
+                # one that writes the model's width is a shared expert, or the attention
                 if self.count in sizes and self.width not in sizes and f"{parent}.{name}" not in self.experts:
                     found.add(f"{parent}.{name}")
         return found
 
     def _style(self, name: str) -> str | None:
-        """What the model's plan says of a parameter, or of the module whose weight or bias it is."""
+        """The plan's style for a parameter, or for the module whose weight or bias it is."""
         kind = collapse(name)
         style = self.tensor_plan.get(kind, self.tensor_plan.get(kind.rpartition(".")[0]))
         return None if style in _GATHERED else style
 
     def _cut(self, name: str, style: str | None) -> int | None:
-        """The dimension of a linear module's weight that a pair cuts; None: it belongs to no pair.
-
-        Where the plan is silent, the first of a pair reads the model's width and the second writes it.
-        """
+        """The dimension of a linear module's weight that a pair cuts; None: it belongs to no pair."""
         module, width = self.modules[name], self._width_at(name)
         if style is not None:
             return _literal(style, 2)
         by_outputs, by_inputs = _output_dim(module), 1 - _output_dim(module)
         beside = [m for m in self.modules[name.rpartition(".")[0]].children() if isinstance(m, _LINEAR)]
         read, written = _ends(module)
-        if read == written == width:  # of a square attention's projections the last one writes
+        if read == written == width:  # a square attention: its last projection writes
             square = [m for m in beside if _ends(m) == (width, width)]
             return by_inputs if module is square[-1] and (len(square) > 1 or module is beside[-1]) else by_outputs
         if read == width:
-            # latent attention's first projections begin no pair: another widens at once what they write, or most of
-            # it, where the keys' rotary part is written besides
+            # latent attention's first projections begin no pair: another widens their output at once, or most of it,
+            # where it has the keys' rotary part too
             inner = [_ends(m) for m in beside if width not in _ends(m)]
             low_rank = any(narrow <= written < 2 * narrow and narrow < wide for narrow, wide in inner)
             return None if low_rank else by_outputs
         return by_inputs if written == width or written <= read else by_outputs
 
     def _width_at(self, name: str) -> int:
-        """The width of the residual stream where the module ``name`` stands: a vision tower has its own."""
+        """The width of the residual stream around the module ``name``: a vision tower has its own."""
         while name:
             config = getattr(self.modules[name], "config", None)
             try:
@@ -170,23 +166,23 @@ class Roles:
 
 
 def _of_router(shape: tuple[int, ...]) -> Role:
-    """The role of a router's parameter: of few experts it is small, and every token needs all of it."""
+    """The role of a router's parameter."""
     if len(shape) > 1 and shape[0] > _THIN:
         return Role(rest=(1,), note="the router")
     return Role(note="the router: small, and every token needs all of it" if len(shape) > 1 else "")
 
 
 def _ends(linear: nn.Module) -> tuple[int, int]:
-    """(numbers that a linear module reads, numbers that it writes) for each token."""
+    """(input width, output width) of a linear module."""
     shape = linear.get_parameter("weight").shape
     return shape[1 - _output_dim(linear)], shape[_output_dim(linear)]
 
 
 def _output_dim(module: nn.Module) -> int:
-    """The dimension of a linear module's weight that counts its outputs: transformers' `Conv1D` has ``[in, out]``."""
+    """The output dimension of a linear module's weight; transformers' `Conv1D` has ``[in, out]``."""
     return 1 if isinstance(module, Conv1D) else 0
 
 
 def _literal(style: str | None, rank: int) -> int | None:
-    """The dimension of a weight of ``rank`` dimensions that the plan's ``style`` cuts; None: none."""
+    """The dimension, of ``rank``, that the plan's ``style`` cuts, if any."""
     return rank - 2 if style in _BY_OUTPUTS else rank - 1 if style in _BY_INPUTS else None

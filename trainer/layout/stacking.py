@@ -1,6 +1,6 @@
 """Names of stacks of layers: the tensor ``model.layers.0:24:2.x`` holds ``model.layers.0.x``, ``model.layers.2.x``, ….
 
-What stands for the layers' numbers is a slice as Python writes it, or ``*`` for all layers of the list.
+In the place of a layer's number is a slice in Python's notation, or ``*`` for all layers of the list.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ _STACK = re.compile(r"(?<=\.)(?:\*|(\d{1,4}):(\d{1,4})(?::([1-9]\d{0,3}))?)(?=\.
 
 
 def is_stacked(name: str) -> bool:
-    """Whether ``name`` is a stack's."""
     return _STACK.search(name) is not None
 
 
@@ -21,7 +20,7 @@ def stack_name(layers: str, which: str, rest: str) -> str:
 
 
 def numbers_of(name: str) -> range | None:
-    """The numbers of the layers in the stack ``name``; None if it holds all layers of its list."""
+    """The numbers of the layers in the stack ``name``; None for all layers of the list."""
     found = _STACK.search(name)
     assert found is not None
     start, stop, step = found.groups()
@@ -29,15 +28,15 @@ def numbers_of(name: str) -> range | None:
 
 
 def layer_name(name: str, layer: int) -> str:
-    """The name of the parameter of layer number ``layer`` in the stack ``name``."""
+    """The name of layer ``layer``'s parameter in the stack ``name``."""
     return _STACK.sub(str(layer), name, count=1)
 
 
 def layer_names(name: str, count: int) -> list[str]:
-    """The names of all layers' parameters in the stack ``name`` of ``count`` layers, or ``name`` if it is no stack's.
+    """The names of all layers' parameters in the stack ``name`` of ``count`` layers; ``[name]`` if it is no stack's.
 
     Raises:
-        ValueError: the name says another number of layers.
+        ValueError: the name has another number of layers.
     """
     if not is_stacked(name):
         return [name]

@@ -1,1 +1,1 @@
-"""A run as it goes: its log, page, callbacks, trackers, state and messages."""
+"""A run's log, page, callbacks, trackers, state and messages."""

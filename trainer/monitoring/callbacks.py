@@ -1,9 +1,9 @@
-"""transformers' callbacks: what they are told besides a run's arguments, state and control, and what they remember."""
+"""transformers' callbacks: calling them, and keeping their states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
@@ -11,34 +11,28 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 # semi-private: transformers/trainer_callback.py, transformers 5.23
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-
-class Rated(Protocol):
-    """What has the learning rate of the step that comes next."""
-
-    @property
-    def learning_rate(self) -> float: ...
+from shardwright.arguments.schedule import Schedule
 
 
 class LearningRate:
-    """What callbacks get as ``lr_scheduler``: it can be asked for the rate, in torch's way, and not be stepped."""
+    """The callbacks' ``lr_scheduler``: read-only, with torch's name for the rate of the next step."""
 
-    def __init__(self, schedule: Rated) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
 
     def get_last_lr(self) -> list[float]:
-        """Returns the rate of the step that comes next, as torch's schedulers do after their own step."""
         return [self._schedule.learning_rate]
 
 
 class Callbacks(CallbackHandler):
-    """Tells callbacks of events, and keeps what they must remember for a run that goes on.
+    """Calls callbacks, and keeps their states for a run that goes on.
 
     They get no ``optimizer`` and no dataloader: the update is a part of the step's one computation, and a batch that a
-    callback took would be missing from training. The ``model``'s parameters are those that train, on the devices.
+    callback took would be missing from training. The ``model``'s parameters are the trained ones, on the devices.
 
     Args:
-        remembered: what :meth:`states` returned in the run that this one goes on with, else empty. Options stay those
-            that a callback was made with.
+        remembered: :meth:`states` of the run that this one goes on with, else empty. A callback's options stay as they
+            were made.
     """
 
     def __init__(
@@ -46,7 +40,7 @@ class Callbacks(CallbackHandler):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
-        schedule: Rated,
+        schedule: Schedule,
         remembered: Any,
     ) -> None:
         super().__init__(callbacks, model, tokenizer, None, LearningRate(schedule))
@@ -57,7 +51,7 @@ class Callbacks(CallbackHandler):
                 vars(callback).update({key: value for key, value in kept.items() if key in vars(callback)})
 
     def states(self) -> dict[str, Any]:
-        """Returns what the callbacks remember (EarlyStopping: how often in a row it was not better), JSON-able."""
+        """The callbacks' JSON-able states (EarlyStopping: how often in a row it was not better)."""
         remembering: Any = [callback for callback in self.callbacks if isinstance(callback, ExportableState)]
         states: Any = TrainerState(stateful_callbacks=remembering).stateful_callbacks
         return states

@@ -1,4 +1,4 @@
-"""RunLog: what a run logs, and tells its callbacks of it."""
+"""A run's log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from shardwright.xla.program_cache import KEPT
 
 
 class RunLog:
-    """The log of a run: each entry goes to ``state.log_history``, to the callbacks and, but for :meth:`note`, the page.
-
-    Args:
-        event: tells the callbacks of an event.
-    """
+    """Writes each entry to ``state.log_history``, the callbacks (by ``event``) and, except :meth:`note`, the page."""
 
     def __init__(
         self,
@@ -37,18 +33,18 @@ class RunLog:
         self.console, self.event = console, event
 
     def write(self, logs: dict[str, Any]) -> None:
-        """Log, and write the page anew."""
+        """Logs, and updates the page."""
         self.note(logs)
         self.watch.update(self.state, self.meter.expert_load)
 
     def note(self, logs: dict[str, Any]) -> None:
-        """Log, without the page: it belongs to the run alone."""
+        """Logs without the page, which belongs to the run alone."""
         logs = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.event("on_log", logs=logs)
 
     def steps(self, learning_rate: float) -> None:
-        """Read and log what the steps since the last such entry came to, if there were any.
+        """Reads and logs the metrics of the steps since the last such entry.
 
         Raises:
             UserError: the loss became NaN or infinite.
@@ -60,11 +56,11 @@ class RunLog:
         self.programs()
 
     def saved(self, saved: Saved | None) -> None:
-        """Log a checkpoint whose write has ended, if one has."""
+        """Logs a written checkpoint, if there is one."""
         if saved is not None:
             self.write({"saved_step": saved.step, "save_bytes": saved.bytes, "save_seconds": saved.seconds})
 
     def programs(self) -> None:
-        """Say which programs were kept for the next run, or found."""
+        """Says which programs were kept for the next run, or found."""
         for line in KEPT.news():
             say(self.console, line)

@@ -1,4 +1,4 @@
-"""What a run says where it ends otherwise than at its last step, and where it can't begin."""
+"""Messages and errors of a run that ends before its last step, or can't begin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.step.step_metrics import StepMetrics
 
 
 def other_devices(job: Job, devices: int) -> UserError:
-    """The error of a process that has another number of devices than ``job`` is for."""
+    """The error of a process with another number of devices than the job's."""
     return UserError(
         asked=f"a job for {job.devices} devices",
         found=f"this process has {devices}",
@@ -27,11 +27,7 @@ def other_devices(job: Job, devices: int) -> UserError:
 
 
 def check_steps_left(args: TrainingArguments, resume: RunCheckpoint | None) -> None:
-    """Refuse a checkpoint beyond the run's steps, if their number is known.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Raises UserError for a checkpoint beyond the run's steps, if their number is known."""
     if resume is not None and 0 < args.max_steps < resume.step:
         raise UserError(
             asked=f"--max_steps {args.max_steps} from {resume.folder}",
@@ -42,7 +38,7 @@ def check_steps_left(args: TrainingArguments, resume: RunCheckpoint | None) -> N
 
 
 def set_aside(names: Iterable[str], output: Folder) -> str:
-    """What is said of the checkpoints ``names`` in ``output`` that the run does not go on from."""
+    """The message about checkpoints ``names`` in ``output`` that the run does not go on from."""
     return (
         f"set aside: {', '.join(names)} of {output}, which this run does not go on from: their paths still resume, "
         "`latest` does not find them, and one is replaced when this run comes to its step"
@@ -50,7 +46,7 @@ def set_aside(names: Iterable[str], output: Folder) -> str:
 
 
 def farewell(interrupted: bool, step: int) -> str:
-    """What is said when a signal ended the run after ``step``: Ctrl-C if ``interrupted``, else SIGTERM."""
+    """The message after a signal ended the run after ``step``: Ctrl-C if ``interrupted``, else SIGTERM."""
     word = "interrupted" if interrupted else "preempted (SIGTERM)"
     if not step:
         return f"{word} before the first step was done: there is nothing to save, and the same command starts anew"
@@ -59,20 +55,16 @@ def farewell(interrupted: bool, step: int) -> str:
 
 
 def check_good(metrics: StepMetrics, state: TrainerState, args: TrainingArguments) -> None:
-    """Refuse to go on after a step that ended the run; ``state`` is then that of the step before it.
-
-    Raises:
-        UserError: there was one.
-    """
+    """Raises UserError after a step that ended the run, and sets ``state`` back to the step before it."""
     if not metrics.bad_step:
         return
     state.global_step, spike = metrics.bad_step - 1, metrics.spike
     is_spike = spike is not None and spike.step == metrics.bad_step
-    raise spiked(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
+    raise spike_error(spike, args) if spike is not None and is_spike else not_finite(metrics, args)
 
 
-def spiked(spike: Spike, args: TrainingArguments) -> Spiked:
-    """The error of a run that ``spike`` ended: the first of ``--on_spike stop``, or one too many."""
+def spike_error(spike: Spike, args: TrainingArguments) -> Spiked:
+    """The error of a run that a spike ended: the first under ``--on_spike stop``, or one too many."""
     far = [
         f"its {name} is {value:.4g}, above {limit:.4g}"
         for name, value, limit in (
@@ -103,7 +95,7 @@ def spiked(spike: Spike, args: TrainingArguments) -> Spiked:
 
 
 def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:
-    """The error of a run whose step ``metrics.bad_step`` had a loss or a gradient norm that is not finite."""
+    """The error of a run whose last step had a loss or a gradient norm that is not finite."""
     return UserError(
         asked=f"step {metrics.bad_step} of {args.max_steps}",
         found=f"its loss or gradient norm is not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm})",
@@ -114,13 +106,13 @@ def not_finite(metrics: StepMetrics, args: TrainingArguments) -> UserError:
 
 
 def best_elsewhere(args: TrainingArguments, state: TrainerState, output: Folder) -> str | None:
-    """What a run in ``output`` noted of the best weights' checkpoint, if it is to end with those, and not the last."""
+    """The noted checkpoint of the best weights, if the run is to end with those and they are not the last."""
     best = state.best_model_checkpoint if args.load_best_model_at_end else None
     return None if best == noted(folder_of(output, state.global_step), output) else best
 
 
 def best_unread(error: UserError, state: TrainerState, output: Folder) -> UserError:
-    """The error of a run in ``output`` that could not read the best weights, because of ``error``."""
+    """The error of a run in ``output`` that could not read the best weights."""
     return UserError(
         asked=f"--load_best_model_at_end, with the weights of step {state.best_global_step}",
         found=f"{error.asked}: {error.found}",

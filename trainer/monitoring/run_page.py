@@ -1,4 +1,4 @@
-"""What a run leaves for a person to watch it by: its page, rewritten as it goes, and at the end its pictures."""
+"""A run's page, rewritten as it goes, and its pictures at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwright.step.auto_remat import VALUES_HEADER, layer_values, value_rows
 from shardwright.xla.runtime import chip, compile_seconds
 
 PAGE, LIVES = "report.html", "lives.json"
-_SHARE = 0.02  # of a run's time may go to its page
+_SHARE = 0.02  # the part of a run's time that its page may take
 _FILES = {
     COMPILE_PAGE: "what the TPU's compiler says of the step",
     "plan.json": "where each parameter lies",
@@ -41,23 +41,22 @@ _FILES = {
 
 
 class RunPage:
-    """A run's page, and the clock that its goodput is read from. The life begins when this is made.
+    """A run's page, and the clock of its goodput, which starts here.
 
-    The page is one for all lives of the run: its curves are those of the log, which goes on from a checkpoint, and
-    the seconds of earlier lives are read from ``lives.json`` beside that checkpoint. What can't be written is said
-    once, and the run goes on.
+    One page serves all lives of the run: its curves are the log's, which goes on from a checkpoint, and the seconds of
+    earlier lives are read from ``lives.json`` beside that checkpoint. A failed write is reported once.
 
     Args:
         folder: the run's output folder.
         resume: the checkpoint that the run goes on from.
         check_held: raises StorageError once ``folder`` is another run's.
-        after: what ended the life before, if the run itself goes on after it: its seconds lie in ``folder``, also where
-            no checkpoint does.
+        after: the end of the life before, if its supervisor restarted the run: its seconds are in ``folder``, even
+            without a checkpoint.
 
     Attributes:
-        unigram: the loss of a unigram model, once it is known.
-        samples: the run's answers, if it writes some down.
-        model: as it runs, once it is there.
+        unigram: the loss of a unigram model, once known.
+        samples: the run's answers, if it writes any.
+        model: the running model, once built.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class RunPage:
         self._due, self._failed = 0.0, False
 
     def began(self, earlier: float) -> None:
-        """The life began so many seconds before this was made."""
+        """Moves the beginning of the life back by ``earlier`` seconds."""
         self.clock.began(earlier)
         self._life.began -= earlier
 
     def update(self, state: TrainerState, loads: Sequence[ExpertLoad], *, running: bool = True) -> None:
-        """Rewrites the page, unless it was just written and the run goes on."""
+        """Rewrites the page, unless that was done just now and the run goes on."""
         started = time.perf_counter()
         if running and started < self._due:
             return
@@ -95,7 +94,7 @@ class RunPage:
             self._note(state)
             self.folder.write(LIVES, lives_as_json([*self._earlier, self._life]))
             self.folder.write(PAGE, run_page(self._view(state, loads, running)).encode())
-        except Exception as error:  # nothing that a page meets is a reason to end hours of training
+        except Exception as error:  # no failure of a page is a reason to end hours of training
             found = f"{error.asked}: {error.found}" if isinstance(error, StorageError) else f"{error!r}"
             if not self._failed:
                 say(self.console, f"report:  {PAGE} can't be written, and the run goes on: {found}")
@@ -104,7 +103,7 @@ class RunPage:
         self._due = started + took / _SHARE
 
     def spent(self, state: TrainerState) -> dict[str, float]:
-        """Where the seconds of all lives went until now, as log entries."""
+        """The seconds of all lives by cause, as log entries."""
         self._note(state)
         return log_entries([*self._earlier, self._life])
 
@@ -112,16 +111,12 @@ class RunPage:
         self._life.ended, self._life.last, self._life.seconds = time.time(), state.global_step, self.clock.seconds
 
     def note_end(self, state: TrainerState) -> None:
-        """Writes down the seconds of a life that ends here, with another to follow."""
+        """Writes the seconds of a life that ends here, with another to follow."""
         self._due = 0.0
         self.update(state, ())
 
     def finish(self, state: TrainerState, loads: Sequence[ExpertLoad]) -> None:
-        """Writes the pictures, and the page of a run that has ended.
-
-        Raises:
-            StorageError: a picture could not be written.
-        """
+        """Writes the pictures and the last page; raises StorageError if a picture could not be written."""
         self.folder.write("loss_curve.svg", loss_curve(state.log_history, self.unigram))
         if loads:
             self.folder.write("expert_load.json", as_json(as_record(loads, state.global_step)))

@@ -1,4 +1,4 @@
-"""A run's state, in transformers' own class: what it begins with, and what it knows of its evaluations."""
+"""A run's state, in transformers' own class: its start, and its record of evaluations."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def settled(
     compute_loss: LossFunction | None,
     compute_metrics: ComputeMetrics | None,
 ) -> tuple[Job, int | None, Measures]:
-    """The job with the steps that the data make of its epochs, the steps of one (None: not known), and what its
-    evaluations measure.
+    """The job with its number of steps, the steps of an epoch (None: not known), and the evaluations' measures.
+
+    Only the data show these.
 
     Raises:
-        UserError: the rows are not the job's, nothing is left to do, or no evaluation gives what is called the best.
+        UserError: the rows are not the job's, nothing is left to do, or no evaluation gives ``metric_for_best_model``.
     """
     epoch, vocabulary = steps_an_epoch(corpus.train, job.rows), job.config.get_text_config().vocab_size
     args = job.args if epoch is None else job.args.with_epochs_of(epoch)
@@ -50,17 +51,13 @@ def settled(
 
 
 def steps_an_epoch(rows: Rows, batch_rows: int) -> int | None:
-    """Steps that go through ``rows`` once, as transformers counts them; None: a stream's end is not known."""
+    """Steps that go through ``rows`` once, as transformers counts them; None for a stream."""
     count = len(rows) if isinstance(rows, StoredRows) else rows.rows if isinstance(rows, MixedRows) else None
     return None if count is None else math.ceil(count / batch_rows)
 
 
 def state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None, epoch: int | None) -> TrainerState:
-    """A new run's state, or that of the run to go on with, which counts on towards this run's steps.
-
-    Args:
-        epoch: steps of one; None: not known.
-    """
+    """A new run's state, or that of the checkpoint, towards this run's steps; ``epoch``: steps of one, if known."""
     state = TrainerState() if resume is None else resume.trainer_state
     state.best_model_checkpoint = None if resume is None else resume.best_for(Folder(str(args.output_dir)))
     state.max_steps, state.train_batch_size = args.max_steps, args.per_device_train_batch_size
@@ -71,11 +68,11 @@ def state_at_the_start(args: TrainingArguments, resume: RunCheckpoint | None, ep
 
 
 def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[str], is_entropy: bool) -> None:
-    """Refuse a ``metric_for_best_model`` that no evaluation gives.
+    """Raises UserError for a ``metric_for_best_model`` that no evaluation gives.
 
     Args:
-        sets: the names of what is held out.
-        metrics: those of ``compute_metrics``.
+        sets: names of the held-out sets.
+        metrics: names of those of ``compute_metrics``.
         is_entropy: whether the loss has a perplexity.
     """
     wanted = args.load_best_model_at_end or args.save_strategy == "best" or args.best_metric != "eval_loss"
@@ -92,18 +89,18 @@ def check_best(args: TrainingArguments, sets: Iterable[str], metrics: Iterable[s
 
 
 def is_evaluated(state: TrainerState, last: str) -> bool:
-    """Whether what is held out was evaluated at the state's step; ``last``: the name of the last set's loss."""
+    """Whether the held-out sets were evaluated at the state's step; ``last``: name of the last set's loss."""
     return any(last in entry and entry["step"] == state.global_step for entry in state.log_history)
 
 
 def lacks_evaluation(state: TrainerState, args: TrainingArguments, last: str) -> bool:
-    """Whether an evaluation was due at the state's step that was not made; ``last``: as for :func:`is_evaluated`."""
+    """Whether an evaluation is due at the state's step and missing; ``last``: as for :func:`is_evaluated`."""
     due = not state.global_step % args.eval_steps or state.global_step == args.max_steps
     return args.eval_strategy == "steps" and due and not is_evaluated(state, last)
 
 
 def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: TrainingArguments) -> bool:
-    """Notes what ``args`` call the best in ``found``, at the state's step, if it is the best yet; returns whether."""
+    """Notes the ``metric_for_best_model`` in ``found`` in the state if it is the best yet; returns whether."""
     value, best = (found or {}).get(args.best_metric), state.best_metric
     if value is None or not math.isfinite(value):
         return False
@@ -114,18 +111,18 @@ def note_if_best(state: TrainerState, found: Mapping[str, float] | None, args: T
 
 
 def loss_before(state: TrainerState, name: str) -> float | None:
-    """The held-out loss ``name`` before the first step; None if it was not measured."""
+    """The held-out loss ``name`` before the first step, if it was measured."""
     return next((entry[name] for entry in state.log_history if name in entry and not entry["step"]), None)
 
 
 def closing(
     state: TrainerState, name: str, found: Mapping[str, float] | None, unigram: float | None, folder: Folder
 ) -> Table:
-    """What a run that ends in ``state`` has come to.
+    """The closing table of a run that ends in ``state``.
 
     Args:
-        name: the held-out loss that is shown.
-        found: what the last evaluation came to; None: it was cut short.
+        name: the held-out loss to show.
+        found: the last evaluation; None: it was cut short.
         unigram: see `closing_table`.
     """
     losses = loss_before(state, name), None if found is None else found[name], unigram

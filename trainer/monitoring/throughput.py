@@ -1,4 +1,4 @@
-"""What the steps since the last log line came to: loss, rate, speed, as log entries."""
+"""Log entries of the steps since the last one: loss, rate, speed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from shardwright.xla.runtime import compile_count
 
 
 def least_seconds(job: Job, chip: Chip | None, length: int) -> float | None:
-    """Seconds that a step on rows of ``length`` tokens would take if all devices did nothing but its model FLOPs, at
-    their peak; None: not known.
-    """
+    """Seconds of a step's model FLOPs, on rows of ``length`` tokens, at all devices' peak; None: not known."""
     flops = job.facts.training_flops(job.rows, length)
     return None if chip is None or flops is None else flops / (job.devices * chip.flops)
 
 
 class Meter:
-    """Reads a step's metrics, and keeps the time that steps take.
+    """Reads a step's metrics, and times the steps.
 
     Args:
-        step: what is measured.
         rows: rows a step.
-        last: the step after which nothing has been read yet.
-        least_seconds: of a step on rows of so many tokens, whose model FLOPs all devices do at their peak; None: the
-            peak is not known, and so no MFU.
+        last: the step of the last reading.
+        least_seconds: :func:`least_seconds` by the rows' length in tokens; None: no MFU.
 
     Attributes:
         expert_load: that of the last reading.
@@ -46,22 +42,22 @@ class Meter:
         self.expert_load: tuple[ExpertLoad, ...] = ()
 
     def begin(self) -> None:
-        """The run, and the first step of its next log line, begin now."""
+        """Starts the clock of the run and of its next log entry."""
         self._clock = self._began = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """What took so long was no part of the steps."""
+        """Leaves ``seconds`` out of the steps' time."""
         self._clock += seconds
 
     def stepped(self, length: int) -> int:
-        """A step ran on rows of ``length`` tokens; returns how many tokens that were, padding included."""
+        """Counts a step on rows of ``length`` tokens; returns its tokens, padding included."""
         tokens = self._rows * length
         self._tokens += tokens
         self._least.append(self._least_of(length))
         return tokens
 
     def read(self, step: int, learning_rate: float) -> tuple[StepMetrics, dict[str, Any]] | None:
-        """What the steps up to ``step`` came to, also as a log entry; None if all of them have been read before."""
+        """Metrics and log entry of the steps up to ``step``; None if they have been read before."""
         if step == self._last:
             return None
         metrics, now = self._step.read_metrics(), time.perf_counter()
@@ -88,6 +84,6 @@ class Meter:
         return metrics, logs
 
     def summary(self) -> dict[str, float]:
-        """The seconds since :meth:`begin`, and the mean loss of the steps that were read, if any was."""
+        """The seconds since :meth:`begin`, and the mean loss of the steps read, if any."""
         loss = {"train_loss": self._loss_sum / self._steps} if self._steps else {}
         return {"train_runtime": time.perf_counter() - self._began, **loss}

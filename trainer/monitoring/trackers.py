@@ -1,4 +1,4 @@
-"""Callbacks that only look on (``--report_to``, ``--profile_steps``): none can end a run that has begun."""
+"""Callbacks that only observe (``--report_to``, ``--profile_steps``): none can end a run that has begun."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwright.report.lines import say
 
 
 class Tracker(TrainerCallback):
-    """A callback that looks on, one of transformers' integrations say: told of every event until it fails.
+    """Wraps an observing callback, such as one of transformers' integrations, and calls it until it fails.
 
-    What it can't do before the first step (no key, no server) ends the run, for nothing is lost yet. What it can't do
-    later is said, and it is told nothing more.
+    A failure before the first step (no key, no server) ends the run; nothing is lost yet. A later one is reported, and
+    the callback is not called again.
     """
 
     def __init__(self, name: str, callback: TrainerCallback, console: Console) -> None:
@@ -31,7 +31,7 @@ class Tracker(TrainerCallback):
             return None
         try:
             return getattr(self._callback, event)(args, state, control, **given)
-        except (Exception, SystemExit) as error:  # each package raises its own kinds
+        except (Exception, SystemExit) as error:  # each package raises its own types
             if event in ("on_init_end", "on_train_begin"):
                 raise _cannot_start(self.name, error) from None
             self._lost = True
@@ -48,7 +48,7 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 def open_trackers(asked: str, console: Console) -> list[Tracker]:
-    """A tracker for each name in ``asked``, which is ``none`` or names with commas between them; all send nothing yet.
+    """A tracker for each name in ``asked`` (``none``, or names with commas between them).
 
     Raises:
         UserError: no integration of transformers has that name, or its package is not installed.

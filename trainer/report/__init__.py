@@ -1,4 +1,1 @@
-"""What a person sees of a run: progress bars, log lines, tables, pages, and quantities in readable units.
-
-Whoever calls it hands it values and strings; it knows nothing of recipes, models or devices.
-"""
+"""A run's progress bars, log lines, tables and pages, made of values and strings alone."""

@@ -35,14 +35,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class AuditView:
-    """What a person sees of an audit.
+    """The content of an audit's report.
 
     Args:
-        title: what was read.
-        facts: (what, value).
+        title: the data.
+        facts: (name, value).
         header, sources: a table, one line a source.
         lengths: (range of tokens, samples).
-        findings: what was found, the gravest first.
+        findings: the gravest first.
         samples: (where, its text in pieces, each with whether the loss is on it).
     """
 

@@ -33,7 +33,7 @@ class ExpertLoad:
 
     @property
     def entropy(self) -> float:
-        """Of the shares, over that of equal shares: 1 is balanced, 0 is all on one expert."""
+        """The entropy of the shares over that of equal ones: 1 is balanced, 0 is all on one expert."""
         nats = -sum(share * math.log(share) for share in self.shares if share > 0)
         return nats / math.log(len(self.shares)) if len(self.shares) > 1 else 1.0
 

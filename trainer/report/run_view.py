@@ -37,23 +37,22 @@ _LAYER_CHARTS: tuple[tuple[str, str, float | None], ...] = (
 
 @dataclass(frozen=True)
 class RunView:
-    """What the page shows of a run.
+    """The content of a run's page.
 
     Args:
-        title: what runs.
         step, max_steps: done, and in all.
         running: whether it goes on.
         log: the run's log lines, each with its ``step``.
         unigram: the loss of a unigram model of the same held-out tokens; None: not known yet.
         loads: of the experts, since the last log line but one.
         lives: the run's processes, this one last.
-        facts: (what, value), of what the run is.
-        held: (what, bytes) that each device holds from the first step to the last.
-        hbm: bytes of a device that a program can use; None: not known.
+        facts: (name, value).
+        held: (name, bytes) that each device holds from the first step to the last.
+        hbm: usable bytes of a device; None: not known.
         plan: header and rows of the plan's table.
-        links: (file of the output folder, what it is).
+        links: (file of the output folder, description).
         samples: ``step``, ``prompt`` and ``answer`` of each answer, in order.
-        values: header and rows of what the backward is given, or computes again.
+        values: header and rows of the values kept for the backward, or computed again.
     """
 
     title: str

@@ -109,11 +109,11 @@ def closing_table(
     compiles: int,
     folder: str,
 ) -> Table:
-    """What a finished run has come to, in two columns.
+    """The results of a finished run, in two columns.
 
     Args:
         losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token. Without a
-            unigram model's (None) the losses are none of tokens.
+            unigram model's (None) they are no losses of tokens.
     """
     before, after, unigram = losses
     # the first reading's rate has the compile in it

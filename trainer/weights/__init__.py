@@ -1,5 +1,4 @@
-"""A model's weights on their way in and out, one parameter at a time.
+"""Moves a model's weights, one parameter at a time: from any source onto the mesh, or into files of the hub's format.
 
-They come from a hub checkpoint, a seeded init, a run's checkpoint or a state dict, and go onto the mesh or to files in
-the hub's format. The host never holds the whole model.
+The host never holds the whole model.
 """

@@ -1,11 +1,9 @@
-"""LoRA adapters: as the start of a run, merged into plain weights, and as what a run has on its devices."""
+"""Sources of LoRA factors: seeded, from files, beside the base's weights, and merged into them."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.files.folder import Folder
 from shardwright.models.adapters.lora import A, B, Lora, base_of
 from shardwright.models.experts.input_scaling import ScaledExperts
@@ -25,12 +23,9 @@ if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
 
 
 def seeded_factors(model: nn.Module, seed: int) -> Source:
-    """A source of the factors that a run starts with: A uniform as PEFT draws it, B zero, so that nothing changes.
+    """A source of initial factors: A uniform as PEFT draws it, B zero, so that nothing changes.
 
-    Each factor's values depend on its name and the seed alone.
-
-    Args:
-        model: with factors, on meta.
+    Each factor's values depend on its name and the seed alone. ``model`` has the factors, on meta.
     """
 
     def source(name: str) -> torch.Tensor:
@@ -38,7 +33,7 @@ def seeded_factors(model: nn.Module, seed: int) -> Source:
         if name.endswith(B):
             return torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-        bound = 1 / math.sqrt(shape[-1])  # nn.Linear's: kaiming_uniform_ with a = sqrt(5)
+        bound = 1 / math.sqrt(shape[-1])  # as of nn.Linear: kaiming_uniform_ with a = sqrt(5)
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     return source
@@ -49,56 +44,39 @@ def beside(base: Source, own: Source) -> Source:
     return lambda name: (base if base_of(name) is None else own)(name)
 
 
-def merged(base: Source, factors: Source, lora: Lora, model: PreTrainedModel) -> Source:
-    """A source of plain weights: those of ``base`` plus what ``factors`` add, in the dtype of ``base``.
-
-    Args:
-        model: transformers' own, whose weights they are; on meta.
-    """
+def merge_factors(base: Source, factors: Source, lora: Lora, model: PreTrainedModel) -> Source:
+    """A source of plain weights of ``model`` (on meta): ``base`` plus ``factors``, in the dtype of ``base``."""
     targets = frozenset(lora.targets)
 
     def source(name: str) -> Array:
         if name not in targets:
             return base(name)
-        turned = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
-        return _Merged(base(name), factors(name + A), factors(name + B), lora.scale, turned)
+        transposed = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
+        return _sum(base(name), factors(name + A), factors(name + B), lora.scale, transposed=transposed)
 
     return source
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """A weight plus scale·B·A, as an array; ``turned``: the weight is stored [.., in, out]."""
+def _sum(base: Array, a: Array, b: Array, scale: float, *, transposed: bool) -> Array:
+    """A weight plus scale·B·A; ``transposed``: the weight is stored [.., in, out]."""
 
-    base: Array
-    a: Array
-    b: Array
-    scale: float
-    turned: bool
-
-    @property
-    def shape(self) -> Sequence[int]:
-        return self.base.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
+    def read(where: Slices) -> torch.Tensor:
         *experts, rows, columns = where
-        rows, columns = (columns, rows) if self.turned else (rows, columns)
-        a = self.a[(*experts, slice(0, self.a.shape[-2]), columns)].to(torch.float32)
-        b = self.b[(*experts, rows, slice(0, self.b.shape[-1]))].to(torch.float32)
-        delta = self.scale * (b @ a)
-        return (self.base[where] + (delta.transpose(-1, -2) if self.turned else delta)).to(self.dtype)
+        rows, columns = (columns, rows) if transposed else (rows, columns)
+        part_a = a[(*experts, slice(0, a.shape[-2]), columns)].to(torch.float32)
+        part_b = b[(*experts, rows, slice(0, b.shape[-1]))].to(torch.float32)
+        delta = scale * (part_b @ part_a)
+        return (base[where] + (delta.transpose(-1, -2) if transposed else delta)).to(base.dtype)
+
+    return LazyArray(tuple(base.shape), base.dtype, read)
 
 
 def weights_of(job: Job, base: Source, saved: Source | None) -> Source:
-    """The source of all weights that a run has on its devices.
+    """The source of all weights on a run's devices.
 
     Args:
-        base: of what the run started from, under the names of ``job.facts.whole``.
-        saved: a checkpoint to go on from. Of an adapted model it holds the factors alone.
+        base: the starting weights, under the names of ``job.facts.whole``.
+        saved: a checkpoint's weights; of an adapted model, the factors alone.
     """
     own = part_of(base, job.facts.names_in_whole)
     if job.lora is None:
@@ -110,14 +88,14 @@ def weights_of(job: Job, base: Source, saved: Source | None) -> Source:
 
 
 def files_of(job: Job) -> AdapterFiles:
-    """What the files of the job's adapter are. The job has one."""
+    """The files of the job's adapter; the job must have one."""
     assert job.lora is not None
     per_expert = job.args.adapter_format == "per_expert"
     return AdapterFiles(job.lora, job.model, job.facts.whole, job.facts.names_in_whole, job.args.model, per_expert)
 
 
 def check_adapter(job: Job) -> None:
-    """Refuse what could only fail later: an adapter to start from that does not fit, a format that can't be written.
+    """Refuses early an adapter to start from that does not fit, and a format that can't be written.
 
     Raises:
         UserError: as :func:`open_adapter` and :class:`AdapterFiles`.

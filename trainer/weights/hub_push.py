@@ -1,4 +1,4 @@
-"""A model folder → a repository of the hub, through huggingface_hub."""
+"""Pushes a model folder to a repository of the hub."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from shardwright.errors import UserError, in_short
 def push_folder(
     folder: Path, repo: str, message: str, *, token: str | None, private: bool, revision: str | None
 ) -> str:
-    """Upload ``folder`` as one commit to ``repo``, which is made if there is none yet; returns the commit's address.
+    """Uploads ``folder`` as one commit to ``repo``, made if need be; returns the commit's address.
 
     Args:
-        repo: ``owner/name``, or a name, which the token's owner then owns.
-        token: None: what `hf auth login` or HF_TOKEN left.
+        repo: ``owner/name``, or a name of the token's owner.
+        token: None: that of `hf auth login` or HF_TOKEN.
 
     Raises:
-        UserError: the hub can't be reached, or lets this token not in.
+        UserError: the hub can't be reached, or refuses this token.
     """
     try:
         api = HfApi(token=token)
         name = api.create_repo(repo, private=private, exist_ok=True).repo_id
-        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, revision=revision)
-        return str(found)
-    except Exception as error:  # of many types: offline, refused, no token, no such owner, a name that can't be
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, revision=revision))
+    except Exception as error:  # of many types: offline, refused, no token, no such owner, a bad name
         text = in_short(error)
         raise UserError(
             asked=f"to push {folder} to {repo}",

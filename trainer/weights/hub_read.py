@@ -1,19 +1,20 @@
-"""Weights in the hub's format as a source: safetensors files, mapped into memory, under the model's own names.
+"""A source of weights in the hub's format: safetensors files, mapped into memory, under the model's own names.
 
-Opening them reads the files' headers alone, and refuses whatever is wrong with them. Each parameter is then an array;
-reading a slice of it reads only the slices of the files that it is made of. What it is made of is said by transformers'
-own conversion mapping, so checkpoints of older formats load as well.
+Opening reads and checks the files' headers alone. Reading a slice of a parameter reads only its slices of the files.
+transformers' own conversion mapping tells which those are, so checkpoints of older formats load as well.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Array, Slices
+from shardwright.files.arrays import Array, LazyArray, Slices
 from shardwright.report.bars import byte_bar
-from shardwright.weights.lazy_tensors import Lazy, Values
+from shardwright.weights.lazy_tensors import Lazy
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# the files to fetch of a repository: some hold the weights a second time, in another format
+# files to fetch: some repositories hold the weights a second time, in another format
 PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 # dtypes by their names in a safetensors header
@@ -54,23 +55,22 @@ DTYPES = {
     "F64": torch.float64,
 }
 LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
-LISTED = 8  # how many names a message lists
+LISTED = 8  # names in a message
 
 
 @dataclass
 class Group:
-    """Tensors of the files that one of transformers' transforms converts together."""
+    """Tensors that one of transformers' transforms converts together."""
 
     transform: WeightConverter | WeightRenaming
     members: list[tuple[str, str]] = field(default_factory=list)  # (source pattern, tensor's name in the files)
 
 
 class HubWeights:
-    """A source of the weights that lie in files of the hub's format.
+    """A source of the weights in safetensors ``files``.
 
     Args:
-        asked: what the user named, for messages.
-        files: all of the safetensors files.
+        asked: the user's name for them, for messages.
         model: transformers' own, on meta; its class knows the hub's names.
 
     Raises:
@@ -80,7 +80,7 @@ class HubWeights:
 
     def __init__(self, asked: str, files: Sequence[Path], model: PreTrainedModel) -> None:
         self.asked, self.model = asked, model
-        self.bytes_read = 0  # of the files; what is read twice counts twice
+        self.bytes_read = 0  # a slice that is read twice counts twice
         self.watch: Callable[[int], None] = lambda count: None
         self.tensors = {name: tensor for file in files for name, tensor in _open(asked, file, self._count).items()}
         self.groups = self._match()
@@ -97,15 +97,16 @@ class HubWeights:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all the tensors that the model is made of."""
-        members = (tensor for group in self.groups.values() for _, tensor in group.members)
-        return sum(self.tensors[name].bytes for name in members)
+        """The bytes of the model's tensors."""
+        members = [self.tensors[tensor] for group in self.groups.values() for _, tensor in group.members]
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in members)
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter or buffer as an array; nothing is read yet."""
         for twin in (name, *self.twins.get(name, ())):
             if twin in self.group_of:
-                return Values(self._convert(twin, self.group_of[twin])[twin])
+                lazy = self._convert(twin, self.group_of[twin])[twin]
+                return LazyArray(tuple(lazy.shape), lazy.dtype, lazy.read)
         return self.model.get_buffer(name)  # no file need hold it: the model's class has computed it
 
     def _count(self, count: int) -> None:
@@ -113,9 +114,9 @@ class HubWeights:
         self.watch(count)
 
     def _match(self) -> dict[str, Group]:
-        """Returns the files' tensors grouped by the first parameter that they become.
+        """Groups the files' tensors by the first parameter that they become.
 
-        A tensor that becomes none of the model's is a group under its own name, which is refused as left over.
+        A tensor that becomes no parameter is a group under its own name, which is refused as left over.
         """
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -134,12 +135,12 @@ class HubWeights:
         return groups
 
     def _convert(self, name: str, group: Group) -> dict[str, Lazy]:
-        """Returns name -> values of everything that the group becomes; ``name`` is one of these.
+        """Name -> values of all parameters, ``name`` among them, that a group becomes.
 
         Raises:
             UserError: the group's tensors do not go together.
         """
-        transform = copy.deepcopy(group.transform)  # it keeps the tensors that are added to it
+        transform = copy.deepcopy(group.transform)  # which keeps the tensors that are added to it
         for pattern, tensor in group.members:
             lazy: Any = Lazy.of(self.tensors[tensor])  # torch's functions take it for a tensor
             transform.add_tensor(name, tensor, pattern, lazy)
@@ -149,7 +150,7 @@ class HubWeights:
             tensors = [tensor for _, tensor in group.members]
             raise UserError(
                 asked=f"--model {self.asked}",
-                found=f"{len(tensors)} tensors that make {name} do not go together: {listed(tensors)} ({error})",
+                found=f"{len(tensors)} tensors that make {name} do not go together: {first_names(tensors)} ({error})",
                 why="transformers' conversion of them fails",
                 instead="a complete checkpoint, with the config.json that it was saved with",
             ) from error
@@ -171,7 +172,7 @@ class HubWeights:
             if shapes[name] != tuple(state[name].shape)
         ]
         kinds = (("missing", missing), ("left over", extra), ("of another shape", wrong))
-        found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
+        found = [f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds if names]
         if found:
             raise UserError(
                 asked=f"--model {self.asked}",
@@ -182,7 +183,7 @@ class HubWeights:
             )
 
     def _check_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raises UserError where the files hold no floating-point numbers for a parameter that has such."""
+        """Raises UserError where a floating-point parameter has other numbers in the files."""
         state = self.model.state_dict()
         floating = {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
         wrong = [
@@ -193,7 +194,7 @@ class HubWeights:
         if wrong:
             raise UserError(
                 asked=f"--model {self.asked}",
-                found=f"{len(wrong)} tensors of no floating-point numbers: {listed(wrong)}",
+                found=f"{len(wrong)} tensors of no floating-point numbers: {first_names(wrong)}",
                 why="they are quantized, or of another kind: taken as they stand they would be other weights",
                 instead="the checkpoint in bfloat16 or float32",
             )
@@ -211,42 +212,11 @@ class HubWeights:
                     )
 
 
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a safetensors file, mapped into memory: only what is read of it is loaded from the disk.
-
-    Args:
-        count: called with the bytes of each slice that is read.
-    """
-
-    view: torch.Tensor
-    count: Callable[[int], None]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.view.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.view.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.view.nbytes
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        part = self.view[where]
-        self.count(part.nbytes)
-        return part
-
-
 def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
-    """Opens the weights of ``model``, which is on meta, in the folder or under the hub id ``name``.
-
-    A hub id's files are fetched into the hub's cache.
+    """Opens the weights of ``model`` (on meta) in the folder ``name``, or fetches those of that hub id.
 
     Raises:
-        UserError: there are no such weights, or they are pickled or quantized, or :class:`HubWeights` refuses them.
+        UserError: there are none, they are pickled or quantized, or :class:`HubWeights` refuses them.
     """
     if getattr(model.config, "quantization_config", None):
         raise UserError(
@@ -261,7 +231,7 @@ def open_hub_weights(name: str, model: PreTrainedModel) -> HubWeights:
 
 @contextmanager
 def reading(weights: HubWeights, console: Console) -> Iterator[None]:
-    """Shows on a terminal how many bytes of ``weights`` have been read, while the ``with`` lasts."""
+    """Shows inside the ``with`` how many bytes of ``weights`` have been read."""
     with byte_bar(console, "reading weights", weights.total_bytes) as advance:
         weights.watch = advance
         try:
@@ -270,14 +240,14 @@ def reading(weights: HubWeights, console: Console) -> Iterator[None]:
             weights.watch = lambda count: None
 
 
-def listed(names: Iterable[str]) -> str:
-    """Returns the first eight of ``names`` in their order, and how many more there are."""
+def first_names(names: Iterable[str]) -> str:
+    """The first eight of ``names`` in natural order, and the number of the rest."""
     names = sorted(names, key=dot_natural_key)
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _fetched(name: str) -> Path:
-    """Returns the folder of a hub id's files, fetched into the hub's cache."""
+    """Fetches a hub id's files into the hub's cache; their folder."""
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the hub client raises many kinds
@@ -291,7 +261,7 @@ def _fetched(name: str) -> Path:
 
 
 def _files(name: str, folder: Path) -> list[Path]:
-    """Returns the weight files in ``folder``: the one file, or those of the index, as transformers chooses them."""
+    """The weight files in ``folder``: the only one, or those of the index, as transformers chooses them."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     there = sorted(path.name for path in folder.iterdir())
@@ -301,8 +271,8 @@ def _files(name: str, folder: Path) -> list[Path]:
         raise UserError(
             asked=f"--model {name}",
             found=f"neither {WEIGHTS} nor {INDEX} in {folder}"
-            + (f", but pickled weights: {listed(pickled)}" if pickled else "")
-            + (f", but {listed(other)}" if other else ""),
+            + (f", but pickled weights: {first_names(pickled)}" if pickled else "")
+            + (f", but {first_names(other)}" if other else ""),
             why="a pickle runs whatever code was put into it when it is opened, so only safetensors are read"
             if pickled or not other
             else "only the index says whether these are all of the files",
@@ -317,7 +287,7 @@ def _files(name: str, folder: Path) -> list[Path]:
     if absent:
         raise UserError(
             asked=f"--model {name}",
-            found=f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {listed(absent)}",
+            found=f"{INDEX} names {len(absent)} files of {len(names)} that are not there: {first_names(absent)}",
             why="the weights in them would be missing",
             instead=f"all of the files in {folder}",
         )
@@ -325,10 +295,10 @@ def _files(name: str, folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Returns the names of the files that an index lists.
+    """The file names in an index.
 
     Raises:
-        ValueError: one is no name of a safetensors file in its own folder. Other errors, of many types: it is no index.
+        ValueError: one is no name of a safetensors file in the index's folder. Other types: it is no index.
     """
     names = sorted(set(json.loads(_content(index, 0, LARGEST))["weight_map"].values()))
     for name in names:
@@ -338,10 +308,10 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _content(file: Path, start: int, size: int) -> bytes:
-    """Returns at most ``size`` bytes of a file from ``start`` on.
+    """Reads at most ``size`` bytes of a file from ``start`` on.
 
     Raises:
-        OSError: it is no regular file (nobody may ever write to a pipe), or there is none.
+        OSError: it is no regular file (a pipe may never have a writer), or there is none.
     """
     if not file.is_file():
         raise OSError("no regular file")
@@ -364,14 +334,20 @@ def _check_header(file: Path) -> None:
     json.loads(_content(file, 8, min(size, LARGEST)), object_pairs_hook=unique)
 
 
-def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, FileTensor]:
-    """Returns name -> tensor of a file, which stays mapped as long as they live."""
+def _open(asked: str, file: Path, count: Callable[[int], None]) -> dict[str, LazyArray]:
+    """Name -> tensor of a file, which stays mapped as long as they live; ``count`` is told the bytes of each read."""
+
+    def read(view: torch.Tensor, where: Slices) -> torch.Tensor:
+        part = view[where]
+        count(part.nbytes)
+        return part
+
     try:
         _check_header(file)
         with safe_open(file, framework="pt") as opened:
-            # these are views of the mapping, and read nothing yet
-            return {name: FileTensor(opened.get_tensor(name), count) for name in opened.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors' own, and torch's of shapes that it can't hold
+            views = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (mapped: reads nothing)
+        return {name: LazyArray(tuple(view.shape), view.dtype, partial(read, view)) for name, view in views.items()}
+    except Exception as error:  # safetensors', and torch's for shapes that it can't hold
         raise _unreadable(asked, file, error) from error
 
 
@@ -386,7 +362,7 @@ def _unreadable(asked: str, file: Path, error: Exception) -> UserError:
 
 
 def _twins(model: nn.Module) -> dict[str, set[str]]:
-    """Returns a tied parameter's name -> its other names."""
+    """A tied parameter's name -> its other names."""
     by_parameter: dict[int, set[str]] = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter[id(parameter)].add(name)
@@ -394,7 +370,7 @@ def _twins(model: nn.Module) -> dict[str, set[str]]:
 
 
 def _equal(one: Array, other: Array, rows: int = 4096) -> bool:
-    """Whether two arrays hold the same values; reads ``rows`` rows of them at a time."""
+    """Whether two arrays hold the same values; reads ``rows`` rows at a time."""
     rest = [slice(0, size) for size in one.shape[1:]]
     parts: Iterable[Any] = (slice(i, min(i + rows, one.shape[0])) for i in range(0, one.shape[0], rows))
     return all(torch.equal(one[(part, *rest)], other[(part, *rest)]) for part in parts)

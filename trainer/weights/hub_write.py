@@ -1,8 +1,7 @@
-"""Writes weights in the hub's format, from any source, a parameter at a time: the model is never held whole.
+"""Writes weights in the hub's format, from any source, a parameter at a time.
 
-transformers' own conversion, run backwards on tensors that are not read yet (`shardwright.weights.lazy_tensors`), says
-the names and shapes that the files will hold. So the sizes are known beforehand: a file's header is written first, and
-its tensors follow as they are read.
+transformers' own conversion, run backwards on lazy tensors (`shardwright.weights.lazy_tensors`), gives names and
+shapes beforehand. So a file's header is written first, and its tensors follow as they are read.
 
 safetensors (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N (unsigned, little
 endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what follows, padded with spaces; then the tensors,
@@ -29,7 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from shardwright.errors import UserError
-from shardwright.files.arrays import Slices
+from shardwright.files.arrays import Array, LazyArray
 from shardwright.files.folder import Folder
 from shardwright.report.bars import byte_bar
 from shardwright.weights.hub_read import DTYPES, INDEX, WEIGHTS
@@ -42,13 +41,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """How an export is written.
+    """The format of an export.
 
     Args:
-        key_format: ``original``: names and shapes as the family's checkpoints on the hub have them, which is what
-            `save_pretrained` writes of a model that it did not load; ``new``: as transformers 5 has them in memory.
+        key_format: ``original``: names and shapes of the family's checkpoints on the hub, as `save_pretrained` writes
+            them; ``new``: as transformers 5 has them in memory.
         max_shard_size: the size of a file, such as ``5GB``; a file of a single tensor may be larger.
-        dtype: what floating-point tensors are written in; None: as the source has them.
+        dtype: of floating-point tensors; None: the source's.
 
     Raises:
         UserError: there is no such key format, or the size can't be read.
@@ -68,12 +67,8 @@ class ExportFormat:
             )
         self.split({})  # refuses a size that can't be read
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that a tensor of ``dtype`` is written in."""
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
-
     def split(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
-        """Returns file name -> the tensors in it, given the tensors' sizes in bytes."""
+        """File name -> names of its tensors, from the tensors' sizes in bytes."""
         try:
             split = split_state_dict_into_shards_factory(
                 dict(sizes),
@@ -105,28 +100,30 @@ def export(
     """Writes a folder that `from_pretrained` loads: safetensors, config, generation config, tokenizer.
 
     Every file appears whole or not at all, and the one that makes the folder a checkpoint (the only file of weights,
-    or the index of several) comes last. Weights that lay there are replaced.
+    or the index of several) comes last. Earlier weights there are replaced.
 
     Args:
-        folder: on disk, or in an object store.
         model: the plain (unstacked) model on meta, whose class knows the hub's names.
-        source: the model's own parameter or buffer name -> values.
+        source: of the model's own parameter and buffer names.
 
     Raises:
         UserError: no space is left, or the folder can't be written.
     """
     folder = folder if isinstance(folder, Folder) else Folder(str(folder))
     tensors = hub_tensors(model, source, form.key_format)
-    dtypes = {name: form.stored(lazy.dtype) for name, lazy in tensors.items()}
+    dtypes = {
+        name: form.dtype if form.dtype and lazy.dtype.is_floating_point else lazy.dtype
+        for name, lazy in tensors.items()
+    }
     sizes = {name: lazy.like.numel() * dtypes[name].itemsize for name, lazy in tensors.items()}
     total = sum(sizes.values())
-    # in a file wide dtypes first, so that each tensor lies at a multiple of its own width
+    # wide dtypes first, so that each tensor lies at a multiple of its own width
     files = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in form.split(sizes).items()}
     before = [name for name in folder.names() if _is_weights(name)]
     with byte_bar(console or Console(quiet=True), "writing weights", total) as advance:
         _write_description(folder, model, tokenizer, _widest(dtypes.values()))
         if WEIGHTS not in files and INDEX in before:
-            folder.remove_file(INDEX)  # it would make one checkpoint of old files and new ones
+            folder.remove_file(INDEX)  # else old files and new ones would look like one checkpoint
         write_files(folder, files, tensors, dtypes, advance)
     if WEIGHTS not in files:
         index = {
@@ -140,47 +137,40 @@ def export(
 
 
 def hub_tensors(model: PreTrainedModel, source: Source, key_format: str) -> dict[str, Lazy]:
-    """Returns the hub's name -> values of all that a checkpoint of ``model`` holds; nothing is read yet."""
+    """The hub's name -> values of a checkpoint of ``model``; nothing is read yet."""
     # semi-private: transformers/modeling_utils.py, transformers 5.23 (so is _keys_to_ignore_on_save below)
     tied = getattr(model, "all_tied_weights_keys", {})
     twins: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         twins.setdefault(id(parameter), []).append(name)
-    # a tied parameter is written once, under the name that its other names are tied to
+    # a tied parameter is written once, under the name to which the others are tied
     written = {next((name for name in group if name not in tied), group[0]): group[0] for group in twins.values()}
     parameters = {name for group in twins.values() for name in group}
     written |= {name: name for name in model.state_dict() if name not in parameters}  # buffers
     ignored = set(model._keys_to_ignore_on_save or ())
     last = _Last(source)
-    tensors = {name: Lazy.of(_Whole(last, known)) for name, known in written.items() if name not in ignored}
+    tensors = {name: Lazy.of(last.array(known)) for name, known in written.items() if name not in ignored}
     # it wants tensors; a Lazy passes for one
     return revert_weight_conversion(model, tensors) if key_format == "original" else tensors  # type: ignore[arg-type, return-value]
 
 
 class _Last:
-    """Keeps the parameter that was read last, because the hub's tensors that it is cut into follow each other."""
+    """Reads parameters whole and keeps the last one: the hub's tensors that are cut from it follow each other."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.name, self.values = source, "", torch.empty(0)
 
+    def array(self, name: str) -> Array:
+        array = self.source(name)
+        return LazyArray(tuple(array.shape), array.dtype, lambda where: self.read(name)[where])
+
     def read(self, name: str) -> torch.Tensor:
         if name != self.name:
-            self.name, self.values = "", torch.empty(0)  # frees the one before, so that two are never held
+            self.name, self.values = "", torch.empty(0)  # freed first, so that two are never held
             array = self.source(name)
             self.values = array[tuple(slice(0, size) for size in array.shape)]
             self.name = name
         return self.values
-
-
-class _Whole:
-    """A parameter as an array that is read whole at its first slice."""
-
-    def __init__(self, last: _Last, name: str) -> None:
-        self.last, self.name, array = last, name, last.source(name)
-        self.shape, self.dtype = tuple(array.shape), array.dtype
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        return self.last.read(self.name)[where]
 
 
 def write_files(
@@ -190,7 +180,7 @@ def write_files(
     dtypes: Mapping[str, torch.dtype],
     advance: Callable[[int], None],
 ) -> None:
-    """Writes the files one after the other; if one fails, removes those that it wrote."""
+    """Writes the files one after the other; if one fails, removes those already written."""
     written: list[str] = []
     try:
         for file, names in files.items():
@@ -224,15 +214,15 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes
 def _write_description(
     folder: Folder, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> None:
-    """Writes the small files, by way of a folder on disk: transformers writes nowhere else."""
+    """Writes the small files, through a folder on disk, since transformers writes nowhere else."""
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     for config in (model.config, model.config.get_text_config()):
-        vars(config).pop("quantization_config", None)  # of the model whose config it is: these weights are plain
+        vars(config).pop("quantization_config", None)  # these weights are plain
     with tempfile.TemporaryDirectory() as scratch:
         model.config.save_pretrained(scratch)
         if model.can_generate():
-            # not by save_pretrained, which refuses some generation configs that are on the hub
+            # not by save_pretrained, which refuses some of the hub's generation configs
             _generation_config(model).to_json_file(Path(scratch) / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
@@ -244,7 +234,7 @@ def _write_description(
 
 
 def _generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """The generation config of the checkpoint that the config came from, if that has one, else the family's."""
+    """The generation config of the checkpoint that the config came from, else the family's."""
     if model.config.name_or_path:
         with contextlib.suppress(OSError, ValueError):
             return GenerationConfig.from_pretrained(model.config.name_or_path, local_files_only=True)
@@ -252,7 +242,7 @@ def _generation_config(model: PreTrainedModel) -> GenerationConfig:
 
 
 def _copy_processor(base: str | None, folder: Path) -> None:
-    """Copies the settings of what makes tensors of images and sounds from the checkpoint ``base``, as they are."""
+    """Copies the settings of image and sound processors from the checkpoint ``base``."""
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         found = None
         with contextlib.suppress(OSError, ValueError):  # none is there
@@ -262,7 +252,7 @@ def _copy_processor(base: str | None, folder: Path) -> None:
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype in which a loader keeps all of these: what is frozen may be stored in a narrower one."""
+    """The dtype that holds all of these: frozen weights may be stored in a narrower one."""
     return max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
 
 

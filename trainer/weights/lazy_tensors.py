@@ -1,9 +1,9 @@
-"""Lazy tensors: expressions that read nothing until a slice of them is wanted, and then only what it is made of.
+"""Lazy tensors: expressions over arrays, of which reading a slice reads only the slices that it depends on.
 
 transformers turns a checkpoint's tensors into a model's with torch operations (stack the experts, concatenate gate and
 up, …), and back again. Given lazy tensors, its own code records these operations instead of running them; shapes are
 known at once, from the meta device. An operation that only moves values maps a wanted slice to slices of its inputs;
-any other operation is computed whole, when the first slice of it is read.
+any other is computed whole at the first read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only  # semi-private: torch/utils/_pytr
 
 from shardwright.files.arrays import Array, Slices
 
-# writes the values at the wanted slices into a tensor of their shape
+# writes the values at the slices into a tensor of their shape
 Fill: TypeAlias = Callable[[Slices, torch.Tensor], None]
 
 
@@ -25,9 +25,9 @@ class Lazy:
     """A lazy tensor, which torch's functions and methods take for a tensor.
 
     Args:
-        like: a tensor on meta of its shape and dtype.
+        like: a meta tensor of its shape and dtype.
         fill: writes a slice of it into a tensor.
-        array: the values themselves, where it is a leaf and not an expression.
+        array: the values of a leaf; None for an expression.
     """
 
     def __init__(self, like: torch.Tensor, fill: Fill, array: Array | None = None) -> None:
@@ -35,7 +35,7 @@ class Lazy:
 
     @classmethod
     def of(cls, array: Array) -> Lazy:
-        """Returns a leaf, whose values are those of ``array``."""
+        """A leaf with the values of ``array``."""
 
         def fill(where: Slices, out: torch.Tensor) -> None:
             out.copy_(array[where])
@@ -51,7 +51,7 @@ class Lazy:
         return self.like.dtype
 
     def read(self, where: Slices | None = None) -> torch.Tensor:
-        """Returns the values at ``where`` on the host; a slice of step 1 for each dimension, by default the whole."""
+        """The values at ``where``, slices of step 1, on the host; by default the whole."""
         bounds = zip(where or [slice(None)] * len(self.shape), self.shape, strict=True)
         where = tuple(slice(*part.indices(size)[:2]) for part, size in bounds)
         if self.array is not None:
@@ -69,7 +69,7 @@ class Lazy:
         like = function(*meta_args, **meta_kwargs)
         several = isinstance(like, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in like)
         if not (several or isinstance(like, torch.Tensor)):
-            return like  # a size or a flag, which the meta device knows
+            return like  # a size or a flag
         name = getattr(function, "__name__", "")
         if name in ("contiguous", "clone", "detach"):
             return args[0]
@@ -88,7 +88,7 @@ class Lazy:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Returns a method that records the tensor's own operator ``name``."""
+    """A method that records the tensor's own operator ``name``."""
     function = getattr(torch.Tensor, name)
     return lambda self, *args: Lazy.__torch_function__(function, (), (self, *args))
 
@@ -98,28 +98,10 @@ for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
     setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-class Values:
-    """A lazy tensor as an array, which torch's functions do not take for a tensor."""
-
-    def __init__(self, lazy: Lazy) -> None:
-        self.lazy = lazy
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.lazy.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.lazy.dtype
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
-        return self.lazy.read(where)
-
-
 def _computed(
     parts: Sequence[torch.Tensor], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Fill]:
-    """Returns the fills of any operation: computed whole at the first read, and kept as long as the expression."""
+    """Fills of any operation: computed whole at the first read, and kept as long as the expression."""
 
     @functools.cache
     def values() -> Sequence[torch.Tensor]:

@@ -1,14 +1,13 @@
-"""The weights of a running model as a source: read back from the devices, a parameter at a time."""
+"""A source that reads a running model's weights back from the devices, a parameter at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from shardwright.files.arrays import Array, Layer, Slices
+from shardwright.files.arrays import Array, Layer, LazyArray, Slices
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.plan import ParameterPlan, ShardingPlan
 from shardwright.layout.stacking import is_stacked, layer_names
@@ -21,7 +20,7 @@ from shardwright.xla.runtime import run_now
 class LiveWeights:
     """A source that reads placed parameters; the host holds one layer's parameter at a time.
 
-    It keeps the layer that it read last, so make one for each use, while no step changes the weights.
+    It keeps the layer read last, so make one for each use, while no step changes the weights.
 
     Args:
         model: the assembled model, for its buffers.
@@ -39,7 +38,7 @@ class LiveWeights:
             for entry in batch
             for index, member in enumerate(plan.members(entry.name))
         }
-        # name of a layer's buffer in a stack -> the stack, and where
+        # name of a layer's buffer in a stack -> (stack, layer)
         self._buffers = {
             member: (buffer, layer)
             for name, buffer in model.named_buffers()
@@ -49,30 +48,27 @@ class LiveWeights:
         self._rows: tuple[object, dict[str, torch.Tensor]] = (None, {})  # of one layer, on the devices
 
     def __call__(self, name: str) -> Array:
-        """Returns a parameter or persistent buffer as an array; each slice of it fetches the whole from the devices."""
+        """A parameter or persistent buffer as an array; reading any slice fetches the whole."""
         name = self.plan.aliases.get(name, name)
         if name in self._row_of:
             entry, _, _ = self._row_of[name]
-            return _Fetched(entry.shape[1:], entry.dtype, lambda: self._row(name))
+            return _fetch_when_read(entry.shape[1:], entry.dtype, lambda: self._row(name))
         if name in self._buffers:
             buffer, layer = self._buffers[name]
-            return Layer(_Fetched(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
+            return Layer(_fetch_when_read(tuple(buffer.shape), buffer.dtype, lambda: buffer), layer)
         tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
-        return _Fetched(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+        return _fetch_when_read(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def _row(self, name: str) -> torch.Tensor:
         entry, batch, index = self._row_of[name]
         key = (batch[0].name, index)
         if self._rows[0] != key:
-            self._rows = (None, {})  # frees the layer before, so that two are never held
+            self._rows = (None, {})  # freed first, so that two layers are never held
             self._rows = (key, self._read_rows(batch, index))
         return self._rows[1][entry.name]
 
     def _read_rows(self, batch: Sequence[ParameterPlan], index: int) -> dict[str, torch.Tensor]:
-        """Returns layer ``index`` of each stack in ``batch``, laid out as the stack is.
-
-        The index is data, so a batch is compiled once, for all layers.
-        """
+        """Layer ``index`` of each stack in ``batch``; the index is data, so a batch is compiled once."""
         where = sharding.place("layer", torch.tensor([index]), self.mesh, (None,))
         stacks = {entry.name: self.parameters[entry.name] for entry in batch}
         rows = read_layer(stacks, where, self.plan, self.mesh)
@@ -80,14 +76,9 @@ class LiveWeights:
         return rows
 
 
-@dataclass(frozen=True)
-class _Fetched:
-    """A tensor on the devices as an array; ``tensor`` returns it when values are wanted."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    tensor: Callable[[], torch.Tensor]
-
-    def __getitem__(self, where: Slices) -> torch.Tensor:
+def _fetch_when_read(shape: tuple[int, ...], dtype: torch.dtype, tensor: Callable[[], torch.Tensor]) -> Array:
+    def read(where: Slices) -> torch.Tensor:
         hosts().watchdog.progressed()
-        return sharding.fetch(self.tensor().detach())[where]
+        return sharding.fetch(tensor().detach())[where]
+
+    return LazyArray(shape, dtype, read)

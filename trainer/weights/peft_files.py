@@ -1,10 +1,10 @@
-"""Adapters in PEFT's format: what is in their files, written, proved and read.
+"""Adapters in PEFT's format: writing, proving and reading their files.
 
 PEFT (0.21.2, tuners/lora/layer.py) keeps the factors of a fused experts' weight as two matrices: A is [E·r, in], expert
-after expert, and B is [out, r·E], in which the experts of one rank stand side by side. Their names do not have the
-parameter's: each adapted parameter of a module wraps the module once more, and the last one is outermost.
+after expert, and B is [out, r·E], in which the experts of one rank stand side by side. Its names leave out the
+parameter: each adapted parameter of a module wraps the module once more, the last one outermost.
 
-Shape suffixes: r rank, E experts.
+r: rank, E: experts.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _PREFIX, _TAILS = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """How an adapter is written.
+    """The format of an adapter's files.
 
     Args:
         model: transformers' own, on meta, whose weights are adapted.
-        whole: the model that the adapter will be loaded onto, of which ``model`` may be a part.
+        whole: the model that loads the adapter, of which ``model`` may be a part.
         names: the names of ``model`` → those of ``whole``.
         base: hub id or folder of the weights of ``whole``, for PEFT to find; None: unknown.
-        per_expert: under the names of the hub's weights, each expert by itself, which serving engines read. PEFT loads
-            it onto Mixtral and Qwen2-MoE alone.
+        per_expert: under the names of the hub's weights, each expert by itself, for serving engines. PEFT loads it onto
+            Mixtral and Qwen2-MoE alone.
 
     Raises:
         UserError: ``per_expert``, for a family whose experts are fused on the hub too.
@@ -93,7 +93,7 @@ class AdapterFiles:
         return found
 
     def actions(self, found: Mapping[str, torch.Tensor], probe: torch.Tensor, target: str) -> dict[str, torch.Tensor]:
-        """What the factors in a file add for the columns ``probe`` [in, n], as a loader computes it, by name."""
+        """Name → the product of a file's factors with the columns ``probe`` [in, n], as a loader computes it."""
         if self.per_expert:
             shape = adapted_shapes(self.model)[target]
             stems = [n.removesuffix(".weight") for n in self._split(target, Lazy.of(torch.empty(*shape[:-1], 1)))]
@@ -106,13 +106,13 @@ class AdapterFiles:
         return {target: torch.stack(added) if len(adapted_shapes(self.model)[target]) == 3 else added[0]}
 
     def expected(self, action: torch.Tensor, target: str) -> dict[str, torch.Tensor]:
-        """What the run's own factors add, [.., out, n], under the names of :meth:`actions`."""
+        """The product of the run's own factors, ``action`` [.., out, n], under the names of :meth:`actions`."""
         if not self.per_expert:
             return {target: action}
         return {name: lazy.read() for name, lazy in self._split(target, Lazy.of(action)).items()}
 
     def _split(self, target: str, tensor: Any) -> dict[str, Lazy]:
-        """The hub's name → its part of ``tensor``, which stands in the place of the weight ``target``."""
+        """The hub's name → its part of ``tensor``, a stand-in for the weight ``target``."""
         name = self.names.get(target, target)
         try:
             found = dict(revert_weight_conversion(self.whole, {name: tensor}))
@@ -138,10 +138,10 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase | None,
     console: Console | None = None,
 ) -> None:
-    """Writes the adapter, its config last, then reads it back and compares what it adds with what ``factors`` add.
+    """Writes the adapter, its config last, and proves it.
 
     Raises:
-        UserError: no space is left, the folder can't be written, or what was read back is not what was trained.
+        UserError: no space is left, the folder can't be written, or the files are not the trained adapter.
     """
     tensors = files.tensors(factors)
     dtypes = {name: lazy.dtype for name, lazy in tensors.items()}
@@ -159,9 +159,9 @@ def save_adapter(
 
 
 def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
-    """Raises UserError unless the adapter in ``folder``, merged by its format's own rule, is what ``factors`` add.
+    """Raises UserError unless the adapter in ``folder``, merged by its format's own rule, equals ``factors``.
 
-    Each adapted weight is compared by what it does to random columns, so no merged weight is ever held.
+    Products with random columns are compared, so no merged weight is ever held.
     """
     found, shapes = _read(folder), adapted_shapes(files.model)
     generator = torch.Generator().manual_seed(0)
@@ -171,7 +171,7 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
         a, b = (array[tuple(slice(0, size) for size in array.shape)].double() for array in arrays)
         expected = files.expected(files.lora.scale * (b @ (a @ probe)), target)
         got = files.actions(found, probe, target)
-        if got.keys() != expected.keys() or any(not _alike(got[name], expected[name]) for name in expected):
+        if got.keys() != expected.keys() or any(not _equal(got[name], expected[name]) for name in expected):
             raise UserError(
                 asked=f"an adapter in {folder}",
                 found=f"read back and merged, {target} is another weight than the one that was trained",
@@ -180,17 +180,12 @@ def prove(folder: Folder, files: AdapterFiles, factors: Source) -> None:
             )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:  # to the rounding of float64 sums
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:  # to the rounding of float64 sums
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def peft_keys(lora: Lora, model: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
-    """Name of a factor → its name in PEFT's file.
-
-    Args:
-        model: whose weights are adapted, on meta.
-        names: its names → those of the model that PEFT loads the adapter onto, where they differ.
-    """
+    """Name of a factor → its name in PEFT's file; arguments as of :class:`AdapterFiles`."""
     keys, order = {}, {name: number for number, (name, _) in enumerate(model.named_parameters())}
     for target in lora.targets:
         owner = names.get(target, target).rpartition(".")[0]
@@ -220,10 +215,10 @@ def from_peft(name: str, matrix: torch.Tensor, shape: Sequence[int]) -> torch.Te
 
 
 def open_adapter(folder: Folder, lora: Lora, model: PreTrainedModel, names: Mapping[str, str]) -> Source:
-    """A source of the factors that lie in ``folder`` in PEFT's format; they are held on the host.
+    """A source of the factors in ``folder``, in PEFT's format; the host holds them.
 
     Args:
-        lora: what its config says (`shardwright.model.lora_options.read_config`).
+        lora: from its config (`shardwright.model.lora_options.read_config`).
         model: transformers' own, on meta.
 
     Raises:
@@ -274,7 +269,7 @@ def _read(folder: Folder) -> dict[str, torch.Tensor]:
             return {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
     except UserError:
         raise
-    except Exception as error:  # safetensors' own, the system's, and torch's of shapes that it can't hold
+    except Exception as error:  # safetensors', the system's, and torch's for shapes that it can't hold
         raise UserError(
             asked=f"the adapter in {folder}",
             found=f"{WEIGHTS}: {type(error).__name__}: {str(error)[:300]}",

@@ -20,10 +20,10 @@ from shardwright.xla.runtime import run_now, wait_for_devices
 
 
 def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, source: Source) -> dict[str, torch.Tensor]:
-    """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out as ``plan`` says.
+    """Fills ``model`` (on meta, its layers stacked or not) from ``source``, each parameter laid out by ``plan``.
 
-    Stacks are made on the devices and written there layer by layer, so the host holds no more of a stack than one
-    layer. Tied parameters stay tied; buffers are replicated.
+    Stacks are made on the devices and written there layer by layer, so the host holds one layer at most. Tied
+    parameters stay tied; buffers are replicated.
 
     Returns:
         name -> parameter, in the model's order.
@@ -32,7 +32,7 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
     specs, stacked = plan.specs, [entry for entry in plan.parameters if is_stacked(entry.name)]
     tensors: dict[str, torch.Tensor] = {}
     owners = {**{entry.name: entry.name for entry in plan.parameters}, **plan.aliases}
-    for alias in owners:  # the weights of before are freed, if the model has some: a chip need not have room for both
+    for alias in owners:  # frees earlier weights first: a chip need not have room for both
         _assign(model, alias, nn.Parameter(torch.empty((), device="meta")))
     if isinstance(mesh, AbstractMesh):  # it has no devices, so there is nothing to read
         for entry in plan.parameters:
@@ -59,7 +59,7 @@ def place_parameters(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, sou
 
 
 def _zero_stacks(stacked: Sequence[ParameterPlan], plan: ShardingPlan, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Returns the stacks, all zero and made on the devices: zeros sent from the host would lie there first, whole."""
+    """The stacks, all zero, made on the devices: zeros from the host would lie there first, whole."""
     zeros = {
         entry.name: sharding.zeros_on_device(entry.shape, entry.dtype, mesh, plan.specs[entry.name])
         for entry in stacked
@@ -76,9 +76,9 @@ def _write_stacks(
     mesh: DeviceMesh,
     source: Source,
 ) -> None:
-    """Writes the layers into the stacks one after the other, in place: the old stack's memory becomes the new one's.
+    """Writes the layers into the stacks one after the other, in place.
 
-    The layer's number goes in as data, so each batch of parameters is compiled once, for all layers.
+    The layer's number is data, so each batch of parameters is compiled once.
     """
     specs = plan.specs
     for index in range(max(batch[0].shape[0] for batch in batches)):
@@ -93,7 +93,7 @@ def _write_stacks(
             write_layer({name: stacks[name] for name in rows}, rows, where, plan, mesh)
             run_now([stacks[name] for name in rows])
             del rows
-            wait_for_devices()  # or torch_xla's copies of layers that are under way pile up on the host
+            wait_for_devices()  # or torch_xla's copies of layers pile up on the host
 
 
 def write_layer(
@@ -103,7 +103,7 @@ def write_layer(
     plan: ShardingPlan,
     mesh: DeviceMesh,
 ) -> None:
-    """Builds the graph that writes layer ``where`` [1] of each stack from ``rows``, in place, and runs nothing."""
+    """Traces writing ``rows`` into layer ``where`` [1] of each stack, in place."""
     with torch.no_grad():
         for name, row in rows.items():
             updated = stacks[name].index_copy(0, where, row.unsqueeze(0))
@@ -113,7 +113,7 @@ def write_layer(
 def read_layer(
     stacks: Mapping[str, torch.Tensor], where: torch.Tensor, plan: ShardingPlan, mesh: DeviceMesh
 ) -> dict[str, torch.Tensor]:
-    """Builds the graph of layer ``where`` [1] of each stack, laid out as the stack is, and runs nothing."""
+    """Traces layer ``where`` [1] of each stack, laid out as the stack is."""
     with torch.no_grad():
         return {
             name: sharding.constrain(stack.index_select(0, where).squeeze(0), mesh, plan.specs[name][1:])
@@ -122,16 +122,13 @@ def read_layer(
 
 
 def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]:
-    """Groups stacks into few batches, each of stacks as deep as one another.
-
-    One layer of a batch takes no more than the largest parameter's.
-    """
+    """Groups stacks of equal depth into few batches, a layer of which is no larger than the largest parameter's."""
     sizes = {entry.name: entry.dtype.itemsize * math.prod(entry.shape[1:]) for entry in stacked}
     batches: list[list[ParameterPlan]] = []
     for entry in sorted(stacked, key=lambda entry: -sizes[entry.name]):
         for batch in batches:
-            alike = batch[0].shape[0] == entry.shape[0]
-            if alike and sum(sizes[other.name] for other in batch) + sizes[entry.name] <= max(sizes.values()):
+            fits = sum(sizes[other.name] for other in batch) + sizes[entry.name] <= max(sizes.values())
+            if fits and batch[0].shape[0] == entry.shape[0]:
                 batch.append(entry)
                 break
         else:
@@ -140,7 +137,7 @@ def layer_batches(stacked: Sequence[ParameterPlan]) -> list[list[ParameterPlan]]
 
 
 def place_buffers(model: nn.Module, mesh: DeviceMesh, source: Source) -> None:
-    """Replicates the buffers. Most are in no checkpoint (RoPE's frequencies) and were built with the model."""
+    """Replicates the buffers, most of which are in no checkpoint (RoPE's frequencies) but built with the model."""
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         values: Array = buffer.cpu()

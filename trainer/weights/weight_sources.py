@@ -23,11 +23,11 @@ Source = Callable[[str], Array]
 
 
 def seeded_init(model: PreTrainedModel, seed: int) -> Source:
-    """Returns a source of the model's own random init, which makes one module at a time, each from its own seed.
+    """A source of the model's own random init, made one module at a time, each from its own seed.
 
-    So the values depend on neither the mesh nor the order of reading, and the host holds one module at a time.
-    ``model`` is on meta and stays there. As in transformers, a module is initialised first and then whatever it is in,
-    which may write to it again: a block zeroes its router, a model scales down what ends a residual branch.
+    So the values depend on neither the mesh nor the order of reading. ``model`` stays on meta. As in transformers, the
+    modules around a module are initialised after it and may write to it again: a block zeroes its router, a model
+    scales down the end of a residual branch.
     """
     model = copy.deepcopy(model)  # on meta, but for buffers
     constructed: dict[type[nn.Module], Source] = {}
@@ -38,7 +38,7 @@ def seeded_init(model: PreTrainedModel, seed: int) -> Source:
         with _real(module), _seeded(f"{seed}/{owner}"), torch.no_grad():
             for outer in _and_around(owner):
                 # semi-private: transformers/modeling_utils.py, transformers 5.23; each part of a multimodal model
-                # knows its own modules, and what is on meta takes no memory and draws no numbers
+                # knows its own modules, and tensors on meta take no memory and draw no numbers
                 _family(model, outer)._init_weights(model.get_submodule(outer))
             values: torch.Tensor = getattr(module, key).detach()
         if not values.is_meta and not values.isnan().any():
@@ -52,10 +52,7 @@ def seeded_init(model: PreTrainedModel, seed: int) -> Source:
 
 @contextlib.contextmanager
 def _real(module: nn.Module) -> Iterator[None]:
-    """While the ``with`` lasts, parameters of ``module`` itself have memory: NaN, so that what nobody writes is seen.
-
-    Its buffers have it already, with the values of their constructor.
-    """
+    """Gives parameters of ``module`` itself memory inside the ``with``: NaN, to see values that nobody writes."""
     meta = dict(module._parameters)
     for name, parameter in meta.items():
         if parameter is not None:
@@ -75,7 +72,7 @@ def _seeded(text: str) -> Iterator[None]:
 
 
 def _and_around(name: str) -> Iterator[str]:
-    """``name`` and what it is in, up to the model, whose name is empty."""
+    """``name`` and the modules around it, up to the model, whose name is empty."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -83,7 +80,7 @@ def _and_around(name: str) -> Iterator[str]:
 
 
 def _constructed(model: PreTrainedModel, kind: type[nn.Module], seed: int) -> Source:
-    """A source of what constructors gave modules of ``kind``, such as an activation's slopes: no init writes there."""
+    """A source of values that only the constructor of ``kind`` writes, such as an activation's slopes."""
     with _seeded(f"{seed}/{kind.__name__}"):
         built = built_with(model, kind).state_dict()
 
@@ -102,34 +99,30 @@ def _constructed(model: PreTrainedModel, kind: type[nn.Module], seed: int) -> So
 
 
 def _family(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The innermost of transformers' models around the module ``name``."""
+    """The innermost transformers model around the module ``name``."""
     while not isinstance(found := model.get_submodule(name), PreTrainedModel):
         name = name.rpartition(".")[0]
     return found
 
 
 def state_dict_weights(tensors: Mapping[str, torch.Tensor]) -> Source:
-    """Returns a source of the values in a state dict that has the model's own names."""
+    """A source of the values in a state dict with the model's own names."""
     return lambda name: tensors[name].detach()
 
 
 def part_of(whole: Source, names: Mapping[str, str]) -> Source:
-    """Returns a source of a model's part from one of the whole; ``names`` are the whole's, by the part's."""
+    """A source of a part of a model, from the whole's; ``names``: a part's name -> the whole's."""
     return lambda name: whole(names.get(name, name))
 
 
 def part_and_rest(part: Source, rest: Source, names: Mapping[str, str]) -> Source:
-    """Returns a source of a whole model: what ``names`` says is its part's comes from ``part``, the rest from ``rest``.
-
-    Args:
-        names: the whole's names, by the part's.
-    """
+    """A source of a whole model, from its part's and the rest's; ``names``: a part's name -> the whole's."""
     own = {full: name for name, full in names.items()}
     return lambda name: part(own[name]) if name in own else rest(name)
 
 
 def has_weights(model: str) -> bool:
-    """Whether ``model`` names weights: a hub id does, a folder if weight files lie in it, a config file does not."""
+    """Whether ``model`` has weights: a hub id does, a folder with weight files does, a config file does not."""
     path = Path(model_path(model))
     if not os.path.exists(path):
         return True

@@ -1,4 +1,4 @@
-"""What a run leaves of its weights: the model in the hub's format, or its adapter."""
+"""Writes a run's weights: the model in the hub's format, or its adapter."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # it loads torch_xla, and an export needs no device
 def write_model(
     job: Job, folder: Folder, weights: Source, base: Source, tokenizer: PreTrainedTokenizerBase, console: Console
 ) -> None:
-    """Write the job's model in the hub's format, or the adapter that it trains in PEFT's.
+    """Writes the job's model in the hub's format, or its adapter in PEFT's.
 
     Args:
         weights: under the names of ``job.model``.
-        base: of what is not trained, under the names of ``job.facts.whole``.
+        base: the untrained weights, under the names of ``job.facts.whole``.
     """
     with waiting(console, f"writing {folder} …"):
         if job.lora is not None:

@@ -1,4 +1,4 @@
-"""Batches on the mesh: the rows of every tensor, whatever its rank, are split over the batch axes."""
+"""Batches on the mesh: the rows of tensors of any rank, split over the batch axes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from shardwright.xla.sharding import place, shard_slices
 
 
 def batch_spec(rank: int, batch_axes: Sequence[str]) -> PartitionSpec:
-    """The layout of a batch tensor of any rank: dimension 0 over the batch axes, the others replicated.
-
-    A scalar is replicated.
-    """
+    """The layout of a batch tensor: dimension 0 over the batch axes, all others, and a scalar, replicated."""
     return (tuple(batch_axes), *([None] * (rank - 1))) if rank else ()
 
 
 def place_batch(
     batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Move a batch of tensors of mixed rank to the devices, each as :func:`batch_spec` says.
+    """Moves a batch of tensors of mixed rank to the devices, laid out by :func:`batch_spec`.
 
-    Where there are several processes, each gives only its own rows, which :func:`batch_share` names.
+    Of several processes each passes its own rows alone (:func:`batch_share`).
     """
     index, count = batch_share(mesh, batch_axes)
     return {
@@ -38,15 +35,13 @@ def place_batch(
 
 
 def own_rows(batch: Mapping[str, torch.Tensor], mesh: DeviceMesh, batch_axes: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Of a batch that every process has whole, the rows that :func:`place_batch` wants from this one."""
+    """This process's rows, for :func:`place_batch`, of a batch that every process has whole."""
     index, count = batch_share(mesh, batch_axes)
     return {name: t.chunk(count)[index] for name, t in batch.items()}
 
 
 class HostRows:
-    """A batch tensor [rows, ...] of which this process holds share ``index`` of ``count`` equal shares.
-
-    It is an :class:`shardwright.files.arrays.Array`.
+    """The :class:`shardwright.files.arrays.Array` of a batch tensor [rows, ...], of which this process holds one share.
 
     Raises:
         UserError: reading rows that another process holds.
@@ -69,10 +64,9 @@ class HostRows:
 
 
 def batch_share(mesh: DeviceMesh, batch_axes: Sequence[str], devices: Sequence[int] | None = None) -> tuple[int, int]:
-    """The share of a batch's rows that ``devices`` need, as (index, count): share ``index`` of ``count`` equal ones.
+    """(index, count) of the share of a batch's rows that ``devices`` need, out of equal shares.
 
-    Processes that hold replicas of the same rows get the same share. Where the needed rows are not exactly one of
-    equal shares, the answer is (0, 1): all rows.
+    Processes with replicas of the same rows get the same share. Rows that are not exactly one of equal shares: (0, 1).
 
     Args:
         devices: ids in the mesh; default: this process's.

@@ -1,7 +1,7 @@
-"""TPU generations and their slices: what a chip can do, and what libtpu must be told to compile for a slice.
+"""TPU generations and their slices: a chip's peaks, and libtpu's options to compile for a slice.
 
-A slice is called as libtpu calls it: ``v5p:4x4x4``, the generation and the chips along each dimension. The generations
-are those that libtpu 0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
+A slice has libtpu's name: ``v5p:4x4x4``, the generation and the chips along each dimension. The generations are those
+that libtpu 0.0.21 compiles for and that can still be rented; it refuses v7x ("Invalid TPU external name").
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ class Chip:
         libtpu: libtpu's name of the generation.
         config: libtpu's chip configuration; megacore makes one device of a chip's two cores. None: its default.
         flops: bf16 FLOP/s; a multiply-add is two.
-        hbm_bytes: what a program can use: the chip's HBM less what the system reserves, both as the out-of-memory
-            errors of libtpu 0.0.21 tell them.
+        hbm_bytes: usable by a program: HBM less the system's reserve, from out-of-memory errors of libtpu 0.0.21.
         hbm_bandwidth: bytes/s.
-        links, link_bandwidth: how many ICI links the chip has, and bytes/s each way of each.
+        links, link_bandwidth: number of ICI links, and bytes/s each way of each.
         dcn_bandwidth: bytes/s that a chip can send to other slices.
-        clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs that all MXUs do in a cycle.
+        clock: Hz of the compiler's estimated cycles: ``flops`` divided by the FLOPs of all MXUs in a cycle.
         pod: chips along each dimension of the largest slice.
         host_bandwidth: bytes/s each way between the chip and its host's memory.
         mxu: rows and columns of a matrix unit.
@@ -70,7 +69,7 @@ class Chip:
 # DCN: the same pages, 50 Gbps a chip of v5p, 6.4 and 25.6 Tbps a pod of 256 v5e and v6e; v4's:
 # https://jax-ml.github.io/scaling-book/tpus/. MXUs a chip: 8, 4 and 8 of 128×128; v6e's 4 of 256×256 (its page has said
 # 2 and 4; with 2 the clock would be 3.5 GHz, and libtpu estimates 409,000 FLOPs a cycle for a large matmul: 4).
-# Host: PCIe of v4, the same page of the scaling book; of the others no figure was found, and v4's is taken.
+# Host: PCIe of v4, the same page of the scaling book; for the others no figure was found, and v4's is taken.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -82,8 +81,8 @@ CHIPS = {
 }
 
 
-# What torch_xla 2.9 puts into LIBTPU_INIT_ARGS on a TPU host (torch_xla/__init__.py, _setup_libtpu_flags). A compile
-# here needs it too, to give what a compile there gives.
+# torch_xla 2.9's own LIBTPU_INIT_ARGS on a TPU host (torch_xla/__init__.py, _setup_libtpu_flags), so that a compile
+# here gives the same as a compile there.
 _TORCH_XLA = {
     "xla_tpu_use_enhanced_launch_barrier": "false",
     "xla_latency_hiding_scheduler_rerun": "1",
@@ -91,10 +90,10 @@ _TORCH_XLA = {
     "xla_tpu_enable_flash_attention": "false",
 }
 _TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true", **_TORCH_XLA}
-# Ours: docs/tpu.md, "Compiler flags", says what they change and what else was tried.
+# Ours: see docs/tpu.md, "Compiler flags".
 _EXCHANGE = {"xla_tpu_enable_async_all_to_all": "true"}
 _VMEM = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
-# Chip → compiler flags that a run on it and a compile for it set, unless the user did.
+# Chip → compiler flags of a run on it and of a compile for it, unless the user sets them.
 FLAGS: dict[str, dict[str, str]] = {
     "v4": _TORCH_XLA,
     "v5e": _TORCH_XLA_V5 | _VMEM,
@@ -102,17 +101,13 @@ FLAGS: dict[str, dict[str, str]] = {
     "v6e": _TORCH_XLA | _EXCHANGE,
 }
 
-# Of 3 dimensions (v4, v5p), the slices smaller than a cube; of 2 (v5e, v6e), all but the pod. Source: the pages above.
+# Dimensions → slices: of 3 (v4, v5p) those smaller than a cube; of 2 (v5e, v6e) all but the pod. Source: pages above.
 _SMALL = {3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)), 2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """So many equal slices, joined by DCN.
-
-    Args:
-        shape: chips along each dimension of a slice.
-    """
+    """Equal slices, joined by DCN; ``shape``: chips along each dimension of a slice."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -130,10 +125,10 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """Which dimensions have links that close the ring, as libtpu takes it: three.
+        """For each of libtpu's three dimensions, whether links close the ring.
 
-        On v4 and v5p optical switches close all three if the slice is made of whole 4×4×4 cubes. On v5e and v6e a
-        dimension is closed if it is as long as the pod's.
+        On v4 and v5p optical switches close all three in slices of whole 4×4×4 cubes. On v5e and v6e a dimension is
+        closed if it is as long as the pod's.
         """
         if len(self.shape) == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
@@ -154,24 +149,22 @@ class Topology:
 def topologies(chip: Chip) -> list[Topology]:
     """The slices of a generation, small ones first.
 
-    For v4 and v5p these are the slices smaller than a cube, and all of whole cubes up to the pod whose dimensions
-    ascend.
+    For v4 and v5p: those smaller than a cube, and those of whole cubes up to the pod, in ascending dimensions.
     """
-    shapes = [*_SMALL[len(chip.pod)]]
+    shapes: list[tuple[int, ...]] = [*_SMALL[len(chip.pod)]]
     if len(chip.pod) == 3:
-        longest = max(chip.pod)
-        cubes = itertools.combinations_with_replacement(range(4, longest + 1, 4), 3)
+        cubes = itertools.combinations_with_replacement(range(4, max(chip.pod) + 1, 4), 3)
         shapes += [c for c in cubes if all(a <= b for a, b in zip(c, chip.pod, strict=True))]
     else:
-        shapes.append(chip.pod)  # type: ignore[arg-type]
+        shapes.append(chip.pod)
     return [Topology(chip, shape) for shape in sorted(shapes, key=lambda s: (math.prod(s), s))]
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:
-    """The topology called ``name``, so many slices of it.
+    """The topology of ``slices`` slices called ``name``.
 
     Raises:
-        UserError: no slice has that name; the message lists those there are, the nearest first.
+        UserError: no slice has that name; the message lists the known ones.
     """
     if slices < 1:
         raise UserError(
@@ -184,15 +177,11 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     if name in known:
         return Topology(known[name].chip, known[name].shape, slices)
     generation = name.partition(":")[0]
-    shown = [n for n in known if n.startswith(f"{generation}:")] or _few(list(known))
+    # of another generation, up to 512 chips
+    shown = [n for n in known if n.startswith(f"{generation}:")] or [n for n, t in known.items() if t.devices <= 512]
     raise UserError(
         asked=f"topology {name}",
         found="no slice of that name" if generation in CHIPS else f"no TPU generation {generation!r}",
         why="libtpu compiles for the links and chips of a real slice",
         instead=did_you_mean(name, known) + "one of: " + ", ".join(shown),
     )
-
-
-def _few(names: list[str]) -> list[str]:
-    """The names of slices up to 512 chips."""
-    return [n for n in names if math.prod(int(size) for size in n.partition(":")[2].split("x")) <= 512]

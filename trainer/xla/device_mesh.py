@@ -1,4 +1,4 @@
-"""The device grid: from axis names and sizes to torch_xla's mesh, over this process's devices or over none."""
+"""torch_xla's mesh from axis names and sizes, over this process's devices or over abstract ones."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from shardwright.xla.runtime import chip, device_kind, init_runtime
 
 # torch_xla's mesh, under a name that other packages use without importing torch_xla
 DeviceMesh: TypeAlias = xs.Mesh
-_SHOWN, _SAID = 8, 200  # devices, and characters of jax's words, in a refusal
+_SHOWN, _LETTERS = 8, 200  # devices, and characters of jax's message, in a refusal
 
 
 def build_mesh(mesh: Mesh) -> DeviceMesh:
-    """The device grid over every device of the runtime, its axes in the recipe's order.
+    """The mesh over every device of the runtime, its axes in the recipe's order.
 
-    On a TPU the order of devices follows the links between chips, slices outside (:mod:`shardwright.xla.device_order`);
-    on virtual CPU devices, which have none, it is that of their ids.
+    TPUs are ordered along the links between chips, slices outside (:mod:`shardwright.xla.device_order`), virtual CPU
+    devices by their ids.
 
     Raises:
         UserError: the mesh does not fit the devices, or its DCN factors the slices.
@@ -45,7 +45,7 @@ def build_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise UserError unless the TPUs of this runtime can be laid out as ``mesh``. Other devices are not opened."""
+    """Raises UserError unless the TPUs of this runtime can be laid out as ``mesh``; opens no other devices."""
     if device_kind() == "TPU":
         _tpu_order(mesh)
 
@@ -53,16 +53,16 @@ def check_mesh(mesh: Mesh) -> None:
 def _tpu_order(mesh: Mesh) -> list[int]:
     """The ids of the runtime's TPUs in mesh order."""
     devices = as_reported(xr.global_runtime_device_attributes(), xm.xla_device_kind())
-    ici, dcn = mesh.ici_sizes(len(devices)), mesh.dcn_sizes()
+    ici = mesh.ici_sizes(len(devices))
     check_slices(mesh, [device.slice_index for device in devices])
     try:
-        return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(dcn.values()))]
-    # jax asserts, and its search for a layout ends in numpy's errors where an axis can't be divided
+        return [device.id for device in in_mesh_order(devices, tuple(ici.values()), tuple(mesh.dcn.values()))]
+    # jax's assertions, and numpy's errors where its search can't divide an axis
     except Exception as error:
         shown = "; ".join(map(str, devices[:_SHOWN])) + (" …" if len(devices) > _SHOWN else "")
         raise UserError(
             asked=f"{mesh} on {len(devices)} × {devices[0].device_kind}",
-            found=f"the runtime reports chips at {shown} ({type(error).__name__}: {str(error)[:_SAID]})",
+            found=f"the runtime reports chips at {shown} ({type(error).__name__}: {str(error)[:_LETTERS]})",
             why="the order of devices follows the links between chips: they must fill a box, one device a chip, whose "
             "sides the axes divide",
             instead="every chip of a slice (no TPU_VISIBLE_CHIPS), and axes that are powers of two",
@@ -70,12 +70,12 @@ def _tpu_order(mesh: Mesh) -> list[int]:
 
 
 def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
-    """Raise UserError unless the mesh's DCN factors multiply to the number of slices, and these are equally large.
+    """Raises UserError unless the DCN factors multiply to the number of slices, and slices are equally large.
 
     Args:
         indices: each device's slice.
     """
-    asked, sizes = math.prod(mesh.dcn_sizes().values()), Counter(indices)
+    asked, sizes = math.prod(mesh.dcn.values()), Counter(indices)
     slices = len(sizes)
     if asked != slices:
         outer = next(iter(mesh.axes))
@@ -98,7 +98,7 @@ def check_slices(mesh: Mesh, indices: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A record of a tensor placed on an :class:`AbstractMesh`; a step that writes to the tensor leaves it as it is."""
+    """A record of a tensor on an :class:`AbstractMesh`; a step that writes to the tensor does not change it."""
 
     name: str
     tensor: torch.Tensor
@@ -106,40 +106,40 @@ class Placeholder:
 
 
 class AbstractMesh(xs.Mesh):
-    """A mesh of devices that this process has not got. What is placed on it has a shape and a layout, but no data.
+    """A mesh of absent devices. Tensors placed on it have a shape and a layout, but no data.
 
     Args:
         axes: axis → size, in mesh order; a device's id is its position in the mesh.
-        chip: what the devices are; None: it is not known.
+        chip: None: not known.
     """
 
     def __init__(self, axes: Mapping[str, int], chip: Chip | None = None) -> None:
-        # the parent's __init__ is not called: it wants the runtime to have as many devices
+        # without the parent's __init__, which wants the runtime to have as many devices
         self.device_ids = np.arange(math.prod(axes.values()))
         self.mesh_shape, self.axis_names = tuple(axes.values()), tuple(axes)
         self.chip = chip
         self.placed: list[Placeholder] = []
 
     def place(self, name: str, shape: Sequence[int], dtype: torch.dtype, spec: PartitionSpec) -> torch.Tensor:
-        """A tensor of ``shape`` and ``dtype`` that has no data; it is remembered in :attr:`placed`."""
+        """A tensor without data, recorded in :attr:`placed`."""
         placeholder = create_placeholder_tensor(tuple(shape), dtype)
-        # A clone, since a detached tensor would be written to together with this one.
+        # a clone: writes to this tensor would reach a detached one
         self.placed.append(Placeholder(name, placeholder.clone(), spec))
         return placeholder
 
 
 def device_order(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """Device ids in mesh order, for kernels that run shard by shard; None if they are 0, 1, 2, …"""
+    """Device ids in mesh order, for kernels that run shard by shard; None for 0, 1, 2, …"""
     ids = tuple(int(i) for i in mesh.device_ids)
     return None if ids == tuple(range(len(ids))) else ids
 
 
 def chip_of(mesh: DeviceMesh) -> Chip | None:
-    """What the devices of ``mesh`` are; None for virtual devices, and for a TPU that is not in the table."""
+    """The chip of ``mesh``; None for virtual devices and unknown TPUs."""
     return mesh.chip if isinstance(mesh, AbstractMesh) else chip()
 
 
 def local_devices() -> list[int]:
-    """The ids of this process's devices, as a mesh counts them."""
+    """The ids, in a mesh, of this process's devices."""
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]

@@ -1,8 +1,7 @@
-"""Devices in mesh order: which chip of a slice stands where in the grid, by the links that join chips.
+"""Devices in mesh order, by the links between chips, for a run's own chips and for those that libtpu describes.
 
-A run asks this of its own chips, and a compile of the chips that libtpu describes: so both lay a mesh out alike. It is
-jax's own layout. torch_xla's `HybridMesh` is an older copy of it that knows fewer slices: it asserts a TPU in this
-process, takes one slice with an index for several, and chips whose coordinates do not begin at 0 for others.
+It is jax's own layout. torch_xla's `HybridMesh` is an older copy of it for fewer slices: it asserts a TPU in this
+process, takes one slice with an index for several, and misplaces chips whose coordinates do not begin at 0.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Device:
-    """A device as the runtime reports it, under the names that jax reads.
+    """A device as the runtime reports it, in the attributes that jax reads.
 
     Args:
-        id: as torch_xla counts devices, from 0.
+        id: torch_xla's, from 0.
         slice_index: -1 where the runtime reports none.
         device_kind: the runtime's name of the chip, ``TPU v5 lite``.
     """
@@ -39,7 +38,7 @@ class Device:
 
 
 def as_reported(attributes: Sequence[Mapping[str, Any]], kind: str) -> list[Device]:
-    """The devices that torch_xla's `global_runtime_device_attributes` tells of, by their ids."""
+    """The devices in torch_xla's `global_runtime_device_attributes`, by id."""
     devices = [
         Device(
             id=int(each["name"].rpartition(":")[2]),
@@ -54,10 +53,10 @@ def as_reported(attributes: Sequence[Mapping[str, Any]], kind: str) -> list[Devi
 
 
 def in_mesh_order(devices: Sequence[Any], ici: Sequence[int], dcn: Sequence[int]) -> list[Any]:
-    """The devices, row by row of a mesh with these factors within a slice and over slices.
+    """The devices, row by row, of a mesh with these factors within a slice and over slices.
 
     Raises:
-        Exception: of jax's own, of any type, if the devices can't be laid out so.
+        Exception: any of jax's, if the devices can't be laid out so.
     """
     from jax.experimental import mesh_utils
 

@@ -1,10 +1,10 @@
-"""PJRT's C interface: the table of functions that a plugin such as libtpu hands to torch_xla, read and changed.
+"""PJRT's C interface: reads and changes the table of functions that a plugin such as libtpu hands to torch_xla.
 
 A plugin is a library with one function, `GetPjrtApi`, which returns the address of a static table of functions. Every
 function takes the address of a structure of its own and returns an error, or null. torch_xla calls through the table,
-so an entry that is replaced is what torch_xla calls.
+and so calls a replaced entry.
 
-Leaned on: xla/pjrt/c/pjrt_c_api.h, major version 0. There the table and each structure only grow at their ends, and the
+Source: xla/pjrt/c/pjrt_c_api.h, major version 0, in which the table and each structure only grow at their ends. The
 structures below are those of 0.71.
 """
 
@@ -13,60 +13,38 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 _MAJOR, _LEAST_MINOR = 0, 71  # Executable_DeserializeAndLoad takes the options of a compile since 0.71
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 Function: Any = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # releases Python's lock while it runs
-_Void: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # what an error is asked returns none
+_Void: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # of functions on errors, which return none
 
 
 class PjrtError(RuntimeError):
-    """The plugin refused a call, or is none that can be spoken to."""
+    """The plugin refused a call, or its interface is unknown."""
 
 
-class _Head(ctypes.Structure):
-    """What the table begins with; its functions follow."""
-
-    _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("version_size", ctypes.c_size_t),
-        ("version_extension_start", ctypes.c_void_p),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    )
-
-
-def _structure(name: str, *fields: str, number: str = "") -> Any:
-    """The structure of a function's arguments.
+def _structure(name: str, *fields: str, numbers: Sequence[str] = ()) -> Any:
+    """A structure of the interface.
 
     Args:
-        fields: after the two that all begin with; a size ends in ``size``, what does not is a pointer.
-        number: a last field that is a 32-bit number.
+        fields: after the two that all have first; a name in ``size`` is a size, any other a pointer.
+        numbers: last fields, of 32 bits.
     """
-    body: list[tuple[str, Any]] = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p)]
-    body += [(field, ctypes.c_size_t if field.endswith("size") else ctypes.c_void_p) for field in fields]
-    body += [(number, ctypes.c_int)] if number else []
-    return type(name, (ctypes.Structure,), {"_fields_": body})
+    fields = ("struct_size", "extension_start", *fields)
+    body = [(field, ctypes.c_size_t if field.endswith("size") else ctypes.c_void_p) for field in fields]
+    return type(name, (ctypes.Structure,), {"_fields_": [*body, *((field, ctypes.c_int) for field in numbers)]})
 
 
-class Program(ctypes.Structure):
-    """A program to compile: its code, and the name of the code's format (``hlo`` or ``mlir``)."""
-
-    _fields_ = (
-        ("struct_size", ctypes.c_size_t),
-        ("extension_start", ctypes.c_void_p),
-        ("code", ctypes.c_void_p),
-        ("code_size", ctypes.c_size_t),
-        ("format", ctypes.c_void_p),
-        ("format_size", ctypes.c_size_t),
-    )
-
-
+# the beginning of the table; the functions follow
+_Head = _structure("_Head", "version_size", "version_extension_start", numbers=("major", "minor"))
+# a program to compile; its format is ``hlo`` or ``mlir``
+Program = _structure("Program", "code", "code_size", "format", "format_size")
 _SERIALIZED = ("data", "data_size", "holder", "deleter")
-# of each function: its place in the table, and the structure of its arguments
+# function → its place in the table, and the structure of its arguments
 FUNCTIONS: dict[str, tuple[int, Any]] = {
     name: (place, _structure(name, *fields))
     for name, place, fields in (
@@ -78,15 +56,11 @@ FUNCTIONS: dict[str, tuple[int, Any]] = {
         ("Executable_Destroy", 40, ("executable",)),
         ("Executable_Serialize", 49, ("executable", *_SERIALIZED)),
         ("LoadedExecutable_GetExecutable", 51, ("loaded", "executable")),
-        (
-            "Executable_DeserializeAndLoad",
-            56,
-            ("client", "data", "data_size", "loaded", "options", "options_size"),
-        ),
+        ("Executable_DeserializeAndLoad", 56, ("client", "data", "data_size", "loaded", "options", "options_size")),
         ("TopologyDescription_Serialize", 87, ("topology", *_SERIALIZED)),
         ("Client_TopologyDescription", 95, ("client", "topology")),
     )
-} | {"Client_ProcessIndex": (13, _structure("Client_ProcessIndex", "client", number="index"))}
+} | {"Client_ProcessIndex": (13, _structure("Client_ProcessIndex", "client", numbers=("index",)))}
 
 
 class Table:
@@ -111,44 +85,43 @@ class Table:
             raise PjrtError(f"{library} has {found}: {_MAJOR}.{_LEAST_MINOR} or a later {_MAJOR}.x is known")
 
     def entry(self, name: str) -> int:
-        """The address of a function."""
         return ctypes.c_size_t.from_address(self._place(name)).value
 
     def replace(self, name: str, function: Any) -> None:
-        """Have the table name ``function``, a `Function` that the caller keeps.
+        """Puts ``function``, a `Function` that the caller keeps, into the table.
 
         Raises:
-            PjrtError: its memory can't be written.
+            PjrtError: the table's memory can't be written.
         """
         place = self._place(name)
         start = place // mmap.PAGESIZE * mmap.PAGESIZE
         libc = ctypes.CDLL(None, use_errno=True)
-        # a linker may have put the table where only the loader writes
+        # a linker may have put the table into memory that only the loader writes
         size, access = ctypes.c_size_t(place + _WORD - start), mmap.PROT_READ | mmap.PROT_WRITE
         if libc.mprotect(ctypes.c_void_p(start), size, access):
             raise PjrtError(f"the plugin's table can't be written: {os.strerror(ctypes.get_errno())}")
         ctypes.c_size_t.from_address(place).value = ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def call(self, name: str, /, **given: Any) -> Any:
-        """Call a function; returns the structure of its arguments, in which it has put what it found.
+        """Calls a function; returns the structure of its arguments, with its results.
 
         Raises:
-            PjrtError: with the plugin's own words.
+            PjrtError: with the plugin's own message.
         """
-        arguments, error = self._called(Function, name, given)
+        arguments, error = self._call(Function, name, given)
         if error:
-            message = text_of(self._called(_Void, "Error_Message", {"error": error})[0])
-            self._called(_Void, "Error_Destroy", {"error": error})
+            message = text_of(self._call(_Void, "Error_Message", {"error": error})[0])
+            self._call(_Void, "Error_Destroy", {"error": error})
             raise PjrtError(message)
         return arguments
 
-    def _called(self, kind: Any, name: str, given: dict[str, Any]) -> tuple[Any, int | None]:
+    def _call(self, kind: Any, name: str, given: dict[str, Any]) -> tuple[Any, int | None]:
         structure = FUNCTIONS[name][1]
         arguments = structure(struct_size=ctypes.sizeof(structure), **given)
         return arguments, kind(self.entry(name))(ctypes.addressof(arguments))
 
-    def serialized(self, name: str, /, **given: Any) -> bytes:
-        """What a function that serialises gives."""
+    def serialize(self, name: str, /, **given: Any) -> bytes:
+        """The bytes from a function that serialises."""
         found = self.call(name, **given)
         try:
             return ctypes.string_at(found.data, found.data_size)
@@ -160,5 +133,5 @@ class Table:
 
 
 def text_of(arguments: Any) -> str:
-    """The text that a function has put into its arguments."""
+    """The text in a function's arguments."""
     return ctypes.string_at(arguments.text, arguments.text_size).decode(errors="replace")

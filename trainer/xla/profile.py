@@ -1,4 +1,4 @@
-"""A trace of some of a run's steps, for xprof: what host and devices did when."""
+"""A trace of some of a run's steps, on host and devices, for xprof."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FOLDER = "profile"  # in the output folder
 
 
 class ProfileCallback(TrainerCallback):
-    """Traces the steps from ``first`` to ``last``, both of them too, and writes the trace into ``output``.
+    """Traces the steps from ``first`` to ``last`` inclusive, and writes the trace into ``output``.
 
-    The devices are waited for before and after, so that the trace has all of these steps and no other. A run that goes
-    on from a checkpoint between the two traces what is left of them; one that ends between them writes what it has.
+    It waits for the devices before and after, so that the trace has these steps and no others. A run that begins or
+    ends between the two traces its part of them.
     """
 
     def __init__(self, first: int, last: int, output: Folder) -> None:
@@ -47,7 +47,7 @@ class ProfileCallback(TrainerCallback):
         xp.stop_trace()
         self._tracing, self._done = False, True
         with self._local as local:
-            # plugins/profile/TIME/HOST.xplane.pb, and whatever else: where TensorBoard and xprof look
+            # plugins/profile/TIME/HOST.xplane.pb and others, where TensorBoard and xprof look
             for path in sorted(Path(local).rglob("*")):
                 if path.is_file():
                     folder = self.output / FOLDER / path.parent.relative_to(local).as_posix()

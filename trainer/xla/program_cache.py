@@ -1,12 +1,11 @@
-"""Compiled programs, kept between the processes of a run: one that is started again loads what it would compile.
+"""Compiled programs, kept between the processes of a run: a restart loads them.
 
 torch_xla 2.9 keeps compiled programs too, but can't load them with a plugin such as libtpu (pytorch/xla#9094). So the
-plugin's own functions are used: in its table (`shardwright.xla.pjrt`) the one that compiles is replaced by
-:meth:`KeptPrograms._compile`, which first looks for a file, and has the plugin load it.
+plugin's function that compiles is replaced in its table (`shardwright.xla.pjrt`) by :meth:`KeptPrograms._compile`,
+which first looks for a file, and has the plugin load it.
 
-What a program was compiled from is its file's name: the code, the options, the devices, and the compiler with its
-flags. As in jax's compilation cache, which lists the same for libtpu (jax/_src/cache_key.py, jax 0.7.1), the hosts of a
-job share one file a program, and the first writes it.
+A file's name is a hash of code, options, devices, and the compiler with its flags, as in jax's compilation cache for
+libtpu (jax/_src/cache_key.py, jax 0.7.1). The hosts of a job share one file a program, and the first writes it.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from shardwright.files.cache import cache_root
 from shardwright.files.folder import Folder
 from shardwright.xla.pjrt import FUNCTIONS, Function, PjrtError, Program, Table, text_of
 
-COMPILED = "SHARDWRIGHT_COMPILED"  # the folder that all hosts see; empty: nothing is kept
-_FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # that the compiler reads beside its options
+COMPILED = "SHARDWRIGHT_COMPILED"  # a folder that all hosts see; empty: nothing is kept
+_FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # read by the compiler beside its options
 _MAGIC = b"shardwright program 1\n"
 _DIGEST = hashlib.sha256().digest_size
 
 
 class KeptPrograms:
-    """The programs of this process, and where they are kept. What can't be kept or loaded is compiled, and said.
+    """The kept programs of this process. Failures to keep or load one are reported, and it is compiled.
 
     Attributes:
-        programs: that the plugin was asked for.
-        loaded: those of them that were not compiled.
+        programs: number that the plugin was asked for.
+        loaded: number of these that were not compiled.
     """
 
     def __init__(self) -> None:
         self.programs = self.loaded = 0
         self._place: _Place | None = None  # known once the plugin's devices are
-        self._notices: dict[str, str] = {}  # the first one of each matter
-        self._told: set[str] = set()
-        self._said = (0, 0)
+        self._notices: dict[str, str] = {}  # subject → its first message
+        self._reported: set[str] = set()
+        self._reported_counts = (0, 0)
         self._table: Any = None
         self._original: Any = None
-        self._replacement: Any = None  # which must stay as long as it can be called
+        self._replacement: Any = None  # must live as long as it can be called
 
     def install(self, library: str) -> None:
-        """Keep what the plugin in ``library`` compiles from now on. A second call does nothing."""
+        """Keeps the programs of the plugin in ``library`` from now on. A second call does nothing."""
         if self._table is not None or os.environ.get(COMPILED) == "":
             return
         try:
@@ -57,21 +56,21 @@ class KeptPrograms:
             table.replace("Client_Compile", self._replacement)
             self._table = table
         except OSError:
-            return  # whoever opens the devices says so
+            return  # opening the devices will fail with a message
         except PjrtError as error:
             self._notices["plugin"] = f"programs are not kept: {error}"
 
     def news(self) -> Iterator[str]:
-        """What was not said before, a line each: how many programs there are, and what went wrong with them."""
-        if self._place is not None and self._said != (self.programs, self.loaded):
-            self._said = (self.programs, self.loaded)
+        """Lines not reported before: the number of programs, and failures."""
+        if self._place is not None and self._reported_counts != (self.programs, self.loaded):
+            self._reported_counts = (self.programs, self.loaded)
             yield f"compile: {self.programs} programs, {self.loaded} loaded from {self._place.folder}"
-        for matter in self._notices.keys() - self._told:
-            self._told.add(matter)
-            yield f"         {self._notices[matter]}"
+        for subject in self._notices.keys() - self._reported:
+            self._reported.add(subject)
+            yield f"         {self._notices[subject]}"
 
     def _compile(self, address: int) -> int | None:
-        """In the place of the plugin's own function; takes the address of its arguments, and returns its error."""
+        """Replaces the plugin's function: takes the address of its arguments, and returns its error."""
         self.programs += 1
         arguments = FUNCTIONS["Client_Compile"][1].from_address(address)
         key = ""
@@ -79,7 +78,7 @@ class KeptPrograms:
             place = self._place = self._place or _find_place(self._table, arguments.client)
             key = _key(place.compiler, arguments)
             loaded = self._load(place.folder, key, arguments)
-        except BaseException as error:  # raised into C, it would be lost, and a program that is none would be run
+        except BaseException as error:  # raised into C it would be lost, and the result taken for a program
             self._notice(error)
             loaded = None
         if loaded is not None:
@@ -121,7 +120,7 @@ class KeptPrograms:
         table = self._table
         executable = table.call("LoadedExecutable_GetExecutable", loaded=loaded).executable
         try:
-            content = table.serialized("Executable_Serialize", executable=executable)
+            content = table.serialize("Executable_Serialize", executable=executable)
         finally:
             table.call("Executable_Destroy", executable=executable)
         folder.write(key, _MAGIC + _digest(key, content) + content)
@@ -133,12 +132,7 @@ class KeptPrograms:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where programs are kept.
-
-    Args:
-        writes: whether this process writes them.
-        compiler: all that they depend on beside themselves and their options.
-    """
+    """The folder of programs, whether this process writes there, and the parts of keys common to all."""
 
     folder: Folder
     writes: bool
@@ -146,13 +140,13 @@ class _Place:
 
 
 def _find_place(table: Table, client: int) -> _Place:
-    """The folder that COMPILED names, which the first host fills; else one of this host's own, in its cache."""
+    """The folder in COMPILED, filled by the first host; else one in this host's own cache."""
     topology = table.call("Client_TopologyDescription", client=client).topology
     compiler = [
         repr(table.version).encode(),
         text_of(table.call("Client_PlatformName", client=client)).encode(),
         text_of(table.call("Client_PlatformVersion", client=client)).encode(),
-        table.serialized("TopologyDescription_Serialize", topology=topology),
+        table.serialize("TopologyDescription_Serialize", topology=topology),
         *(os.environ.get(name, "").encode() for name in _FLAGS),
     ]
     index = table.call("Client_ProcessIndex", client=client).index
@@ -162,15 +156,13 @@ def _find_place(table: Table, client: int) -> _Place:
 
 
 def _key(compiler: list[bytes], arguments: Any) -> str:
-    from shardwright.models.ops.jax_call import (
-        xla_client,  # jax, at torch_xla's pin: here, for few processes come so far
-    )
+    from shardwright.models.ops.jax_call import xla_client  # loads jax, which few processes need
 
     program = Program.from_address(arguments.program)
     form = ctypes.string_at(program.format, program.format_size)
     code = ctypes.string_at(program.code, program.code_size)
     if form == b"hlo":
-        # protobuf writes a map's entries in another order in each process; this writes them in one
+        # protobuf writes a map's entries in an order that differs by process; this does not
         code = xla_client.XlaComputation(code).as_serialized_hlo_module_proto()
     options = xla_client.CompileOptions.ParseFromString(ctypes.string_at(arguments.options, arguments.options_size))
     found = hashlib.sha256()

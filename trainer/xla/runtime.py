@@ -1,4 +1,4 @@
-"""The devices of this process: which they are, how they are set up, and running what is lazy now."""
+"""The devices of this process: choosing, opening and counting them, and running lazy tensors."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from shardwright.xla.chips import CHIPS, Chip
 from shardwright.xla.program_cache import KEPT
 
 VIRTUAL_DEVICES = 8
-MEETING_PORT = 8546  # torch_xla's own coordinator has 8547 by default, and gets the next one here
+MEETING_PORT = 8546  # torch_xla's own coordinator gets the next one, 8547 as by default
 _MOST_VIRTUAL_DEVICES = 127  # torch's device index is an int8: autograd fails beyond it
 
 
 def init_runtime() -> str:
-    """Choose the devices, turn SPMD on, open the devices and say in a few words which they are.
+    """Chooses the devices, turns SPMD on, opens the devices and describes them in a few words.
 
-    ``PJRT_DEVICE`` decides if it is set, else torch_xla's own search: a TPU where libtpu and chips are found, the CPU
-    elsewhere. On the CPU there are ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the compiler gets the
-    chip's flags (:data:`shardwright.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
+    ``PJRT_DEVICE`` decides if it is set, else torch_xla's own search: a TPU where libtpu and chips are found, else the
+    CPU with ``CPU_NUM_DEVICES`` virtual devices, 8 if unset. On a TPU the compiler gets the chip's flags
+    (:data:`shardwright.xla.chips.FLAGS`) beside the user's. Calling it again is harmless.
 
     Raises:
-        UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of the devices if they are open already;
-            the devices cannot be opened; or the job's hosts did not come together.
+        UserError: CPU_NUM_DEVICES is not a number from 1 to 127, or not that of devices that are open already; the
+            devices cannot be opened; or the job's hosts did not come together.
     """
     kind = _prepare()
     count = _open(kind)
@@ -57,7 +57,7 @@ def init_runtime() -> str:
 
 
 def device_count() -> int:
-    """How many devices a run takes, all hosts together. Virtual CPU devices are counted without opening them.
+    """The number of devices of all hosts. Virtual CPU devices are counted without opening them.
 
     Raises:
         UserError: as :func:`init_runtime`.
@@ -72,42 +72,42 @@ def device_kind() -> str:
 
 
 def wait_for_devices() -> None:
-    """Wait until every computation that was started has ended."""
+    """Waits until every started computation has ended."""
     xm.wait_device_ops()
 
 
 def run_now(tensors: list[torch.Tensor]) -> None:
-    """Execute what ``tensors`` wait for, and that alone; the old values of those updated in place are donated.
+    """Computes lazy ``tensors``, and no others; the old values of those updated in place are donated.
 
-    `torch_xla.sync` would compute every lazy tensor that is alive. Those of a reference cycle are alive until the
-    garbage collector comes by, so one day the step would have one output more and compile again.
+    `torch_xla.sync` would compute every live lazy tensor. Those in a reference cycle live until the garbage collector
+    runs, so one day the step would have one output more and compile again.
     """
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=True)
 
 
 def program_count() -> int:
-    """XLA programs of this process so far: compiled, or loaded."""
+    """XLA programs that this process has compiled or loaded."""
     return (met.metric_data("CompileTime") or (0,))[0]
 
 
 def compile_count() -> int:
-    """XLA compiles of this process so far."""
+    """XLA programs that this process has compiled."""
     return program_count() - KEPT.loaded
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent on compiling or loading XLA programs so far."""
+    """Seconds that this process has spent on compiling or loading XLA programs."""
     return (met.metric_data("CompileTime") or (0, 0.0))[1] / 1e9
 
 
 def chip() -> Chip | None:
-    """The TPU generation of this process's devices; None for others, and for one that is not in the table."""
+    """The TPU generation of this process's devices; None for other devices and unknown generations."""
     return _chip_on_the_bus() if device_kind() == "TPU" else None
 
 
 def watch_for_preemption() -> bool:
-    """Let torch_xla take SIGTERM where the job has several hosts: all stop at the same step. False elsewhere."""
+    """Lets torch_xla take SIGTERM on several hosts, so that all stop after the same step; False on one host."""
     job = hosts()
     if not job.several:
         return False
@@ -120,15 +120,15 @@ def watch_for_preemption() -> bool:
 
 
 def stops_after(step: int) -> bool:
-    """Whether the hosts of the pod agreed to stop after ``step``; asks what :func:`watch_for_preemption` started."""
+    """Whether the hosts of the pod agreed to stop after ``step`` (see :func:`watch_for_preemption`)."""
     return torch_xla._XLAC._sync_point_reached(step)  # semi-private: see watch_for_preemption
 
 
 def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The address of the job's first host and a port of it, the next one too: where the hosts come together.
+    """The address of the job's first host and the first of two of its ports, where the hosts come together.
 
-    MASTER_ADDR and MASTER_PORT say it, as for torch's own launchers; else what a TPU job is told of its slices
-    (MEGASCALE_COORDINATOR_ADDRESS) or of the hosts of its one (TPU_WORKER_HOSTNAMES); else the TPU VM's metadata.
+    From MASTER_ADDR and MASTER_PORT, as for torch's own launchers; else from MEGASCALE_COORDINATOR_ADDRESS (several
+    slices) or TPU_WORKER_HOSTNAMES (one slice); else from the TPU VM's metadata.
     """
     port = int(environment.get("MASTER_PORT", MEETING_PORT))
     first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition("/")[2].partition(":")[0]
@@ -137,9 +137,9 @@ def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _prepare() -> str:
-    """Set flags and threads for the devices that will be opened; the kind of those devices."""
+    """Sets flags and threads for the devices that will be opened, and returns their kind."""
     _set_compiler_flags()
-    # such as `selu`: torch_xla 2.9 replaces it below autograd, and gradients would stop there without a word
+    # torch_xla 2.9 replaces some operations, such as `selu`, below autograd: gradients would stop there without a word
     warnings.filterwarnings("error", ".*an autograd kernel was not registered")
     kind = device_kind()
     if kind == "CPU":
@@ -151,7 +151,7 @@ def _prepare() -> str:
 
 
 def _open(kind: str) -> int:
-    """Open the devices; how many there are. What a plugin compiles for them is kept."""
+    """Opens the devices and returns their number; from now on a plugin's programs are kept."""
     if (library := _plugin(kind)) is not None:
         KEPT.install(library)
     try:
@@ -169,9 +169,9 @@ def _open(kind: str) -> int:
 
 
 def _plugin(kind: str) -> str | None:
-    """The library of the devices' plugin, as torch_xla finds it; None: torch_xla has these devices built in."""
+    """The library of the devices' plugin, as torch_xla finds it; None for devices built into torch_xla."""
     if plugins.using_dynamic_plugins():
-        with contextlib.suppress(KeyError):  # torch_xla knows it without being told
+        with contextlib.suppress(KeyError):  # one that is registered in torch_xla itself
             return plugins.default().library_path()
     if kind != "TPU":
         return None
@@ -180,7 +180,7 @@ def _plugin(kind: str) -> str | None:
 
 
 def _set_compiler_flags() -> None:
-    """On a TPU host, add the chip's compiler flags to LIBTPU_INIT_ARGS, which libtpu reads once; the user's stay."""
+    """On a TPU host, adds the chip's compiler flags to LIBTPU_INIT_ARGS, which libtpu reads once; the user's win."""
     chip = _chip_on_the_bus()
     if chip is not None:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")

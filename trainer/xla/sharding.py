@@ -1,7 +1,7 @@
-"""Tensors on the mesh: placing them, fixing the layout of values and gradients, checking it, and fetching them back.
+"""Tensors on the mesh: placing them, constraining the layout of values and gradients, checking it, fetching them back.
 
-A layout becomes torch_xla's partition spec in `shardwright.layout.partition`; here it meets the device. torch_xla's own
-`convert_to_xla_partition_spec` is not used, because it forgets the first of two axes on one dimension.
+Specs come from `shardwright.layout.partition`: torch_xla's own `convert_to_xla_partition_spec` forgets the first of two
+axes on one dimension.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch_xla
+from torch_xla import _XLAC  # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, Slices
@@ -24,23 +25,22 @@ from shardwright.xla.runtime import device_count, run_now, wait_for_devices
 
 REPLICATED = "{replicated}"
 PIECE = 1 << 30  # bytes of a tensor that a device holds whole while the tensor is gathered for its host
-_REMEMBERED = 4096  # layouts whose translation is kept: far more than a run has, and what is dropped is made again
+_CACHED_LAYOUTS = 4096  # far more than a run has
 
 
 def place(
     name: str, values: Array, mesh: DeviceMesh, spec: PartitionSpec, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Lay ``values`` out over the XLA devices in one go: each device is sent its shard, and nothing else is read.
+    """Moves ``values`` from the host to the XLA devices, reading and sending each device's shard alone.
 
     Marking a tensor that is not on XLA yet is the field's commonest mistake ("Input tensor is not an XLA tensor"), so
-    there is no separate call that marks. On an :class:`AbstractMesh` nothing moves, and ``values`` may be on meta.
+    no separate call marks. On an :class:`AbstractMesh` nothing moves, and ``values`` may be on meta.
 
     Args:
-        values: a tensor on the host, or what can be read by slices like one.
-        dtype: what to store it in; default: its own.
+        dtype: default: that of ``values``.
 
     Raises:
-        UserError: it holds no data on the host to move (meta), its rank is not the spec's, or it does not divide.
+        UserError: there is no data on the host (meta), its rank is not the spec's, or a dimension does not divide.
     """
     shape, dtype = tuple(values.shape), dtype or values.dtype
     if isinstance(mesh, AbstractMesh):
@@ -60,19 +60,18 @@ def place(
             instead=f"write a spec of {len(shape)} entries",
         )
     places = [shard_slices(name, shape, mesh, spec, device) for device in local_devices()]
-    read = {str(where): where for where in places}  # replicas are read once
-    sent = {key: values[where].to(dtype).contiguous() for key, where in read.items()}
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    return torch_xla._XLAC._global_tensor_from_cpu_shards(
+    parts = {str(where): where for where in places}  # replicas are read once
+    sent = {key: values[where].to(dtype).contiguous() for key, where in parts.items()}
+    return _XLAC._global_tensor_from_cpu_shards(
         [sent[str(where)] for where in places], mesh.get_op_sharding(spec), torch.Size(shape)
     )
 
 
 def shard_slices(name: str, shape: Sequence[int], mesh: DeviceMesh, spec: PartitionSpec, device: int) -> Slices:
-    """Which part of a tensor of ``shape`` the device with the id ``device`` holds: a slice for each dimension.
+    """The part of a tensor of ``shape`` on the device with the id ``device``: a slice for each dimension.
 
     Raises:
-        UserError: a dimension can't be divided by the axes that split it.
+        UserError: a dimension is not divisible by the axes that split it.
     """
     sizes = mesh.shape()
     coordinates = np.unravel_index(int(np.flatnonzero(mesh.device_ids == device)[0]), mesh.mesh_shape)
@@ -99,46 +98,47 @@ def zeros(name: str, shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh,
 
 
 def zeros_on_device(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
-    """Lazy zeros: each device makes its own shard when they are run, and the host holds none of them."""
+    """Lazy zeros, of which each device makes its own shard."""
     return constrain(torch.zeros(tuple(shape), dtype=dtype, device=torch_xla.device()), mesh, spec)
 
 
 def shards(tensor: torch.Tensor) -> list[tuple[Slices, torch.Tensor]]:
-    """The shards that this process has to keep: (where each lies in the whole, its values on the host).
+    """The shards that this process has to keep: (slices of the whole, values on the host).
 
-    No part is listed twice, on this host or on two, and all hosts together list the whole. Nothing is compiled.
+    All hosts together list every part of the whole once. Nothing is compiled.
     """
     return [(where, values) for replica, where, values in _local_shards(tensor) if replica == 0]
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A placed tensor, whole, on the host. Of several hosts all must ask for it: it is gathered over the devices, which
-    hold :data:`PIECE` of it at a time.
+    """A placed tensor, whole, on the host.
+
+    All of several hosts must call it: the tensor is gathered over the devices, :data:`PIECE` bytes at a time.
     """
     if not hosts().several:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for where, shard in shards(tensor):
             whole[where] = shard
         return whole
-    # Cut along what each device holds of a dimension, so that a piece is cut where it lies: of a split dimension the
-    # first piece has the first rows of each shard. All are of one size, the last overlaps: one program for all.
+    # Cut along a dimension of the shards, so that cutting moves nothing: the first piece has the first rows of each
+    # shard. All pieces are of one size, the last overlaps: one program for all.
     held = _local_shards(tensor)[0][2].shape
     dim = max(range(tensor.dim()), key=lambda dim: held[dim], default=None)
     if dim is None or tensor.numel() * tensor.element_size() <= PIECE:
-        return _gathered(tensor.detach())
+        return _gather(tensor.detach())
     cut = (*tensor.shape[:dim], tensor.shape[dim] // held[dim], held[dim], *tensor.shape[dim + 1 :])
     size = max(1, PIECE * held[dim] // (tensor.numel() * tensor.element_size()))
     whole, parts = torch.empty(cut, dtype=tensor.dtype), tensor.detach().view(cut)
     for start in range(0, held[dim], size):
         rows = torch.arange(size) + min(start, held[dim] - size)
-        whole.index_copy_(dim + 1, rows, _gathered(parts.index_select(dim + 1, rows.to(tensor.device))))
+        whole.index_copy_(dim + 1, rows, _gather(parts.index_select(dim + 1, rows.to(tensor.device))))
     return whole.view(tensor.shape)
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the devices, whole, on each host; each device holds all of it meanwhile."""
-    # A row for each device, all alike, and each device's row is the whole. Not a replicated output: the compiler shards
-    # an output that is said to be replicated as its operand is.
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Gathers a tensor whole onto each device and host."""
+    # One row for each device, all equal, each the whole tensor. Not a replicated output: the compiler shards such an
+    # output as its operand is sharded.
     count = device_count()
     rows = tensor.unsqueeze(0).expand(count, *tensor.shape)
     gathered = _constrain(rows, as_text(((("all", count),), None, ("all", *[None] * tensor.dim()))))
@@ -147,12 +147,11 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_shards(tensor: torch.Tensor) -> list[tuple[int, Slices, torch.Tensor]]:
-    """Of each of this process's devices: which replica of its part it holds, where that lies, and its values."""
-    wait_for_devices()  # a step that is still being launched has no shards yet
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
+    """(replica number, slices of the whole, values) for each local device."""
+    wait_for_devices()  # a step that is being launched has no shards yet
     ((values, places),) = zip(
-        torch_xla._XLAC._get_local_shards([tensor]),
-        torch_xla._XLAC._get_local_shard_replica_and_indices([tensor]),
+        _XLAC._get_local_shards([tensor]),
+        _XLAC._get_local_shard_replica_and_indices([tensor]),
         strict=True,
     )
     whole = tuple(slice(0, size) for size in tensor.shape)
@@ -163,10 +162,10 @@ def _local_shards(tensor: torch.Tensor) -> list[tuple[int, Slices, torch.Tensor]
 
 
 def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: Mapping[str, PartitionSpec]) -> None:
-    """Assert that every tensor is on XLA and laid out as planned.
+    """Checks that every tensor is on XLA and laid out as planned.
 
     Raises:
-        UserError: names the tensor, its device or layout, and the layout that was planned.
+        UserError: names the tensor, its device or layout, and the planned layout.
     """
     for name, tensor in tensors.items():
         if tensor.device.type != "xla":
@@ -176,8 +175,7 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
                 why="only tensors on XLA devices are laid out over the mesh",
                 instead="move it with shardwright.xla.sharding.place, which moves and lays out in one call",
             )
-        # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-        found, planned = torch_xla._XLAC._get_xla_sharding_spec(tensor), planned_sharding(mesh, specs[name])
+        found, planned = _XLAC._get_xla_sharding_spec(tensor), _xla_text(layout_text(mesh, specs[name]))
         if (found or REPLICATED) != planned:
             raise UserError(
                 asked=f"{name} laid out as {specs[name]}, that is {planned}",
@@ -187,34 +185,27 @@ def check_placed(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh, specs: M
             )
 
 
-def planned_sharding(mesh: DeviceMesh, spec: PartitionSpec) -> str:
-    """XLA's own text of the sharding that ``spec`` means on ``mesh``."""
-    return _planned(layout_text(mesh, spec))
-
-
-@functools.lru_cache(maxsize=_REMEMBERED)
-def _planned(layout: str) -> str:
-    # read off a probe that has one element a shard
+@functools.lru_cache(maxsize=_CACHED_LAYOUTS)
+def _xla_text(layout: str) -> str:
+    """XLA's own text of a layout, read off a placed probe with one element a shard."""
     axes, order, spec = from_text(layout)
     sizes = dict(axes)
     mesh = DeviceMesh(list(order or range(math.prod(sizes.values()))), tuple(sizes.values()), tuple(sizes))
     probe = torch.zeros([math.prod(sizes[axis] for axis in axes_of(entry)) for entry in spec])
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    return torch_xla._XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
+    return _XLAC._get_xla_sharding_spec(place("a probe", probe, mesh, spec)) or REPLICATED
 
 
 def layout_text(mesh: DeviceMesh, spec: PartitionSpec) -> str:
-    """``spec`` on ``mesh`` as text, since an operation's arguments are plain data; :func:`op_sharding` reads it."""
+    """``spec`` on ``mesh`` as text, since an operation's arguments are plain data; read by :func:`op_sharding`."""
     return as_text((tuple(mesh.shape().items()), device_order(mesh), spec))
 
 
 @torch.library.custom_op("shardwright::constrain", mutates_args=())
 def _constrain(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     # Out of place: a parameter that is marked in place has a second copy in every step (pytorch/xla#8809, docs/tpu.md).
-    # Not `clone`: that of a tensor which waits on the device is the tensor itself, and keeps its first annotation.
+    # Not `clone`: the clone of a device tensor is that tensor, and keeps its first annotation.
     out = torch.ops.aten.view_copy(tensor, tensor.shape)
-    # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
-    torch_xla._XLAC._xla_mark_sharding(out, op_sharding(layout))
+    _XLAC._xla_mark_sharding(out, op_sharding(layout))
     return out
 
 
@@ -235,17 +226,16 @@ _constrain.register_autograd(_backward, setup_context=_setup)
 
 
 def constrain(tensor: torch.Tensor, mesh: DeviceMesh, spec: PartitionSpec) -> torch.Tensor:
-    """A copy of ``tensor`` laid out as ``spec`` says; in the backward its gradient is laid out in the same way.
+    """A copy of ``tensor`` laid out by ``spec``, as is its gradient in the backward.
 
-    It works out of place in both directions, and AOTAutograd sees one opaque operation, so it may stand inside a
-    scanned layer.
+    Both are out of place, and one opaque operation for AOTAutograd, so it may stand inside a scanned layer.
     """
     return _constrain(tensor, layout_text(mesh, spec))
 
 
-@functools.lru_cache(maxsize=_REMEMBERED)
+@functools.lru_cache(maxsize=_CACHED_LAYOUTS)
 def op_sharding(layout: str) -> object:
-    """XLA's sharding object for what :func:`constrain` passes to its operation, which takes plain data alone."""
+    """XLA's sharding object of a layout's text (:func:`layout_text`)."""
     axes, order, spec = from_text(layout)
     mesh = AbstractMesh(dict(axes))
     if order is not None:

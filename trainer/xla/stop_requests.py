@@ -1,4 +1,4 @@
-"""Requests to stop: Ctrl-C, SIGTERM, and on a TPU pod the signal that all its hosts agree on."""
+"""Requests to stop: Ctrl-C, SIGTERM, and on several hosts a stop that all agree on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.hosts.hosts import hosts
-from shardwright.hosts.restarts import supervised
+from shardwright.hosts.restarts import has_supervisor
 from shardwright.xla.runtime import stops_after, watch_for_preemption
 
-_TWICE = 1.0  # seconds
+_TWICE = 1.0  # seconds within which a second signal is the first one again
 
 
 class StopRequests:
-    """Whether the run was told to stop; the loop asks after each step, and in an evaluation before each batch.
+    """Whether the run was told to stop; the loop looks after each step, and in an evaluation before each batch.
 
-    On several hosts all are told after the same step, whichever of them got the signal, and never within an evaluation.
+    On several hosts all stop after the same step, whichever of them got the signal, and never within an evaluation.
 
     Attributes:
         interrupted: Ctrl-C came.
@@ -29,28 +29,26 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.interrupted = self.preempted = False
-        self._pod = False  # whether a pod's runtime takes SIGTERM
-        self._here = False  # whether Ctrl-C came on this host of several
+        self._pod = False  # a pod's runtime takes SIGTERM
+        self._here = False  # Ctrl-C came on this host of several
 
     @property
     def any(self) -> bool:
         return self.interrupted or self.preempted
 
     def after_step(self, step: int) -> None:
-        """Ask the pod's runtime whether its hosts are to stop after ``step``; all hosts get the same answer."""
+        """Asks the pod's runtime whether its hosts are to stop after ``step``; all get the same answer."""
         if self._pod and stops_after(step):
             self.interrupted = any(hosts().gather(self._here))
             self.preempted = not self.interrupted
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Inside, the first signal of each kind is noted, and the loop answers it after the step or the batch of an
-        evaluation that is under way.
+        """Notes the first signal of each kind inside the ``with``; a second one ends the process at once.
 
-        A second signal ends the process at once. On a pod torch_xla's preemption manager takes SIGTERM, since its
-        hosts get it at different times and must stop at the same step; Ctrl-C is passed on to it.
-
-        Who signals every process of a job (systemd, Slurm) reaches a supervised run twice, and means it once.
+        On a pod torch_xla's preemption manager takes SIGTERM, since its hosts get it at different times and must stop
+        at the same step; Ctrl-C is passed on to it. A signal to every process of a job (systemd, Slurm) reaches a run
+        with a supervisor twice, and counts once.
         """
         self.interrupted = self.preempted = self._here = False
         self._pod = watch_for_preemption()
@@ -59,7 +57,7 @@ class StopRequests:
             return
         numbers = [signal.SIGINT] if self._pod else [signal.SIGINT, signal.SIGTERM]
         previous = {number: signal.getsignal(number) for number in numbers}
-        until = 0.0  # a second signal is the first one again
+        until = 0.0
 
         def note(number: int, frame: Any) -> None:
             nonlocal until
@@ -71,7 +69,7 @@ class StopRequests:
             else:
                 self.preempted = True
             until = time.monotonic() + _TWICE
-            signal.signal(number, second if supervised() else previous[signal.Signals(number)])
+            signal.signal(number, second if has_supervisor() else previous[signal.Signals(number)])
 
         def second(number: int, frame: Any) -> None:
             if time.monotonic() > until:

@@ -12,7 +12,7 @@ from shardwright.compile.hlo.kernels import kernel_work
 from shardwright.compile.hlo.links import Links, Ring
 from shardwright.compile.hlo.text import parse
 from shardwright.compile.hlo.timeline import seconds_of
-from shardwright.compile.report.efficiency import EFFICIENCIES, efficiencies
+from shardwright.compile.report.estimate import EFFICIENCIES, efficiencies
 from shardwright.errors import UserError
 from shardwright.models.ops.kernel_cost import Heads, Work, attention_work, gmm_work, met_blocks, tgmm_work, tiles
 from shardwright.xla.chips import find_topology

@@ -1,5 +1,1 @@
-"""Compiled HLO, read as text.
-
-A module's instructions, loops and collectives, and what one execution of it costs a chip. Nothing here knows of a
-recipe or a model.
-"""
+"""Compiled HLO, read as text: instructions, loops, collectives, and the cost of one execution for a chip."""

@@ -1,7 +1,6 @@
-"""What is in HBM when that is fullest, from the buffer assignment that XLA dumps.
+"""The buffers in HBM at its peak, from the buffer assignment that XLA dumps.
 
-The dump names a peak of its own, which is that of all memories together: VMEM, and the host's where values are
-offloaded. The fullest moment of HBM can be another.
+The dump's own peak is that of all memories together (VMEM and the host's too), which can be another moment.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ _VALUE = re.compile(r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
 
 @dataclass(frozen=True)
 class _BufferValue:
-    """A value in HBM: its name, its bytes, and its place, which it may share with others that are the same buffer."""
+    """A value in HBM. Values with the same ``place`` (allocation, offset, bytes) share one buffer."""
 
     name: str
     bytes: int
     place: tuple[int, int, int]
 
 
-def fullest(assignment: str) -> str:
-    """The lines of a dumped buffer assignment that count: allocations, and the buffers in HBM when it is fullest.
+def peak_buffers(assignment: str) -> str:
+    """Extracts the allocations and the buffers in HBM at its peak from a dumped buffer assignment.
 
-    The step's arguments have memory of their own all along, so they are always among them.
+    The step's arguments are always among them: their memory is theirs all along.
     """
     allocations: list[str] = []
     arguments: list[_BufferValue] = []
@@ -41,13 +40,13 @@ def fullest(assignment: str) -> str:
             place = len(allocations), int(found[3]), int(found[2])
             (arguments if argument else values).append(_BufferValue(name, int(found[2]), place))
     held = {value.place: value for value in reversed(arguments)}  # of an allocation the first, the argument itself
-    alive = {value.place: value for value in reversed(_most(assignment, values))}
+    alive = {value.place: value for value in reversed(_alive_at_peak(assignment, values))}
     lines = [f"    {value.name}: {value.bytes} bytes" for value in (*alive.values(), *held.values())]
     return "\n".join([*allocations, "peak:", *lines])
 
 
-def _most(assignment: str, values: list[_BufferValue]) -> list[_BufferValue]:
-    """Those of ``values`` that are alive when they take most bytes; what shares a place counts once."""
+def _alive_at_peak(assignment: str, values: list[_BufferValue]) -> list[_BufferValue]:
+    """Filters ``values`` by whether they are alive when all take most bytes; a shared place counts once."""
     ranges = {name: (int(start), int(end)) for name, start, end in _RANGE.findall(assignment)}
     begins, ends = defaultdict(list), defaultdict(list)
     for value in values:

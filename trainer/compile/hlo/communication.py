@@ -1,8 +1,8 @@
-"""Collectives of an HLO module: of what kind, over which mesh axes, for which module, and how many bytes they move.
+"""Collectives of an HLO module: kind, mesh axes, module and bytes.
 
 Bytes are those of one chip: the output's for an all-gather, the operand's for all others. *Wire bytes* are what a chip
 sends over its links if its group of n forms a ring: (n-1)/n of the bytes, and twice that for an all-reduce. For a
-permute they are the mean over the chips: a source sends all its bytes, another chip none.
+permute they are the mean over all chips: a source sends all its bytes, another chip none.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NUMBER = re.compile(r"\.\d+$")  # call.1024, model.layers.*.mlp.12: the lowerin
 
 @dataclass(frozen=True)
 class Collective:
-    """All that tells a collective from others; those that are equal in it are counted together.
+    """The key under which collectives are counted together.
 
     Args:
-        axis: the mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` if they span it in part.
-        module: the module that the compiler's metadata names; without one the operation, or nothing.
-        shape: of the operand, without layout; of the output for an all-gather.
-        group: how many devices a group has.
-        network: ``ici``, or ``dcn`` for what goes between slices.
+        axis: mesh axes that its groups span, ``fsdp`` or ``fsdp×expert``; ``within fsdp`` if they span it in part.
+        module: module that the compiler's metadata names; without one, the operation or nothing.
+        shape: the operand's, without layout; the output's for an all-gather.
+        group: devices of a group.
+        network: ``ici``, or ``dcn`` between slices.
     """
 
     kind: str
@@ -55,10 +55,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """How often a collective runs and what it moves, per chip.
+    """Runs, bytes and time of a collective, per chip.
 
-    ``exposed_bytes`` are the part of the wire bytes that is sent while nothing is computed; ``seconds`` it takes if it
-    has the links to itself.
+    Args:
+        exposed_bytes: the part of the wire bytes that is sent while nothing is computed.
+        seconds: time with the links to itself.
     """
 
     count: float = 0
@@ -68,22 +69,16 @@ class Traffic:
     seconds: float = 0
 
     def plus(self, other: Traffic, times: float) -> Traffic:
-        """This and ``times`` the other."""
-        return Traffic(
-            self.count + times * other.count,
-            self.bytes + times * other.bytes,
-            self.wire_bytes + times * other.wire_bytes,
-            self.exposed_bytes + times * other.exposed_bytes,
-            self.seconds + times * other.seconds,
-        )
+        """Adds ``times`` the other."""
+        return Traffic(**{name: value + times * getattr(other, name) for name, value in vars(self).items()})
 
 
 def collective(
     computation: Computation, instruction: Instruction, mesh: dict[str, int], links: Links | None = None
 ) -> tuple[Collective, Traffic] | None:
-    """The collective that an instruction is; None if it is none: another opcode, a ``-done``, groups of one device.
+    """Reads an instruction as a collective; None for another opcode, a ``-done``, or groups of one device.
 
-    All its wire bytes are exposed here: only the caller knows what runs beside it. Without ``links`` it takes no time.
+    All wire bytes are exposed here: only the caller knows what runs beside it. Without ``links`` it takes no time.
     """
     if instruction.opcode == "send" and "_xla_megascale" in instruction.attributes:
         return _between_slices(computation, instruction, links)
@@ -119,7 +114,7 @@ def collective(
 def _between_slices(
     computation: Computation, instruction: Instruction, links: Links | None
 ) -> tuple[Collective, Traffic]:
-    """The part of a collective that leaves the slice: a send to the host, which passes it on."""
+    """Reads a send to the host, which passes it on to another slice."""
     kind = (instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or "send").lower().replace("_", "-")
     leaf = computation.operands(instruction)[0].leaves[0]
     key = Collective(kind, "slices", module_of(instruction.op_name), str(leaf), 2, "dcn")
@@ -128,16 +123,16 @@ def _between_slices(
 
 
 def _gathered(instruction: Instruction, operands: int) -> list[Leaf]:
-    """The outputs of an all-gather of so many operands; a ``-start`` lists the operands before them."""
+    """The outputs of an all-gather; a ``-start`` lists its ``operands`` before them."""
     outputs = list(instruction.leaves)
     return outputs[operands : 2 * operands] if instruction.opcode.endswith("-start") else outputs
 
 
 def module_of(op_name: str) -> str:
-    """The innermost module in an ``op_name``, ``model.layers.*.mlp.experts``; without one, the operation.
+    """The innermost module in an ``op_name``, ``model.layers.*.mlp.experts``; without one, the operation or "".
 
-    An op_name is a path of scopes. Some are modules, which the lowering named; they have dots. The others are the
-    framework's operations. Both may end in a number, which is left out. Of an empty op_name the result is empty.
+    An op_name is a path of scopes. Those with dots are modules, named by the lowering; the others are the framework's
+    operations. A number at the end is left out.
     """
     parts = []
     for part in op_name.split("/"):
@@ -155,7 +150,7 @@ def module_of(op_name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _iota(text: str) -> tuple[tuple[int, ...], ...]:
-    """The groups that ``[4,2]<=[2,4]T(1,0)`` means: 0 to 7 as a 2 × 4 array, transposed, then cut into 4 rows of 2."""
+    """Expands ``[4,2]<=[2,4]T(1,0)``: 0 to 7 as a 2 × 4 array, transposed, then cut into 4 rows of 2."""
     match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     assert match is not None, text
     rows, dims, order = ([int(d) for d in (group or "").split(",") if d] for group in match.groups())
@@ -164,7 +159,7 @@ def _iota(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of device ids among which a collective runs; if it names none, all devices are one group."""
+    """A collective's groups of device ids; if it names none, all devices are one group."""
     match = re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\})", attributes)
     if match is None:
         return (tuple(range(devices)),)
@@ -173,12 +168,12 @@ def replica_groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=4096)
 def _pairs(text: str) -> tuple[tuple[int, ...], ...]:
-    """The numbers of ``{{0,1},{2,3}}``."""
+    """Parses ``{{0,1},{2,3}}``."""
     return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
 def axes_of_group(mesh: dict[str, int], group: tuple[int, ...]) -> str:
-    """The mesh axes along which a group's devices differ; ``within …`` if the group spans them only in part."""
+    """The mesh axes along which a group's devices differ; ``within …`` if it spans them only in part."""
     coordinates = np.array(np.unravel_index(np.asarray(group), tuple(mesh.values())))
     spanned = [axis for axis, row in zip(mesh, coordinates, strict=True) if len(set(row.tolist())) > 1]
     whole = math.prod(mesh[axis] for axis in spanned) == len(group)

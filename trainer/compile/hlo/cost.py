@@ -1,13 +1,12 @@
-"""What one execution of a compiled module costs a chip: FLOPs, bytes, cycles and collectives.
+"""Cost of one execution of a compiled module for a chip: FLOPs, bytes, cycles and collectives.
 
 The compiler's own totals count a loop's body once; here it counts as often as it runs.
 
-- *FLOPs* are those of dots and convolutions (shardwright.compile.hlo.flops), and what a custom kernel's own cost
-  estimate says, if it has one.
-- *HBM bytes* are what each scheduled operation reads and writes there, without padding. What lives in VMEM doesn't
-  count, nor what happens inside a fusion, which stays on the chip. If an operand is only sliced, its slices count; if
-  an output is updated in place, the update does.
-- *Cycles* are the compiler's ``estimated_cycles``, as far as it has any.
+- *FLOPs* of dots and convolutions (shardwright.compile.hlo.flops), and those of custom kernels' cost estimates.
+- *HBM bytes* that scheduled operations read and write, without padding. VMEM doesn't count, nor the inside of a
+  fusion, which stays on the chip. Of an operand that is only sliced, the slices count; of an output that is updated in
+  place, the update.
+- *Cycles* are the compiler's ``estimated_cycles``, where it has any.
 """
 
 from __future__ import annotations
@@ -36,31 +35,26 @@ _NO_CYCLES = 2**62  # the compiler writes at least this where it has no estimate
 
 @dataclass(frozen=True)
 class Share:
-    """What one module's operations take."""
+    """The cost of one module's operations."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     cycles: float = 0.0
 
     def plus(self, other: Share, times: float) -> Share:
-        """This and ``times`` the other."""
-        return Share(
-            self.flops + times * other.flops,
-            self.hbm_bytes + times * other.hbm_bytes,
-            self.cycles + times * other.cycles,
-        )
+        """Adds ``times`` the other."""
+        return Share(**{name: value + times * getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass
 class Cost:
-    """What a computation takes when it runs once.
+    """The cost of one run of a computation.
 
     Args:
-        product_cycles: the part of ``cycles`` of operations that multiply matrices.
-        kernels: custom kernels without a cost estimate: whose → how often they run.
-        kernel_flops: the part of ``flops`` that custom kernels tell of themselves; they have no cycles.
-        modules: module → its share.
-        loops: loops whose length depends on data: op_name → how often they were taken to run.
+        product_cycles: the part of ``cycles`` in operations that multiply matrices.
+        kernels: custom kernels without a cost estimate: module → runs.
+        kernel_flops: the part of ``flops`` from custom kernels' cost estimates; kernels have no cycles.
+        loops: loops whose length depends on data: op_name → runs that were assumed.
     """
 
     flops: float = 0.0
@@ -75,15 +69,11 @@ class Cost:
     collectives: dict[Collective, Traffic] = field(default_factory=dict)
 
     def add(self, other: Cost, times: float = 1) -> None:
-        """Adds ``times`` the other to this. What never runs leaves no trace."""
+        """Adds ``times`` the other in place; at 0 nothing, no key either."""
         if times == 0:
             return
-        self.flops += times * other.flops
-        self.kernel_flops += times * other.kernel_flops
-        self.hbm_bytes += times * other.hbm_bytes
-        self.host_bytes += times * other.host_bytes
-        self.cycles += times * other.cycles
-        self.product_cycles += times * other.product_cycles
+        for name in ("flops", "kernel_flops", "hbm_bytes", "host_bytes", "cycles", "product_cycles"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
         for name, runs in other.kernels.items():
             self.kernels[name] = self.kernels.get(name, 0) + times * runs
         for name, share in other.modules.items():
@@ -94,20 +84,19 @@ class Cost:
 
 
 def count(module: Module, mesh: dict[str, int], layers: int, chip: Chip) -> Cost:
-    """The cost of one execution, per chip; the arguments are those of :class:`Counter`."""
+    """The cost of one execution, per chip; arguments as of :class:`Counter`."""
     return Counter(module, mesh, layers, chip).computation(module.entry)
 
 
 class Counter:
-    """Works out each computation's cost once, however often it is called.
+    """Counts each computation's cost once, however often it is called.
 
     Args:
-        mesh: axis → size; collectives are attributed to axes.
-        layers: how often an outermost loop is taken to run if its condition doesn't tell. Inner loops that don't tell
-            are taken to run once: their length depends on data, as in an exchange that is repeated until every token
-            is served.
-        chip: its clock and its links tell how much of a collective is sent while something is computed.
-        links: how long collectives take on them; None: no time.
+        mesh: axis → size.
+        layers: trip count assumed for an outermost loop of unknown length. Inner ones are assumed to run once: their
+            length depends on data, as in an exchange that is repeated until every token is served.
+        chip: its clock and links decide how much of a collective is hidden by computation.
+        links: for collectives' times; None: they take none.
     """
 
     def __init__(
@@ -118,7 +107,7 @@ class Counter:
         self.known: dict[str, Cost] = {}
 
     def computation(self, computation: Computation) -> Cost:
-        """What the computation takes when it runs once."""
+        """The cost of one run."""
         if computation.name not in self.known:
             cost = Cost()
             for instruction in computation.instructions:
@@ -127,11 +116,11 @@ class Counter:
         return self.known[computation.name]
 
     def _instruction(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds an instruction, and the computations that it runs; of a conditional's branches the dearest."""
+        """Adds an instruction with the computations that it runs; of a conditional's branches, the dearest."""
         opcode = instruction.opcode
         if opcode == "while":
-            trips, told = self.trips(computation, instruction)
-            if not told:
+            trips, known = self.trips(computation, instruction)
+            if not known:
                 cost.loops[instruction.op_name or instruction.name] = trips
             cost.add(self.computation(self.body(instruction)), trips)
         elif opcode == "conditional":
@@ -139,23 +128,16 @@ class Counter:
         elif opcode in ("call", "call-start", "async-start"):
             cost.add(self._overlapped(computation, instruction, self.computation(self.named(instruction.called))))
         else:
-            self._own(cost, computation, instruction)
+            cost.add(self.own(computation, instruction))
 
     def trips(self, computation: Computation, loop: Instruction) -> tuple[int, bool]:
-        """How often a loop is taken to run, and whether its condition tells."""
+        """(trip count of a loop, whether it is known rather than assumed)."""
         trips = trip_count(self.module, computation, loop)
         return (trips, True) if trips is not None else (self.layers if computation is self.module.entry else 1, False)
 
     def own(self, computation: Computation, instruction: Instruction) -> Cost:
-        """What an instruction takes that is one scheduled operation."""
-        cost = Cost()
-        self._own(cost, computation, instruction)
-        return cost
-
-    def _own(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds an instruction that is one scheduled operation, to ``cost`` and to its module's share."""
-        before = Share(cost.flops, cost.hbm_bytes, cost.cycles)
-        cost.cycles += _cycles(instruction)
+        """The cost of an instruction that is one scheduled operation."""
+        cost = Cost(cycles=_cycles(instruction))
         module = module_of(instruction.op_name)
         if instruction.opcode == "fusion":
             fused = Cost()
@@ -164,14 +146,14 @@ class Counter:
             self._fusion_bytes(cost, computation, instruction)
         else:
             self._plain(cost, computation, instruction)
-        share = Share(cost.flops, cost.hbm_bytes, cost.cycles).plus(before, -1)
-        cost.product_cycles += share.cycles if share.flops else 0.0
+        share = Share(cost.flops, cost.hbm_bytes, cost.cycles)
+        cost.product_cycles = share.cycles if share.flops else 0.0
         if share != Share():
-            name = module or instruction.opcode
-            cost.modules[name] = cost.modules.get(name, Share()).plus(share, 1)
+            cost.modules[module or instruction.opcode] = share
+        return cost
 
     def _plain(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds FLOPs, collective and bytes of an operation that is no fusion."""
+        """Adds an operation that is no fusion."""
         self._work(cost, computation, instruction)
         if found := collective(computation, instruction, self.mesh, self.links):
             cost.add(self._overlapped(computation, instruction, Cost(collectives=dict([found]))))
@@ -185,7 +167,7 @@ class Counter:
         elif opcode.endswith("-start"):  # operands, results, context
             outputs = outputs[len(operands) :]
         base = opcode.removesuffix("-start")
-        if base in ("dynamic-slice", "slice", "gather"):  # reads as much as it puts out
+        if base in ("dynamic-slice", "slice", "gather"):  # reads as much as it writes
             operands[0] = dataclasses.replace(outputs[0], space=operands[0].space)
         elif base == "dynamic-update-slice":
             outputs = [dataclasses.replace(operands[1], space=operands[0].space)]
@@ -193,12 +175,12 @@ class Counter:
         _move(cost, [*operands, *outputs])
 
     def _overlapped(self, computation: Computation, start: Instruction, cost: Cost) -> Cost:
-        """``cost``, its collectives exposed only as far as the work between ``start`` and its end doesn't hide them."""
+        """``cost`` with the exposed bytes that the work between ``start`` and its end leaves of its collectives."""
         end = self.end(computation, start) if cost.collectives else None
         if end is None:
             return cost
         between = computation.instructions[computation.order[start.name] + 1 : computation.order[end.name]]
-        # a loop, a call or a kernel has no cycles in the text, but takes long enough to hide a collective
+        # loops, calls and kernels have no cycles in the text, but take long enough to hide a collective
         unknown = any(i.opcode in ("while", "call", "conditional") or is_kernel(i) for i in between)
         beside = math.inf if unknown else sum(map(_cycles, between))
         exposed = {
@@ -210,7 +192,7 @@ class Counter:
         return dataclasses.replace(cost, collectives=exposed)
 
     def end(self, computation: Computation, start: Instruction) -> Instruction | None:
-        """The instruction that awaits what ``start`` began, None if it isn't asynchronous."""
+        """The instruction that awaits ``start``, None if it isn't asynchronous."""
         if start.opcode != "fusion":
             return next((user for user in computation.users.get(start.name, []) if user.opcode.endswith("-done")), None)
         chain = _chain(self.named(start.called), "AsyncCollectiveStart")
@@ -235,15 +217,15 @@ class Counter:
                 cost.kernels[name] = cost.kernels.get(name, 0) + 1
 
     def _fused(self, cost: Cost, fused: Computation, owner: str, *, scatters: bool) -> None:
-        """Adds the FLOPs and the collectives inside a fusion.
+        """Adds the FLOPs and collectives inside a fusion.
 
         An asynchronous collective (it has a chain_id) appears in the fusion that starts it, in the one that ends it,
-        and in every fusion that it overlaps, those in inner loops too. It counts in the first alone. An all-reduce in a
-        computation called all-reduce-scatter is how the compiler writes a reduce-scatter.
+        and in every fusion that it overlaps, those of inner loops too; it counts in the first alone. The compiler
+        writes a reduce-scatter as an all-reduce in a computation called all-reduce-scatter.
 
         Args:
-            owner: the module of collectives whose own metadata names none.
-            scatters: whether an outer computation is called all-reduce-scatter.
+            owner: module of collectives whose own metadata names none.
+            scatters: an outer computation is called all-reduce-scatter.
         """
         scatters = scatters or fused.name.startswith("all-reduce-scatter")
         starts = _chain(fused, "AsyncCollectiveStart") is not None
@@ -263,7 +245,7 @@ class Counter:
                 cost.collectives[key] = cost.collectives.get(key, Traffic()).plus(traffic, 1)
 
     def _fusion_bytes(self, cost: Cost, computation: Computation, instruction: Instruction) -> None:
-        """Adds what a fusion reads and writes. What belongs to an asynchronous collective only passes through it."""
+        """Adds a fusion's reads and writes, without an asynchronous collective's buffers, which only pass through."""
         fused = self.named(instruction.called)
         outputs, operands = _passing(fused, instruction)
         for number, operand in enumerate(computation.operands(instruction)):
@@ -285,7 +267,7 @@ class Counter:
                 cost.hbm_bytes += min(written, leaf.bytes)
 
     def _read(self, fused: Computation, name: str) -> float | None:
-        """How many bytes a fusion reads of its parameter ``name``; None: all."""
+        """Bytes that a fusion reads of its parameter ``name``; None: all."""
         total = 0.0
         for user in fused.users.get(name, []):
             first = user.operands[0] == name
@@ -293,23 +275,20 @@ class Counter:
                 total += sum(leaf.bytes for leaf in user.leaves)
             elif user.opcode == "dynamic-update-slice" and first:
                 pass  # updated in place: nothing is read
-            elif user.opcode in ("bitcast", "reshape"):
-                part = self._read(fused, user.name)
-                if part is None:
-                    return None
-                total += part
-            elif user.opcode == "fusion" and user.called:
-                inner = self.named(user.called)
-                part = self._read(inner, inner.parameters[user.operands.index(name)].name)
-                if part is None:
-                    return None
-                total += part
             else:
-                return None
+                part = None
+                if user.opcode in ("bitcast", "reshape"):
+                    part = self._read(fused, user.name)
+                elif user.opcode == "fusion" and user.called:
+                    inner = self.named(user.called)
+                    part = self._read(inner, inner.parameters[user.operands.index(name)].name)
+                if part is None:
+                    return None
+                total += part
         return total
 
     def _written(self, fused: Computation, part: Instruction) -> float | None:
-        """How many bytes a fusion writes of its output ``part``; None: all."""
+        """Bytes that a fusion writes of its output ``part``; None: all."""
         if part.opcode == "dynamic-update-slice":
             update = fused.by_name.get(part.operands[1])
             return sum(leaf.bytes for leaf in update.leaves) if update else None
@@ -321,21 +300,16 @@ class Counter:
         return None
 
     def body(self, loop: Instruction) -> Computation:
-        """What a loop runs."""
         return self.named(loop.attribute(r"body=%?([^\s,]+)"))
 
     def branches(self, instruction: Instruction) -> list[Computation]:
         """The computations among which a conditional chooses."""
         several = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-        names = (
-            several.split(",")
-            if several
-            else re.findall(r"(?:true|false)_computation=%?([^\s,]+)", instruction.attributes)
-        )
+        pair = r"(?:true|false)_computation=%?([^\s,]+)"
+        names = several.split(",") if several else re.findall(pair, instruction.attributes)
         return [self.named(name.strip().lstrip("%")) for name in names]
 
     def named(self, name: str | None) -> Computation:
-        """The computation of that name."""
         return self.module.computations[name or ""]
 
 
@@ -351,11 +325,11 @@ def _chain(fused: Computation, target: str) -> str | None:
 
 
 def _passing(fused: Computation, instruction: Instruction) -> tuple[set[int], set[int]]:
-    """The numbers of a fusion's outputs, and of its operands, that are the buffers of a collective that goes on."""
+    """Numbers of a fusion's outputs, and of its operands, that are the buffers of a collective under way."""
     if not any("chain_id=" in i.attributes for i in fused.instructions):
         return set(), set()
-    told = instruction.attribute(r"output_to_operand_aliasing=(\{.*?\)\})") or ""
-    pairs = re.findall(r"\{(\d*)\}: \((\d+),", told)
+    aliasing = instruction.attribute(r"output_to_operand_aliasing=(\{.*?\)\})") or ""
+    pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliasing)
     return {int(output or 0) for output, _ in pairs}, {int(operand) for _, operand in pairs}
 
 

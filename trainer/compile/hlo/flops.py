@@ -16,7 +16,7 @@ from shardwright.compile.hlo.text import Instruction
 
 
 def dot_flops(dot: Instruction, operands: list[Instruction]) -> float:
-    """FLOPs of a dot of two operands."""
+    """FLOPs of a dot."""
     contracted = dot.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
     left = operands[0].leaves[0].dims
     return 2.0 * dot.leaves[0].elements * math.prod(left[int(d)] for d in contracted.split(",") if d)
@@ -46,14 +46,14 @@ def convolution_flops(convolution: Instruction, operands: list[Instruction]) -> 
 
 
 def _window(window: str, key: str, number: int, default: str) -> str:
-    """A window's ``key=2x3``, of the spatial dimension ``number``."""
+    """The value of ``key=2x3`` for the spatial dimension ``number``."""
     match = re.search(rf"(?:^|\s){key}=(\S+)", window)
     return match[1].split("x")[number] if match else default
 
 
 @lru_cache(maxsize=4096)
 def _valid(size: int, out: int, kernel: int, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
-    """How many pairs of an output and a kernel position meet an element of the input, in one spatial dimension."""
+    """Counts the pairs of an output and a kernel position that meet an input element, in one spatial dimension."""
     position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * right_dilation - low
     inside = (position >= 0) & (position <= (size - 1) * left_dilation) & (position % left_dilation == 0)
     return int(inside.sum())

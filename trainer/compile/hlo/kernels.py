@@ -1,9 +1,9 @@
-"""Which of our kernels a custom call is, and what work it does, told from the shapes of its operands and outputs.
+"""Recognises our kernels among custom calls, and their work, by the shapes of operands and outputs.
 
-A kernel's name is not in the module's text. But splash attention alone takes lists of blocks, and its three kernels
-put out three, one and two arrays of scratch, which have a dimension less than the queries; a grouped product puts out
-a matrix or one for each group; and the kernel with one small operand makes an array whose entries are arbitrary. A
-batch of one sequence has no dimension of its own.
+A module's text does not name its kernels. But only splash attention takes lists of blocks, and its three kernels
+return three, one and two arrays of scratch, which have a dimension less than the queries; a grouped product returns
+one matrix or one a group; and the kernel with one small operand allocates an array without writing it. A batch of one
+sequence has no dimension of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _PHASES = {1: "dq", 2: "dkv", 3: "forward"}  # by how many scratch arrays a kern
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Is it a custom kernel (Pallas)?"""
+    """Is it a Pallas kernel?"""
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes
 
 
 def kernel_work(computation: Computation, kernel: Instruction, flops_a_byte: float) -> Work | None:
-    """What a custom kernel does when it runs once; None if it is none of ours.
+    """The work of one run of a kernel; None if it is none of ours.
 
     Args:
-        flops_a_byte: of the chip, which decides how large tiles are.
+        flops_a_byte: the chip's, which decides how large tiles are.
     """
     operands = [leaf for operand in computation.operands(kernel) for leaf in operand.leaves]
     outputs = list(kernel.leaves)

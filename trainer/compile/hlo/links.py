@@ -1,4 +1,4 @@
-"""How long a collective takes on a slice's links, by the ring model.
+"""Time of a collective on a slice's links, by the ring model.
 
 An axis of a mesh lies along one or more dimensions of the torus. A gather along a dimension whose ring is closed sends
 both ways, two links a chip; along an open line the chip at its end receives all over one. Where a group takes every
@@ -22,11 +22,11 @@ _KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 
 
 @dataclass(frozen=True)
 class Ring:
-    """What a group of chips has of one dimension of the torus.
+    """A group of chips along one dimension of the torus.
 
     Args:
-        chips: of the group, along it.
-        links: in use for a gather, of a chip; shared ones in part.
+        chips: the group's, along it.
+        links: links of a chip that a gather uses; a shared link counts in part.
     """
 
     chips: int
@@ -39,7 +39,7 @@ class Links:
 
     Args:
         ici, dcn: each axis's factor within a slice and over slices, in mesh order.
-        efficiency: the part of the bandwidth of ICI and of DCN that is reached.
+        efficiency: reached part of the bandwidth of ICI and of DCN.
     """
 
     topology: Topology
@@ -49,7 +49,7 @@ class Links:
 
     @cached_property
     def coordinates(self) -> list[tuple[int, ...]]:
-        """Where the chip at each position of the mesh stands in its slice."""
+        """Position in the mesh → the chip's coordinates in its slice."""
         where = self.topology
         shape = (*where.shape, 1) if len(where.shape) == 2 else where.shape
         places = itertools.product(range(where.slices), *map(range, reversed(shape)))
@@ -73,11 +73,7 @@ class Links:
         return found
 
     def seconds(self, kind: str, network: str, group: Sequence[int], wire_bytes: float) -> float:
-        """How long a collective takes that has the links to itself.
-
-        Args:
-            wire_bytes: what a chip sends if its group forms a ring (shardwright.compile.hlo.communication).
-        """
+        """Time of a collective that has the links to itself (``wire_bytes``: shardwright.compile.hlo.communication)."""
         chip = self.topology.chip
         if network == "dcn":
             return wire_bytes / (chip.dcn_bandwidth * self.efficiency[1])

@@ -1,7 +1,6 @@
-"""Reads HLO text, as the TPU compiler prints it after optimisation, into computations of instructions.
+"""Parser of the HLO text that the TPU compiler prints after optimisation.
 
-Each line is split into name, opcode, shape and operands. Its attributes stay text, searched when someone asks for one:
-so a module of 20 MB is read in seconds.
+Attributes stay text until one is asked for, so a module of 20 MB is read in seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _PARENTHESIS = re.compile(r"[()]")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a shape; ``space`` is the memory that it lives in: 0 HBM, 1 VMEM, 5 the host's."""
+    """One array of a shape; ``space`` is its memory: 0 HBM, 1 VMEM, 5 the host's. Sizes are without padding."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -37,17 +36,14 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Its size without padding."""
         return -(-self.elements * dtype_bits(self.dtype) // 8)
 
     @property
     def hbm_bytes(self) -> int:
-        """Its size without padding if it lives in HBM, else 0."""
         return self.bytes if self.space == _HBM else 0
 
     @property
     def host_bytes(self) -> int:
-        """Its size without padding if it lives in the host's memory, else 0."""
         return self.bytes if self.space == _HOST else 0
 
     def __str__(self) -> str:
@@ -56,7 +52,7 @@ class Leaf:
 
 @lru_cache(maxsize=256)
 def dtype_bits(dtype: str) -> int:
-    """How many bits an element takes in memory: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``."""
+    """Bits of an element in memory: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = _DTYPE_BITS.match(dtype)
@@ -65,7 +61,7 @@ def dtype_bits(dtype: str) -> int:
 
 @lru_cache(maxsize=65536)
 def leaves(shape: str) -> tuple[Leaf, ...]:
-    """The arrays of a shape's text, in order; a tuple has several, and nested tuples are flattened."""
+    """The arrays of a shape's text, in order; nested tuples are flattened."""
     found = []
     for dtype, dims, layout in _LEAF.findall(shape):
         space = _SPACE.search(layout)
@@ -91,7 +87,7 @@ class Instruction:
         return leaves(self.shape)
 
     def attribute(self, pattern: str) -> str | None:
-        """What the first group of ``pattern`` matches in the attributes, None if they don't hold it."""
+        """The first group of ``pattern`` in the attributes, None without a match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -138,7 +134,6 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose value is the computation's."""
         return next((i for i in reversed(self.instructions) if i.root), self.instructions[-1])
 
     def operands(self, instruction: Instruction) -> list[Instruction]:

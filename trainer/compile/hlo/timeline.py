@@ -1,14 +1,15 @@
-"""How long one execution of a compiled module takes a chip: its operations one after another, collectives beside them.
+"""Time of one execution of a compiled module on a chip: operations one after another, collectives beside them.
 
-An operation with products takes the longest of three times: the compiler's cycles, its bytes over the HBM's bandwidth,
-its FLOPs over the peak. Any other takes its bytes over the bandwidth, or the compiler's cycles if it moves nothing in
-the HBM: the compiler counts several times that for what only moves or maps elements, and step times that were published
-say that it takes no longer than the bytes do (docs/tpu.md). A kernel of ours takes its FLOPs over the peak or its bytes
-over the bandwidth, at the efficiency of its kind. Collectives that run beside computation have the links of their
-network one after another, in the order of the schedule; one that the compiler runs alone shares them with the one that
-is on its way. What is left of a collective when the schedule awaits it is time in which nothing is computed. Copies to
-and from the host's memory have the link to the host in the same way; those between HBM and VMEM that the schedule
-starts and awaits later take no time.
+- An operation with products takes the longest of the compiler's cycles, its bytes over the HBM's bandwidth, and its
+  FLOPs over the peak.
+- Any other takes its bytes over the bandwidth, or the compiler's cycles if it moves nothing in the HBM. The cycles of
+  operations that only move or map elements say several times as much; published step times agree with the bytes
+  (docs/tpu.md).
+- A kernel of ours takes its FLOPs over the peak or its bytes over the bandwidth, at the efficiency of its kind.
+- Asynchronous collectives use their network one after another, as scheduled; one that the compiler runs alone shares
+  it with the one under way. Whatever is unsent when the schedule awaits it is time in which nothing is computed.
+- Copies to and from the host's memory use the link to the host in the same way. Asynchronous copies between HBM and
+  VMEM take no time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shardwright.compile.hlo.text import Computation, Instruction
 from shardwright.models.ops.kernel_cost import Work
 from shardwright.xla.chips import Chip
 
-# causes of time; a network's name stands for what is sent over it while nothing is computed
+# a network's name stands for waiting: something is sent while nothing is computed
 CAUSES = {
     "products": "matrix products",
     "attention_forward": "attention, forward",
@@ -50,25 +51,24 @@ class Spent:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
 
     def add_all(self, other: Spent, times: float = 1) -> None:
-        """Adds ``times`` the other to this."""
         for cause, seconds in other.seconds.items():
             self.add(cause, times * seconds)
 
 
 @dataclass
 class Queue:
-    """What one computation sends beside what it computes.
+    """The transfers of one computation, in seconds since it began.
 
     Args:
-        until: network → when it is done with all that was started.
-        awaited: who awaits it → (network, when it is done with this part).
+        until: network → when all that was started is sent.
+        awaited: name of the awaiting instruction → (network, when its transfer is done).
     """
 
     until: dict[str, float] = field(default_factory=dict)
     awaited: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
 
     def delay(self, network: str, now: float, seconds: float) -> None:
-        """Has what the network still sends end later."""
+        """Makes the network's pending transfers end later."""
         if self.until.get(network, 0.0) > now:
             self.until[network] += seconds
         for instruction, ends in self.awaited.items():
@@ -80,13 +80,13 @@ def seconds_of(counter: Counter, chip: Chip, efficiency: Mapping[str, float]) ->
     """Seconds of one execution by cause, a key of :data:`CAUSES`.
 
     Args:
-        efficiency: as :func:`shardwright.compile.report.efficiency.efficiencies` gives it.
+        efficiency: as :func:`shardwright.compile.report.estimate.efficiencies` gives it.
     """
     return _Schedule(counter, chip, efficiency).computation(counter.module.entry).seconds
 
 
 class _Schedule:
-    """Works out each computation's seconds once, however often it is called."""
+    """Times each computation once, however often it is called."""
 
     def __init__(self, counter: Counter, chip: Chip, efficiency: Mapping[str, float]) -> None:
         self.counter, self.chip, self.efficiency = counter, chip, efficiency
@@ -94,7 +94,7 @@ class _Schedule:
         self.known: dict[str, Spent] = {}
 
     def computation(self, computation: Computation) -> Spent:
-        """What the computation takes when it runs once."""
+        """The seconds of one run."""
         if computation.name not in self.known:
             spent, queue = Spent(), Queue()
             for instruction in computation.instructions:
@@ -122,15 +122,15 @@ class _Schedule:
                 spent.add(*self._operation(computation, instruction, own))
 
     def _operation(self, computation: Computation, instruction: Instruction, own: Cost) -> tuple[str, float]:
-        """The cause of an operation's time, and its seconds."""
+        """(cause, seconds) of an operation."""
         chip = self.chip
         if is_kernel(instruction) and (work := kernel_work(computation, instruction, chip.flops_a_byte)):
             if not work.flops:
                 return "rest", work.hbm_bytes / self.bandwidth
             return ("grouped" if work.kind.endswith("gmm") else work.kind), self._kernel(work)
-        if own.kernel_flops:  # another's kernel, that tells its FLOPs
+        if own.kernel_flops:  # another's kernel, with a cost estimate
             return "grouped", own.kernel_flops / (chip.flops * self.efficiency["gmm"])
-        if own.collectives and not own.cycles:  # what it moves are the collective's bytes
+        if own.collectives and not own.cycles:  # it moves the collective's bytes alone
             return "rest", 0.0
         cycles, moved = own.cycles / (chip.clock * self.efficiency["compiler"]), own.hbm_bytes / self.bandwidth
         if own.flops:
@@ -144,14 +144,14 @@ class _Schedule:
         return max(work.flops / (self.chip.flops * reached), work.hbm_bytes / self.bandwidth)
 
     def _send(self, spent: Spent, queue: Queue, computation: Computation, instruction: Instruction, own: Cost) -> None:
-        """Queues what an instruction starts to send; the schedule waits for what nothing awaits later."""
+        """Queues an instruction's transfers; without a later instruction that awaits them, the schedule does."""
         sent = [(key.network, traffic.seconds) for key, traffic in own.collectives.items()]
         if own.host_bytes:
             sent.append(("host", own.host_bytes / (self.chip.host_bandwidth * self.efficiency["host"])))
         awaiting = self.counter.end(computation, instruction) if sent else None
         for network, seconds in sent:
             left = max(queue.until.get(network, 0.0) - spent.total, 0.0)
-            if awaiting is None:  # it shares the links with what was started before, which is done so much later
+            if awaiting is None:  # shares the links with earlier transfers, which end so much later
                 queue.delay(network, spent.total, seconds)
                 spent.add(network, seconds + min(seconds, left))
             else:

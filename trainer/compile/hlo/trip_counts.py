@@ -1,4 +1,4 @@
-"""How often a loop of a compiled module runs, read off its condition and its body."""
+"""Trip counts of a compiled module's loops, from condition and body."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _VIEWS = {"bitcast", "copy", "bitcast-convert", "convert", "reshape"}
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a while loop of ``computation`` runs, None if that depends on data.
+    """The trip count of a while loop of ``computation``, None if it depends on data.
 
-    If the compiler annotated the number, it is that. Else it follows from the counter's start and step, and from the
-    constant that the condition compares it with. A 64-bit counter is compared in two halves; the one with a limit above
-    0 tells.
+    The compiler's annotation if there is one; else from the counter's start and step, and the constant that the
+    condition compares it with. A 64-bit counter is compared in two halves: the one with a limit above 0 counts.
     """
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
@@ -36,7 +35,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _unfused(module: Module, fusion: Instruction) -> Instruction:
-    """The comparison that a fusion consists of, over the fusion's operands; any other fusion as it is."""
+    """Replaces a fusion of one comparison by that comparison, over the fusion's operands."""
     fused = module.computations[fusion.called or ""]
     root = fused.root
     parameters = {p.name: number for number, p in fused.parameters.items()}
@@ -57,7 +56,7 @@ def _limit(condition: Computation, compare: Instruction) -> tuple[int, int] | No
 
 
 def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
-    """The constant that ``state[index]`` is before the loop, None if it is no constant."""
+    """The constant value of ``state[index]`` before the loop, None if it is no constant."""
     state = computation.by_name.get(loop.operands[0])
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return None
@@ -66,7 +65,7 @@ def _initial(computation: Computation, loop: Instruction, index: int) -> int | N
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """The constant that the loop's body adds to ``state[index]``, None if it does anything else with it."""
+    """The constant that the body adds to ``state[index]``, None if it does anything else with it."""
     if body.root.opcode != "tuple" or index >= len(body.root.operands):
         return None
     value = _behind(body, body.root.operands[index])
@@ -78,7 +77,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def _behind(computation: Computation, name: str) -> Instruction | None:
-    """The instruction called ``name``; if it is a copy or a view, the one whose value it shows."""
+    """The instruction ``name``, followed through copies and views."""
     instruction = computation.by_name.get(name)
     while instruction is not None and instruction.opcode in _VIEWS and instruction.operands:
         instruction = computation.by_name.get(instruction.operands[0])

@@ -1,1 +1,1 @@
-"""What the TPU's compiler says of a step: memory, time, attribution, as text, page and JSON."""
+"""The compile report: memory, time and collectives of a step, as text, page and JSON."""

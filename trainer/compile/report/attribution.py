@@ -1,7 +1,7 @@
-"""What a collective is for: which parameter it moves, and whether the recipe meant it to be there.
+"""Attributes collectives to parameters, and flags those that the recipe did not plan.
 
-The compiler's metadata often doesn't tell. Then sizes do: a parameter's shape and sharding say how many elements its
-gather, or its gradient's reduction, must have.
+Where the compiler's metadata doesn't tell, sizes do: a parameter's shape and sharding say how many elements its gather,
+or its gradient's reduction, must have.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ class CollectiveLine:
     """All collectives of one kind, over one axis, on behalf of one module.
 
     Args:
-        axis: mesh axes, ``fsdp×expert``; ``slices`` for what goes over DCN between slices.
-        count: how many run in a step.
-        bytes: as shardwright.compile.hlo.communication counts them.
-        wire_bytes: what a chip sends when its group forms a ring.
-        exposed_bytes: of those, what all links at once have still to send when the work beside it is done.
+        axis: mesh axes, ``fsdp×expert``; ``slices`` over DCN.
+        count, bytes, wire_bytes, exposed_bytes: a step's; see :class:`shardwright.compile.hlo.communication.Traffic`.
         module: the module that the compiler's metadata names; without one, the parameter that fits, or the operation.
         purpose: ``weights`` (one layer's are gathered), ``stack`` (all layers' are), ``gradients``, or empty:
             activations and the rest.
-        network: ``ici`` or ``dcn``.
         shape: of the largest.
-        unplanned: why it should not be there, empty if nothing is known against it.
+        unplanned: why it should not be there; empty if nothing is known against it.
     """
 
     kind: str
@@ -56,7 +52,7 @@ class CollectiveLine:
 def collective_lines(
     collectives: Mapping[Collective, Traffic], lowered: LoweredGraph, exchange: str | None
 ) -> list[CollectiveLine]:
-    """One line for each kind, axis, module and purpose; those that send most come first.
+    """One line for each kind, axis, module and purpose; most wire bytes first.
 
     Args:
         exchange: the axis over which tokens are meant to be exchanged, None if they are not.
@@ -75,32 +71,15 @@ def collective_lines(
         for _, traffic in members:
             total = total.plus(traffic, 1)
         largest, _ = max(members, key=lambda member: member[1].bytes / member[1].count)
-        line = CollectiveLine(
-            kind=kind,
-            axis=axis,
-            count=total.count,
-            bytes=total.bytes,
-            wire_bytes=total.wire_bytes,
-            exposed_bytes=total.exposed_bytes,
-            module=module,
-            purpose=purpose,
-            network=network,
-            shape=largest.shape,
-            unplanned=why,
-        )
-        lines.append(line)
+        sums = (total.count, total.bytes, total.wire_bytes, total.exposed_bytes)
+        lines.append(CollectiveLine(kind, axis, *sums, module, purpose, network, largest.shape, why))
     return sorted(lines, key=lambda line: -line.wire_bytes)
 
 
 def _unplanned(
-    key: Collective,
-    traffic: Traffic,
-    purpose: str,
-    names: list[str],
-    parameters: Parameters,
-    exchange: str | None,
+    key: Collective, traffic: Traffic, purpose: str, names: list[str], parameters: Parameters, exchange: str | None
 ) -> str:
-    """Why a collective should not be there, empty if nothing is known against it."""
+    """Why a collective should not be there; empty if nothing is known against it."""
     if traffic.bytes < _NOTABLE_BYTES or key.network == "dcn":
         return ""
     if purpose == "stack":
@@ -118,35 +97,33 @@ def _unplanned(
 
 
 class Parameters:
-    """The step's weights, found by the shapes and sizes of what the compiler made of them."""
+    """Finds the step's weights by shapes and sizes of the compiled program."""
 
     def __init__(self, lowered: LoweredGraph) -> None:
         self.mesh = lowered.mesh
         self.weights = [a for a in lowered.arguments if a.kind == "weights" and len(a.shape) > 1]
         batches = [a for a in lowered.arguments if a.kind == "batch"]
-        self.batch_axes = {axis for a in batches for axes in self._axes_of(a) for axis in axes}
+        self.batch_axes = {axis for a in batches for axis in self._sharded(a)}
         self.batch_elements = max((math.prod(a.shape) for a in batches), default=0)
 
     def behind(self, key: Collective) -> tuple[str, list[str]]:
-        """(purpose, names of the parameters) of a collective; ("", []) if its size is no parameter's.
+        """(purpose, parameters' names) of a collective; ("", []) if its size is no parameter's.
 
-        The purpose is ``weights`` if it gathers them, or hands a shard of them round; ``stack`` if it gathers all
-        layers at once; ``gradients`` if it reduces. Sizes can agree by chance: then several parameters are named.
+        Sizes can agree by chance: then several parameters are named.
         """
         axes, sizes = _axes(key), _elements(key.shape)
         found: dict[str, list[str]] = {}
         for weight in self.weights:
             if purpose := self._purpose(weight, key.kind, axes, sizes):
                 found.setdefault(purpose, []).append(weight.name)
-        # one layer's rather than all layers', of which the recipe plans none
+        # prefer one layer's: the recipe plans no gather of all layers
         return min(found.items(), key=lambda item: item[0] == "stack", default=("", []))
 
     def _purpose(self, weight: Argument, kind: str, axes: set[str], sizes: set[int]) -> str:
-        """What a collective over ``axes``, of arrays of ``sizes`` elements, does with ``weight``; empty: nothing."""
-        sharded = {axis for names in self._axes_of(weight) for axis in names}
+        """The purpose of a collective over ``axes``, of arrays of ``sizes`` elements, if it moves ``weight``."""
+        sharded, layers = self._sharded(weight), _layers(weight)
         if not axes <= sharded:
             return ""
-        layers = weight.shape[0] if is_stacked(weight.name) else 1
         local = math.prod(weight.shape) // math.prod(self.mesh[axis] for axis in sharded)
         whole = local * math.prod(self.mesh[axis] for axis in axes)
         if kind in ("all-gather", "all-reduce", "reduce-scatter"):
@@ -157,18 +134,17 @@ class Parameters:
         return "weights" if handed_round else ""
 
     def sums(self, key: Collective) -> bool:
-        """Can an exchange be of the parts of a matrix's gradient, or of what is left of it after the first rings?"""
+        """Can an all-to-all be the reduction of a matrix's gradient, of its parts or of the rest after some rings?"""
         sizes, axes = _elements(key.shape), _axes(key)
         for weight in self.weights:
-            layers = weight.shape[0] if is_stacked(weight.name) else 1
-            sharded = {axis for names in self._axes_of(weight) for axis in names}
+            layers = _layers(weight)
             parts = {math.prod(weight.shape) // layers // part for part in range(1, math.prod(self.mesh.values()) + 1)}
-            if layers > 1 and len(weight.shape) == 3 and axes <= sharded and sizes & parts:
+            if layers > 1 and len(weight.shape) == 3 and axes <= self._sharded(weight) and sizes & parts:
                 return True
         return False
 
     def shaped_like(self, shape: str) -> str:
-        """The weight of which a chip holds a tensor of this shape (HLO's text), all layers or one; empty if none."""
+        """The weight whose shard, of all layers or one, has this shape (HLO's text); empty if none has."""
         match = _DIMS.search(shape)
         dims = _integers(match[1]) if match else ()
         for weight in self.weights:
@@ -179,8 +155,12 @@ class Parameters:
         return ""
 
     def holds_batch(self, key: Collective) -> bool:
-        """Does it move an array with at least as many elements as the global batch has tokens?"""
+        """Does it move an array with at least as many elements as the global batch?"""
         return any(size >= max(self.batch_elements, 2) for size in _elements(key.shape))
+
+    def _sharded(self, argument: Argument) -> set[str]:
+        """The axes that split any of its dimensions."""
+        return {axis for axes in self._axes_of(argument) for axis in axes}
 
     def _axes_of(self, argument: Argument) -> tuple[tuple[str, ...], ...]:
         return axes_of_dimensions(argument.sharding, len(argument.shape), tuple(self.mesh.items()))
@@ -209,12 +189,16 @@ def axes_of_dimensions(sharding: str, rank: int, mesh: tuple[tuple[str, int], ..
     return tuple(axes)
 
 
+def _layers(weight: Argument) -> int:
+    return weight.shape[0] if is_stacked(weight.name) else 1
+
+
 def _axes(key: Collective) -> set[str]:
     return set(key.axis.removeprefix("within ").split("×"))
 
 
 def _elements(shapes: str) -> set[int]:
-    """How many elements each array of a text such as ``bf16[8,128], f32[]`` has."""
+    """The sizes of the arrays in ``bf16[8,128], f32[]``, in elements."""
     return {math.prod(_integers(dims)) for dims in _DIMS.findall(shapes)}
 
 

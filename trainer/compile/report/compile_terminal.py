@@ -8,67 +8,46 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.compile.report import summary
 from shardwright.compile.report.report import CompileReport
-from shardwright.compile.report.summary import (
-    GRAPH_HEADER,
-    MODULE_HEADER,
-    ROOFS,
-    ROWS,
-    SHARES_HEADER,
-    estimate_line,
-    fact_rows,
-    flag,
-    graph_rows,
-    memory_parts,
-    module_rows,
-    share_rows,
-    verdict,
-    what_for,
-    where_it_runs,
-)
 from shardwright.report.units import size
 from shardwright.step.auto_remat import VALUES_HEADER, value_rows
 
 
 def print_report(report: CompileReport, console: Console) -> None:
-    """Prints the verdict, every graph's memory, and of the train step what fills the HBM, the roofline and so on.
-
-    The largest buffers are those of the largest graph.
-    """
+    """Prints a report: the graphs' memory, then the train step's numbers, and the largest graph's buffers."""
     largest = report.largest_graph
-    console.print(Text(verdict(report), style="bold green" if report.fits else "bold red"))
-    console.print(Text(where_it_runs(report)))
-    _print_table(console, GRAPH_HEADER, graph_rows(report))
+    console.print(Text(summary.verdict(report), style="bold green" if report.fits else "bold red"))
+    console.print(Text(summary.where_it_runs(report)))
+    _print_table(console, summary.GRAPH_HEADER, summary.graph_rows(report))
     facts = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in [*((name, size(part)) for name, part in memory_parts(report) if part), *fact_rows(report)]:
+    parts = [(name, size(part)) for name, part in summary.memory_parts(report) if part]
+    for name, text in [*parts, *summary.fact_rows(report)]:
         facts.add_row(Text(name), Text(text))
     console.print(facts)
     if report.values:
-        _print_table(console, VALUES_HEADER, value_rows(report.values[:ROWS]))
-    if said := estimate_line(report):
+        _print_table(console, VALUES_HEADER, value_rows(report.values[: summary.ROWS]))
+    if said := summary.estimate_line(report):
         console.print(Text(said, style="bold"))
         whole = report.estimate.seconds
         _print_table(
             console,
-            SHARES_HEADER,
-            [(c, f"{s:,.4f}", f"{s / whole:.1%}", "█" * round(30 * s / whole)) for c, s in share_rows(report)],
+            summary.SHARES_HEADER,
+            [(c, f"{s:,.4f}", f"{s / whole:.1%}", "█" * round(30 * s / whole)) for c, s in summary.share_rows(report)],
         )
     roofs = Table("roofline (estimate)", "seconds", "", box=None, pad_edge=False)
     for name, seconds in report.roofline.times.items():
         bar = "█" * round(30 * seconds / max(report.roofline.seconds, 1e-12))
-        roofs.add_row(Text(ROOFS[name]), f"{seconds:,.4f}", bar)
+        roofs.add_row(Text(summary.ROOFS[name]), f"{seconds:,.4f}", bar)
     console.print(roofs)
-    _print_table(
-        console,
-        ("collective", "axis", "a step", "bytes", "sent", "exposed", "for"),
-        [
-            (x.kind, x.axis, f"{x.count:,.0f}", size(x.bytes), size(x.wire_bytes), size(x.exposed_bytes), what_for(x))
-            for x in report.collectives[:ROWS]
-        ],
-    )
-    _print_table(console, MODULE_HEADER, module_rows(report))
+    collectives = [
+        (x.kind, x.axis, f"{x.count:,.0f}", *map(size, (x.bytes, x.wire_bytes, x.exposed_bytes)), summary.what_for(x))
+        for x in report.collectives[: summary.ROWS]
+    ]
+    _print_table(console, ("collective", "axis", "a step", "bytes", "sent", "exposed", "for"), collectives)
+    _print_table(console, summary.MODULE_HEADER, summary.module_rows(report))
     for line in report.unplanned:
-        console.print(Text(f"unplanned: {flag(line)}", style="yellow"))
+        console.print(Text(f"unplanned: {summary.flag(line)}", style="yellow"))
     _print_table(
         console,
         (f"largest buffers ({largest.graph})", "of HBM", "shape", "whose"),

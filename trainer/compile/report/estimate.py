@@ -1,4 +1,8 @@
-"""One number for a step: the seconds that it is estimated to take, and what they go to. Nothing ran."""
+"""A step's estimated time, and the efficiencies that it assumes: parts of the chip's peaks, each with its source.
+
+Nothing here was measured by this project. A figure published for one generation is taken for all of them; the user can
+change each (``--efficiency``).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,78 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.compile.hlo.timeline import CAUSES
-from shardwright.compile.report.efficiency import changed
+from shardwright.errors import UserError, did_you_mean
 from shardwright.xla.chips import Chip
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The reached part ``value`` of the peak ``of``; ``source``: who measured it, on what."""
+
+    value: float
+    of: str
+    source: str
+
+
+_AXLEARN = "github.com/apple/axlearn, commit c40b39a5: v5p, 2 sequences of 8,192, window 1,024, 110 heads of 128"
+_JAX = "docs.jax.dev/en/latest/pallas/tpu/matmul.html: v5e, bfloat16"
+
+EFFICIENCIES: dict[str, Efficiency] = {
+    "compiler": Efficiency(
+        1.0,
+        "the speed that the compiler's cycles mean",
+        f"{_JAX}: XLA's product of 8,192³ in 6.05 ms, for which the compiler's cycles are 6.37 ms (step_times.py)",
+    ),
+    "attention_forward": Efficiency(
+        0.40, "peak FLOP/s", f"{_AXLEARN}: forward in 7.2 ms, which is 1.33e12 FLOPs in blocks of 512"
+    ),
+    "attention_backward": Efficiency(
+        0.30, "peak FLOP/s", f"{_AXLEARN}: backward in 30.1 ms with one kernel, said to save up to 14 % over our two"
+    ),
+    "gmm": Efficiency(
+        0.85, "peak FLOP/s", f"{_JAX}: Pallas in tiles of 512 × 1,024 × 1,024, 78.5 % at 4,096³, 91.5 at 8,192³"
+    ),
+    "tgmm": Efficiency(0.785, "peak FLOP/s", f"{_JAX}: the lower of the two, since tiles are half as wide here"),
+    "hbm": Efficiency(1.0, "HBM bandwidth", "none found: the bandwidth of the chip's page"),
+    "ici": Efficiency(1.0, "ICI bandwidth", "none found: the ring model of jax-ml.github.io/scaling-book/sharding"),
+    "host": Efficiency(1.0, "PCIe bandwidth", "none found: v4's, of jax-ml.github.io/scaling-book/tpus, for all"),
+    "dcn": Efficiency(1.0, "DCN bandwidth", "none found: the bandwidth of the chip's page"),
+}
+
+
+def efficiencies(text: str = "") -> dict[str, float]:
+    """Kind → reached part of the peak: :data:`EFFICIENCIES`, overridden by ``text``, ``gmm=0.9,ici=0.8``.
+
+    Raises:
+        UserError: an unknown kind; a value outside (0, 1].
+    """
+    values = {kind: each.value for kind, each in EFFICIENCIES.items()}
+    for word in filter(None, text.replace(" ", "").split(",")):
+        kind, _, number = word.partition("=")
+        if kind not in values:
+            raise UserError(
+                asked=f"--efficiency {word}",
+                found=f"no kind {kind!r}",
+                why="an efficiency belongs to one of the kinds that the estimate tells apart",
+                instead=did_you_mean(kind, values) + "one of: " + ", ".join(values),
+            )
+        values[kind] = _part(word, number)
+    return values
+
+
+def _part(word: str, number: str) -> float:
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise UserError(
+            asked=f"--efficiency {word}",
+            found=f"{number!r}" if number else "no value",
+            why="it is the part of a peak that is reached",
+            instead=f"a number above 0, at most 1: {word.partition('=')[0]}=0.8",
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -15,11 +89,11 @@ class Estimate:
     """A step's estimated time.
 
     Args:
-        seconds: of one step; the sum of ``shares``.
-        tokens_per_second: of one chip; None if it is not known how many tokens a step takes.
+        seconds: the sum of ``shares``.
+        tokens_per_second: a chip's; None if the step's tokens are not known.
         mfu: model FLOPs over the chip's peak in that time; None without model FLOPs.
         shares: cause → seconds, in the order of :data:`shardwright.compile.hlo.timeline.CAUSES`.
-        efficiency: the efficiencies that are not the stated ones.
+        efficiency: the efficiencies that the user changed.
     """
 
     seconds: float
@@ -36,18 +110,12 @@ def estimate(
     model_flops: float | None,
     efficiency: Mapping[str, float],
 ) -> Estimate:
-    """The estimate of a step.
-
-    Args:
-        seconds: by cause.
-        tokens, model_flops: a chip's part of a step's.
-    """
+    """The estimate of a step from its seconds by cause; ``tokens`` and ``model_flops`` are a chip's."""
     total = sum(seconds.values())
-    known = total > 0
     return Estimate(
         seconds=total,
-        tokens_per_second=tokens / total if known and tokens is not None else None,
-        mfu=model_flops / chip.flops / total if known and model_flops is not None else None,
+        tokens_per_second=tokens / total if total > 0 and tokens is not None else None,
+        mfu=model_flops / chip.flops / total if total > 0 and model_flops is not None else None,
         shares={cause: seconds.get(cause, 0.0) for cause in CAUSES},
-        efficiency=changed(efficiency),
+        efficiency={kind: value for kind, value in efficiency.items() if value != EFFICIENCIES[kind].value},
     )

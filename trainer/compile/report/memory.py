@@ -19,7 +19,7 @@ _ALIVE = re.compile(r"^ +(\S+?)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Buffer:
-    """One of the largest: its bytes, shape and the module (or argument) that it belongs to."""
+    """One of the largest buffers; ``module``: the module or argument that it belongs to."""
 
     bytes: int
     shape: str
@@ -32,15 +32,14 @@ class MemorySizes:
     """Bytes a chip.
 
     Args:
-        peak_bytes: the most that is alive at once, by the compiler; if the step does not fit, ``required_bytes``.
-        required_bytes: what must be free to load and run the step: arguments, outputs that take no argument's place,
+        peak_bytes: the most alive at once, by the compiler; if the step does not fit, ``required_bytes``.
+        required_bytes: free bytes needed to load and run the step: arguments, outputs that take no argument's place,
             and the heap of temporaries with its gaps. By this number the compiler refuses a step.
         argument_bytes: weights_bytes + optimizer_bytes + batch_bytes + other_bytes.
-        alias_bytes: of outputs that take the place of arguments.
+        alias_bytes: outputs that take the place of arguments.
         temp_bytes: the heap of temporaries.
         compiler_temp_bytes: temporaries by the compiler's statistics, which can exceed the heap.
-        host_temp_bytes: temporaries in the host's memory (offloaded).
-        host_argument_bytes: arguments in the host's memory.
+        host_temp_bytes, host_argument_bytes: in the host's memory (offloaded).
     """
 
     peak_bytes: int
@@ -60,28 +59,14 @@ class MemorySizes:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The sizes of a step, and what the error told if it does not fit.
-
-    Args:
-        limit: what the compiler said a program can use of the chip's HBM, 0 if it did not say.
-        refused: the largest buffers of a step that does not fit.
-    """
-
-    sizes: MemorySizes
-    limit: int = 0
-    refused: tuple[Buffer, ...] = ()
-
-
-@dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler's refusal, in bytes; what it did not say is 0.
+    """The compiler's refusal, in bytes; numbers that it leaves out are 0.
 
     Args:
-        used: what the step would take in all.
-        limit: what a program can use.
+        used: the step's bytes in all.
+        limit: usable bytes.
         program: temporaries.
-        shared: of outputs that take the place of arguments.
+        shared: outputs that take the place of arguments.
         buffers: the largest, in the compiler's order.
     """
 
@@ -94,17 +79,17 @@ class OutOfMemory:
     buffers: tuple[Buffer, ...]
 
 
-def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> Memory:
-    """The memory of a step: from statistics if it fits, from the error if not.
+def memory_of(
+    result: dict[str, Any], buffers: str, lowered: LoweredGraph
+) -> tuple[MemorySizes, int, tuple[Buffer, ...]]:
+    """(sizes of a step, usable HBM, largest buffers) from the compiling process's ``result`` and allocations.
 
-    Args:
-        result: what the compiling process left: statistics, or ``error``.
-        buffers: the allocations that it left.
+    The last two are those of the error if the step does not fit, else 0 and none.
     """
     heap, kinds = _assigned(buffers, lowered)
     if "error" in result:
         refusal = parse_out_of_memory(result["error"])
-        return Memory(_refused_sizes(refusal, heap, kinds), refusal.limit, refusal.buffers)
+        return _refused_sizes(refusal, heap, kinds), refusal.limit, refusal.buffers
     arguments, outputs, alias = result["argument"], result["output"], result["alias"]
     temp = heap or result["temp"]
     required = arguments + temp + max(outputs - alias, 0)
@@ -123,11 +108,11 @@ def memory_of(result: dict[str, Any], buffers: str, lowered: LoweredGraph) -> Me
         host_temp_bytes=result["host_temp"],
         host_argument_bytes=result["host_argument"],
     )
-    return Memory(sizes)
+    return sizes, 0, ()
 
 
 def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> MemorySizes:
-    """The larger of what the error says, in numbers that it rounds, and what was allocated before it."""
+    """The larger of the error's numbers, which are rounded, and of the allocations before it."""
     arguments = max(sum(kinds.values()), refusal.arguments)
     temp = max(heap, refusal.program)
     required = max(temp + arguments + refusal.outputs - refusal.shared, refusal.used)
@@ -147,13 +132,13 @@ def _refused_sizes(refusal: OutOfMemory, heap: int, kinds: dict[str, int]) -> Me
 
 
 def _by_kind(kinds: dict[str, int], arguments: int) -> dict[str, int]:
-    """Fields of `MemorySizes` that divide ``arguments`` bytes by kind; what no allocation tells is ``other_bytes``."""
-    told = {kind: kinds[kind] for kind in ("weights", "optimizer", "batch")}
-    return {f"{kind}_bytes": count for kind, count in (told | {"other": arguments - sum(told.values())}).items()}
+    """Fields of `MemorySizes` that divide ``arguments`` bytes by kind; bytes without an allocation are ``other``."""
+    known = {kind: kinds[kind] for kind in ("weights", "optimizer", "batch")}
+    return {f"{kind}_bytes": count for kind, count in (known | {"other": arguments - sum(known.values())}).items()}
 
 
 def _assigned(buffers: str, lowered: LoweredGraph) -> tuple[int, dict[str, int]]:
-    """(bytes of the temporaries' heap, bytes of arguments by kind), both in HBM."""
+    """(bytes of the temporaries' heap, kind → bytes of arguments), both in HBM."""
     kinds = {"weights": 0, "optimizer": 0, "batch": 0, "other": 0}
     heap = 0
     for size, rest in _ALLOCATION.findall(buffers):
@@ -168,7 +153,7 @@ def _assigned(buffers: str, lowered: LoweredGraph) -> tuple[int, dict[str, int]]
 
 
 def largest_buffers(lowered: LoweredGraph, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
-    """The largest in HBM of those alive at the peak; none without a module."""
+    """The largest buffers in HBM at the peak; none without a module."""
     if module is None:
         return ()
     homes = {i.name: (computation, i) for computation in module.computations.values() for i in computation.instructions}
@@ -186,7 +171,7 @@ def largest_buffers(lowered: LoweredGraph, module: Module | None, buffers: str) 
 
 
 def _owner(lowered: LoweredGraph, module: Module, home: Computation, instruction: Instruction | None) -> str:
-    """The module that an instruction's metadata names, or the argument that it is; else those of its first operand."""
+    """The module in an instruction's metadata, or the argument that it is; else its first operand's."""
     for _ in range(_LOOK_BACK):
         if instruction is None:
             break
@@ -204,10 +189,7 @@ def is_out_of_hbm(error: str) -> bool:
 
 
 def parse_out_of_memory(message: str) -> OutOfMemory:
-    """Reads libtpu's RESOURCE_EXHAUSTED in either form: a table of allocations, or the one allocation that failed.
-
-    The table's sizes have two decimals, so they are good to a hundredth of their unit.
-    """
+    """Reads libtpu's RESOURCE_EXHAUSTED: a table of allocations, with two decimals, or the one that failed."""
     used = re.search(r"Used (\S+) of (\S+) hbm", message)
     single = re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", message)
     if used is None and single is not None:
@@ -225,12 +207,12 @@ def parse_out_of_memory(message: str) -> OutOfMemory:
         arguments=_row(message, "arguments"),
         outputs=parse_size(outputs[1]) if outputs else 0,
         shared=parse_size(outputs[2].rstrip(".")) if outputs else 0,
-        buffers=tuple(_listed(block) for block in re.split(r"\n\s+\d+\. Size: ", message)[1:]),
+        buffers=tuple(_buffer(block) for block in re.split(r"\n\s+\d+\. Size: ", message)[1:]),
     )
 
 
-def _listed(block: str) -> Buffer:
-    """A buffer from its paragraph in the message."""
+def _buffer(block: str) -> Buffer:
+    """Reads a buffer's paragraph in the message."""
 
     def field(pattern: str) -> str:
         match = re.search(pattern, block)

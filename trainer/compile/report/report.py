@@ -1,8 +1,7 @@
-"""What the TPU compiler made of a step, in numbers: whether it fits, what fills the HBM and the links, what bounds it.
+"""The numbers of a compiled step: whether it fits, what fills the HBM and the links, what bounds it.
 
 Everything is per chip and step. Sizes are the compiler's. FLOPs, bytes and cycles are counted from its optimised HLO
-(shardwright.compile.hlo.cost). Times are these divided by the chip's peaks (shardwright.xla.chips): estimates, for
-nothing ran.
+(shardwright.compile.hlo.cost). Times are estimates from these and the chip's peaks (shardwright.xla.chips).
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ from shardwright.compile.hlo.text import Module, parse
 from shardwright.compile.hlo.timeline import seconds_of
 from shardwright.compile.lowered_graph import LoweredGraph
 from shardwright.compile.report.attribution import CollectiveLine, Parameters, collective_lines
-from shardwright.compile.report.efficiency import efficiencies
-from shardwright.compile.report.estimate import Estimate, estimate
-from shardwright.compile.report.memory import Buffer, Memory, MemorySizes, largest_buffers, memory_of
+from shardwright.compile.report.estimate import Estimate, efficiencies, estimate
+from shardwright.compile.report.memory import Buffer, MemorySizes, largest_buffers, memory_of
 from shardwright.step.auto_remat import LayerValue
 from shardwright.xla.chips import Chip, Topology
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a step beforehand, to set the compiler's numbers beside.
+    """Facts known before the compile, beside which the report sets the compiler's numbers.
 
     Args:
         model_flops: of one step on all chips, as MFU counts them (no recomputation); None: MFU is not estimated.
         exchange: the axis over which tokens are meant to be exchanged: an all-to-all over another is flagged.
         tokens: of one step on all chips; None: their rate is not estimated.
-        efficiency: what is to replace stated efficiencies (:func:`shardwright.compile.report.efficiency.efficiencies`).
+        efficiency: overrides, as :func:`shardwright.compile.report.estimate.efficiencies` reads them.
     """
 
     model_flops: float | None = None
@@ -45,7 +43,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class ModuleLine:
-    """What one module's operations take of a step; kernels have no cycles."""
+    """The part of a step in one module's operations; kernels have no cycles."""
 
     module: str
     flops: float
@@ -55,16 +53,15 @@ class ModuleLine:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds a step would take at least, by each of the chip's peaks; estimates.
+    """Lower bounds of a step's seconds, one for each of the chip's peaks; estimates.
 
     Args:
         compute, hbm, ici, dcn: FLOPs, HBM bytes and wire bytes, each divided by the chip's peak.
-        cycles: the compiler's estimated cycles of matrix products, divided by the clock. They hold neither custom
-            kernels nor collectives, so two times are added: the FLOPs that kernels tell over the chip's peak, and the
-            collectives that run with nothing beside them over the bandwidth of all links. Of other operations the
-            bytes count: the cycles say several times as much (docs/tpu.md).
+        cycles: the compiler's cycles of matrix products, divided by the clock. Kernels and collectives have none, so
+            kernels' FLOPs over the peak and exposed bytes over the bandwidth of all links are added. Cycles of other
+            operations are left out: they say several times the time (docs/tpu.md).
         bound: the name of the longest.
-        mfu_bound: model FLOPs divided by what the chip could do in that time; None without model FLOPs.
+        mfu_bound: MFU at that time; None without model FLOPs.
     """
 
     compute: float
@@ -77,7 +74,6 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The longest of :attr:`times`."""
         return max(self.times.values())
 
     @property
@@ -87,14 +83,14 @@ class Roofline:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What one of a run's graphs takes of a chip's HBM.
+    """The HBM of a chip that one of a run's graphs takes.
 
     Args:
         graph: ``train step``, ``evaluation``, …
         fits: the chip has ``needed_bytes``, and the compiler did not refuse it.
         required_bytes: as in :class:`shardwright.compile.report.memory.MemorySizes`.
-        held_bytes: the part of the run's state that lies there meanwhile and is no argument of this graph: optimizer
-            state beside an evaluation.
+        held_bytes: the part of the run's state that is in HBM but no argument of this graph: optimizer state during an
+            evaluation.
         error: why the compiler refused it; empty if it did not.
     """
 
@@ -110,33 +106,27 @@ class GraphMemory:
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free of the run for it: what it requires, beside what is held."""
         return self.required_bytes + self.held_bytes
 
 
 @dataclass(frozen=True)
 class CompileReport(MemorySizes):
-    """All numbers of a compiled train step, per chip and step, and the memory of the run's other graphs.
+    """All numbers of a compiled train step, and the memory of the run's other graphs.
 
     Args:
-        fits: every graph that was asked does.
-        topology: the slice's name, ``v5p:4x4x4``.
+        fits: every compiled graph does.
         devices: chips of all slices.
-        mesh: axis → size.
-        chip_hbm_bytes: what a program can use of the chip's HBM.
+        chip_hbm_bytes: usable by a program.
         model_flops: a chip's part of :attr:`Expected.model_flops`.
-        hbm_bytes: read from and written to HBM.
-        host_traffic_bytes: read from and written to the host's memory.
-        estimated_cycles: the compiler's own, loops multiplied out; those of custom kernels are not in them.
-        compile_seconds: CPU seconds of the compiling process; wall_seconds: how long it took.
-        kernel_flops: the part of ``flops`` that custom kernels tell of themselves.
-        modules: those that take most cycles first.
-        kernels: custom kernels that tell no FLOPs, and so are not in ``flops``: whose → how often they run in a step.
-        loops: loops whose length depends on data: whose → how often they were taken to run.
-        error: why the compiler refused a step that does not fit; empty if it fits.
-        graphs: the train step first, then those that were asked beside it (:meth:`beside`).
-        estimate: the train step's time; without a compiled step it is 0.
-        uncompiled: the names of the run's graphs that need no asking, since each is the train step with fewer tokens.
+        hbm_bytes, host_traffic_bytes: read and written there.
+        estimated_cycles: the compiler's, loops multiplied out, without custom kernels.
+        compile_seconds, wall_seconds: CPU and wall time of the compiling process.
+        modules: by cycles, most first.
+        kernel_flops, kernels, loops: as in :class:`shardwright.compile.hlo.cost.Cost`.
+        error: why the compiler refused the step; empty if it fits.
+        graphs: the train step, then the others (:meth:`beside`).
+        estimate: the train step's time; 0 without a compiled step.
+        uncompiled: names of the run's graphs that need no compile: each is the train step with fewer tokens.
         values: as in :class:`shardwright.compile.lowered_graph.LoweredGraph`.
     """
 
@@ -167,8 +157,8 @@ class CompileReport(MemorySizes):
     values: tuple[LayerValue, ...] = ()
 
     def beside(self, graph: str, other: CompileReport) -> CompileReport:
-        """This report of a step, which fits, with ``other``, that of another graph of the same run, in its verdict."""
-        # weights that are frozen are part of the state too, though no output takes their place
+        """Merges the memory of another graph of the same run into the verdict of this step, which fits."""
+        # frozen weights are part of the state too, though no output takes their place
         state = max(self.alias_bytes, self.weights_bytes + self.optimizer_bytes)
         held = max(state - other.weights_bytes, 0)
         (memory,) = other.graphs
@@ -187,18 +177,21 @@ class CompileReport(MemorySizes):
 
     @property
     def unplanned(self) -> list[CollectiveLine]:
-        """The collectives that should not be there."""
         return [line for line in self.collectives if line.unplanned]
 
     @property
     def wire_bytes(self) -> float:
-        """What a chip sends over ICI."""
-        return sum(line.wire_bytes for line in self.collectives if line.network == "ici")
+        """Bytes that a chip sends over ICI."""
+        return _sum(self.collectives, "wire_bytes", "ici")
 
     @property
     def exposed_bytes(self) -> float:
         """The part of :attr:`wire_bytes` that is sent while nothing is computed."""
-        return sum(line.exposed_bytes for line in self.collectives if line.network == "ici")
+        return _sum(self.collectives, "exposed_bytes", "ici")
+
+
+def _sum(lines: Sequence[CollectiveLine], field: str, network: str) -> float:
+    return sum(getattr(line, field) for line in lines if line.network == network)
 
 
 def make_report(
@@ -210,32 +203,33 @@ def make_report(
     expected: Expected,
     dcn: Mapping[str, int] | None = None,
 ) -> CompileReport:
-    """Puts the report together from what the compiling process left (shardwright.compile.libtpu_process).
+    """Makes the report from the files of the compiling process (shardwright.compile.libtpu_process).
 
     Args:
-        result: its ``result.json``.
+        result: ``result.json``.
         hlo: the optimised module's text; empty if the compiler ran out of memory before it had one.
-        buffers: its allocations, and the buffers alive at the peak.
-        dcn: how many slices each axis of the mesh spans; None: one each.
+        buffers: the allocations, and the buffers alive at the peak.
+        dcn: mesh axis → number of slices that it spans; None: one each.
     """
     module = parse(hlo) if hlo else None
     efficiency = efficiencies(expected.efficiency)
     cost, seconds_by_cause = _measure(module, lowered, where, dcn or {}, efficiency) if module else (Cost(), {})
-    memory = memory_of(result, buffers, lowered)
+    sizes, limit, refused = memory_of(result, buffers, lowered)
     collectives = collective_lines(cost.collectives, lowered, expected.exchange)
     model_flops = None if expected.model_flops is None else expected.model_flops / where.devices
     tokens = None if expected.tokens is None else expected.tokens / where.devices
-    largest = _largest(lowered, memory, module, buffers)
-    fits, seconds = "error" not in result, (result["cpu_seconds"], result["wall_seconds"])
-    required, temp, error = memory.sizes.required_bytes, memory.sizes.temp_bytes, result.get("error", "")
+    largest = _name_by_shape(refused or largest_buffers(lowered, module, buffers), lowered)
+    fits, error = "error" not in result, result.get("error", "")
+    seconds = (result["cpu_seconds"], result["wall_seconds"])
+    graph = GraphMemory(lowered.graph, fits, sizes.required_bytes, 0, sizes.temp_bytes, *seconds, largest, error)
     return CompileReport(
-        **vars(memory.sizes),
+        **vars(sizes),
         fits=fits,
         topology=where.name,
         slices=where.slices,
         devices=where.devices,
         mesh=dict(lowered.mesh),
-        chip_hbm_bytes=_usable_hbm(memory.limit, where.chip),
+        chip_hbm_bytes=_usable_hbm(limit, where.chip),
         flops=cost.flops,
         model_flops=model_flops,
         hbm_bytes=cost.hbm_bytes,
@@ -251,7 +245,7 @@ def make_report(
         largest_buffers=largest,
         roofline=_roofline(cost, collectives, where.chip, model_flops),
         error=error,
-        graphs=(GraphMemory(lowered.graph, fits, required, 0, temp, *seconds, largest, error),),
+        graphs=(graph,),
         estimate=estimate(seconds_by_cause, where.chip, tokens, model_flops, efficiency),
         values=lowered.values,
     )
@@ -260,7 +254,7 @@ def make_report(
 def _measure(
     module: Module, lowered: LoweredGraph, where: Topology, dcn: Mapping[str, int], efficiency: Mapping[str, float]
 ) -> tuple[Cost, dict[str, float]]:
-    """What one execution costs a chip, and its seconds by cause."""
+    """The cost of one execution for a chip, and its seconds by cause."""
     over = [dcn.get(axis, 1) for axis in lowered.mesh]
     inside = [size // factor for size, factor in zip(lowered.mesh.values(), over, strict=True)]
     links = Links(where, inside, over, (efficiency["ici"], efficiency["dcn"]))
@@ -268,20 +262,18 @@ def _measure(
     return counter.computation(module.entry), seconds_of(counter, where.chip, efficiency)
 
 
-def _usable_hbm(said: int, chip: Chip) -> int:
-    """What the compiler says that a program can use; the table's number where both agree, for its messages round."""
-    return chip.hbm_bytes if abs(said - chip.hbm_bytes) < 2**24 or not said else said
+def _usable_hbm(limit: int, chip: Chip) -> int:
+    """The compiler's limit, if it told one; the chip's own number where both agree, since messages round."""
+    return chip.hbm_bytes if abs(limit - chip.hbm_bytes) < 2**24 or not limit else limit
 
 
-def _largest(lowered: LoweredGraph, memory: Memory, module: Module | None, buffers: str) -> tuple[Buffer, ...]:
-    parameters = Parameters(lowered)
-
-    def named(buffer: Buffer) -> Buffer:
-        """``buffer``; if no module made it (a sum of gradients, a cast), named after the weight of its shape."""
+def _name_by_shape(buffers: Sequence[Buffer], lowered: LoweredGraph) -> tuple[Buffer, ...]:
+    """Names buffers that no module made (a sum of gradients, a cast) after the weight of their shape."""
+    parameters, found = Parameters(lowered), []
+    for buffer in buffers:
         like = "" if "." in re.sub(r"\.\d+$", "", buffer.module) else parameters.shaped_like(buffer.shape)
-        return dataclasses.replace(buffer, module=f"{like} (by its shape)") if like else buffer
-
-    return tuple(map(named, memory.refused or largest_buffers(lowered, module, buffers)))
+        found.append(dataclasses.replace(buffer, module=f"{like} (by its shape)") if like else buffer)
+    return tuple(found)
 
 
 def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
@@ -290,18 +282,16 @@ def _modules(cost: Cost) -> tuple[ModuleLine, ...]:
 
 
 def _roofline(cost: Cost, lines: Sequence[CollectiveLine], chip: Chip, model_flops: float | None) -> Roofline:
-    wire = {network: sum(x.wire_bytes for x in lines if x.network == network) for network in ("ici", "dcn")}
-    exposed = {network: sum(x.exposed_bytes for x in lines if x.network == network) for network in wire}
     times = {
         # some kernels don't tell their FLOPs, but the model's have to be done
         "compute": max(cost.flops, model_flops or 0) / chip.flops,
         "hbm": cost.hbm_bytes / chip.hbm_bandwidth,
-        "ici": wire["ici"] / chip.ici_bandwidth,
-        "dcn": wire["dcn"] / chip.dcn_bandwidth,
+        "ici": _sum(lines, "wire_bytes", "ici") / chip.ici_bandwidth,
+        "dcn": _sum(lines, "wire_bytes", "dcn") / chip.dcn_bandwidth,
         "cycles": cost.product_cycles / chip.clock
         + cost.kernel_flops / chip.flops
-        + exposed["ici"] / chip.ici_bandwidth
-        + exposed["dcn"] / chip.dcn_bandwidth,
+        + _sum(lines, "exposed_bytes", "ici") / chip.ici_bandwidth
+        + _sum(lines, "exposed_bytes", "dcn") / chip.dcn_bandwidth,
     }
     bound = max(times, key=lambda name: times[name])
     mfu = None

@@ -1,15 +1,15 @@
-"""A compile report in words and rows of text: what the terminal and the page both show."""
+"""A compile report in words and rows of text, for terminal and page."""
 
 from __future__ import annotations
 
 from shardwright.compile.hlo.timeline import CAUSES
 from shardwright.compile.report.attribution import CollectiveLine
-from shardwright.compile.report.efficiency import EFFICIENCIES
+from shardwright.compile.report.estimate import EFFICIENCIES
 from shardwright.compile.report.report import CompileReport
 from shardwright.report.units import size
 
 ESTIMATE = "An estimate from the compiled program and the chip's peaks: nothing ran."
-ROOFS = {  # what each of `Roofline.times` divides by what
+ROOFS = {  # how each of `Roofline.times` is made
     "compute": "FLOPs ÷ peak bf16 FLOP/s",
     "hbm": "HBM bytes ÷ HBM bandwidth",
     "ici": "bytes sent ÷ bandwidth of all ICI links",
@@ -30,7 +30,7 @@ ROWS = 40  # collectives shown, and half as many modules; the JSON has all
 
 
 def verdict(report: CompileReport) -> str:
-    """Whether the run fits, and how much of a chip's HBM its largest graph takes."""
+    """Says whether the run fits, and how much of a chip's HBM its largest graph takes."""
     word, largest = "Fits" if report.fits else "Does not fit", report.largest_graph
     share = largest.needed_bytes / report.chip_hbm_bytes
     used = f"{size(largest.needed_bytes)} of {size(report.chip_hbm_bytes)} HBM a chip ({share:.0%})"
@@ -38,7 +38,7 @@ def verdict(report: CompileReport) -> str:
 
 
 def estimate_line(report: CompileReport) -> str:
-    """The one number: what a step is estimated to take; empty if it was not compiled."""
+    """The step's estimated time; empty if it was not compiled."""
     found = report.estimate
     if not found.seconds:
         return ""
@@ -52,7 +52,7 @@ def estimate_line(report: CompileReport) -> str:
 
 
 def efficiency_rows(report: CompileReport) -> list[tuple[str, ...]]:
-    """Cells under :data:`EFFICIENCY_HEADER`, a row for each kind."""
+    """Cells under :data:`EFFICIENCY_HEADER`."""
     changed = report.estimate.efficiency
     return [
         (kind, f"{changed.get(kind, each.value):.1%}", each.of, "--efficiency" if kind in changed else each.source)
@@ -66,7 +66,7 @@ def share_rows(report: CompileReport) -> list[tuple[str, float]]:
 
 
 def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
-    """Cells under :data:`GRAPH_HEADER`, a row for each graph of the run."""
+    """Cells under :data:`GRAPH_HEADER`."""
     rows: list[tuple[str, ...]] = [
         (
             graph.graph,
@@ -83,14 +83,14 @@ def graph_rows(report: CompileReport) -> list[tuple[str, ...]]:
 
 
 def where_it_runs(report: CompileReport) -> str:
-    """The slices, how many chips they have, and the mesh."""
+    """The slices, their chips, and the mesh."""
     slices = f"{report.slices} slices of " if report.slices > 1 else ""
     mesh = " × ".join(f"{axis}={n}" for axis, n in report.mesh.items())
     return f"{slices}{report.topology}, {report.devices} chips, mesh {mesh}"
 
 
 def memory_parts(report: CompileReport) -> list[tuple[str, int]]:
-    """(name, bytes) of what fills the HBM; together they are what the step requires."""
+    """(name, bytes) of the HBM's contents; together the step's required bytes."""
     parts = [
         ("weights", report.weights_bytes),
         ("optimizer state", report.optimizer_bytes),
@@ -104,7 +104,7 @@ def memory_parts(report: CompileReport) -> list[tuple[str, int]]:
 
 
 def fact_rows(report: CompileReport) -> list[tuple[str, str]]:
-    """(what, how much) for everything that is neither a part of the HBM nor a table of its own."""
+    """(name, value) of all numbers that are neither in :func:`memory_parts` nor in a table of their own."""
     roof = report.roofline
     exposed = f"{size(report.exposed_bytes)} of it with nothing computed beside"
     facts = [
@@ -139,7 +139,7 @@ def module_rows(report: CompileReport) -> list[tuple[str, ...]]:
 
 
 def what_for(line: CollectiveLine) -> str:
-    """The module that a collective serves, and what it moves: ``model.layers.*.mlp.experts (gradients)``."""
+    """A collective's module and purpose: ``model.layers.*.mlp.experts (gradients)``."""
     purpose = {"stack": "all layers' weights"}.get(line.purpose, line.purpose)
     return f"{line.module} ({purpose})" if purpose and line.module else line.module or purpose or "(not told)"
 

@@ -1,4 +1,4 @@
-"""The largest of something that fits, found in a few compiles: a batch, a share of what is kept."""
+"""The largest batch or share that fits, found in a few compiles."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _MOST_TRIES = 12  # each takes minutes
 def largest_batch(
     arguments: float, known: Mapping[int, float], limit: float, attempt: Callable[[int], float | None]
 ) -> int:
-    """The largest batch a device that was seen to fit; 0: not even one row.
+    """The largest batch a device that fits; 0: not even one row.
 
     Memory is close to linear in the batch, except near the limit, where the compiler spends time to save some. So the
-    next batch to try is where a line through the known sizes meets the limit, or an eighth more as long as everything
-    fits. After a try that left more than half of the open range, the next is the middle of what is left.
+    next try is where a line through the known sizes meets the limit, or an eighth more as long as everything fits.
+    After a try that left more than half of the open range, the next is its middle.
 
     Args:
         arguments: bytes that any batch requires.
-        known: batch → bytes that it requires.
-        limit: bytes there are.
-        attempt: bytes that a batch requires, None if it can't be compiled.
+        known: batch → required bytes.
+        limit: available bytes.
+        attempt: compiles a batch; its required bytes, None if it can't be compiled.
     """
     sizes = {0: arguments, **known}
     middle = False

@@ -1,4 +1,4 @@
-"""`remat="auto"`: which share of the layers' values to keep; compiled, never guessed."""
+"""`remat="auto"`: the share of the layers' values to keep, found by compiling."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shardwright.report.units import size
 from shardwright.step.auto_remat import keep_answer, with_remat
 from shardwright.xla.chips import find_topology
 
-PARTS = 16  # a share is so many parts
-MARGIN = 0.95  # of the HBM that is taken at most: a pod's programs are not compiled by this machine's libtpu
+PARTS = 16  # in a whole; a share is a number of them
+MARGIN = 0.95  # of the HBM may be taken: a pod's programs are not compiled by this machine's libtpu
 
 
 def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, CompileReport]:
-    """The job with the best share, compiled, which is printed and kept for runs on that chip.
+    """The job with the best share, compiled; the share is printed and kept for runs on that chip.
 
-    Compiled are shares up to the largest that fits. The best of them is the fastest by the estimate: what is kept has
-    to be written and read, which can take longer than to compute it again. Where not even ``full`` fits, it is that.
+    It is the fastest by the estimate of those that fit, since writing and reading values can take longer than computing
+    them again; ``full`` if not even that fits.
 
     Raises:
         UserError: as :meth:`CompileJob.compile`.
     """
     reports: dict[int, CompileReport] = {}
-    speed: dict[int, float] = {}  # of those that fit
+    speed: dict[int, float] = {}  # of shares that fit
 
     def attempt(parts: int) -> float:
         with waiting(console, f"compiling with {parts}/{PARTS} of the values kept …"):

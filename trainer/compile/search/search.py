@@ -1,4 +1,4 @@
-"""The search for a job that fits, or fits more: neighbours of a job are compiled, and none is guessed."""
+"""The search for a job that fits, or fits more, by compiling its neighbours."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 from shardwright.step.auto_remat import AUTO, is_auto, with_remat
 
-# makes a neighbour, or raises the UserError that says why there is none
-Neighbour = Callable[[], CompileJob]
+Neighbour = Callable[[], CompileJob]  # makes a neighbour, or raises UserError
 
 _REMAT = ("none", "save_matmuls", AUTO, "full", "offload")
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A neighbour of a job, and what its compile found; ``refused`` says why it could not be compiled.
+class Trial:
+    """The result of compiling a neighbour of a job.
 
     Args:
-        required_bytes: what its largest graph needs.
-        tokens_per_second, mfu: of one chip, estimated; None if it does not fit.
+        what: the neighbour, for messages.
+        required_bytes: of its largest graph.
+        tokens_per_second, mfu: of one chip, estimated.
         wall_seconds: of all its graphs.
+        refused: why it could not be compiled; empty if it could.
     """
 
     what: str
@@ -65,22 +66,21 @@ class Tried:
         )
 
 
-def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Tried], auto: bool = False) -> int:
-    """Compile neighbours of ``job`` and print each result as it comes, and at last the fastest.
+def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Trial], auto: bool = False) -> int:
+    """Compiles neighbours of ``job``, and prints each result and at last the fastest.
 
-    If the job does not fit, other remat policies and meshes are tried at the same batch, and then smaller batches. If
-    it fits, remat ``auto`` and larger batches are tried. What Ctrl-C or SIGTERM ends tells the fastest so far; all that
-    was compiled is cached.
+    If the job does not fit, it tries other remat policies and meshes at the same batch, and then smaller batches. If it
+    fits, remat ``auto`` and larger batches. Stopped by Ctrl-C or SIGTERM, it prints the fastest so far.
 
     Args:
-        report: of the job.
-        tried: where the job and what else was tried are put, the fastest first.
-        auto: what the job keeps was found for its batch. A larger one needs the room: it is tried without.
+        report: the job's.
+        tried: filled with the job and its neighbours, the fastest first.
+        auto: the job's remat was chosen for its batch, so larger batches are tried with full remat.
 
     Returns:
-        the largest batch that was seen to fit.
+        the largest batch that fits.
     """
-    tried.append(_found("as asked", report))
+    tried.append(_trial("as asked", report))
     try:
         return _search(job, report, console, tried, auto)
     except KeyboardInterrupt:
@@ -92,17 +92,17 @@ def search(job: CompileJob, report: CompileReport, console: Console, tried: list
             say(console, f"the fastest found: {tried[0].what}: {tried[0]}")
 
 
-def _search(job: CompileJob, report: CompileReport, console: Console, tried: list[Tried], auto: bool) -> int:
+def _search(job: CompileJob, report: CompileReport, console: Console, tried: list[Trial], auto: bool) -> int:
     say(console, "\ntrying larger batches …" if report.fits else "\ntrying what else would fit …")
 
-    def attempt(what: str, neighbour: Neighbour) -> Tried:
+    def attempt(what: str, neighbour: Neighbour) -> Trial:
         with waiting(console, f"compiling {what} …"):
             result = _try(what, neighbour, console)
         tried.append(result)
         say(console, f"{result.what}: {result}")
         return result
 
-    known: CompileReport | Tried = report
+    known: CompileReport | Trial = report
     if not report.fits:
         remats = () if report.graphs[0].fits else _other_remats(job)  # which change the train step alone
         for what, neighbour in (*remats, *_other_meshes(job)):
@@ -114,9 +114,9 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
         attempt("remat auto", lambda: _with_remat(job, AUTO))
     limit = report.chip_hbm_bytes
 
-    def needed(result: CompileReport | Tried) -> float | None:
-        """Bytes that it requires. The compiler rounds them in its messages, so its verdict decides near the limit."""
-        found = result.required_bytes if isinstance(result, Tried) else result.largest_graph.needed_bytes
+    def needed(result: CompileReport | Trial) -> float | None:
+        """Required bytes. The compiler's messages round them, so its verdict decides near the limit."""
+        found = result.required_bytes if isinstance(result, Trial) else result.largest_graph.needed_bytes
         if found is None:
             return None
         return min(found, limit) if result.fits else max(found, limit + 1)
@@ -134,21 +134,21 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
     return most
 
 
-def _try(what: str, neighbour: Neighbour, console: Console) -> Tried:
+def _try(what: str, neighbour: Neighbour, console: Console) -> Trial:
     try:
         other = neighbour()
         if is_auto(other.job):
             other, report = compile_auto(other, console)
-            return _found(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
-        return _found(what, other.compile())
+            return _trial(f"{what}, which is {other.job.recipe.compute.remat:g}", report)
+        return _trial(what, other.compile())
     except UserError as error:
-        return Tried(what, refused=str(error.found))
+        return Trial(what, refused=str(error.found))
 
 
-def _found(what: str, report: CompileReport) -> Tried:
+def _trial(what: str, report: CompileReport) -> Trial:
     seconds, estimate = sum(graph.wall_seconds for graph in report.graphs), report.estimate
     speed = (estimate.tokens_per_second, estimate.mfu) if report.fits else (None, None)
-    return Tried(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
+    return Trial(what, report.fits, report.largest_graph.needed_bytes, *speed, wall_seconds=seconds)
 
 
 def _with_batch(job: CompileJob, batch: int) -> CompileJob:

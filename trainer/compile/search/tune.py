@@ -1,8 +1,8 @@
-"""The search for the fastest way to run a job on a slice: recipe, mesh, batch and remat, by the estimate of each step.
+"""The search for the fastest recipe, mesh, batch and remat of a job on a slice, by the estimate of each step.
 
-From each recipe that takes the model it climbs, from the fastest first: of all settings that are near to the recipe's
-best, the first that is faster becomes its best. Each setting is compiled, which takes minutes, so what was found is
-kept in the cache, and the same command goes on where it was stopped.
+It climbs from each recipe that takes the model, the fastest first: the first faster neighbour of a recipe's best
+setting becomes its best. Each setting takes minutes to compile, so results are kept in the cache, and the same command
+goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
 from shardwright.compile.compile_job import CompileJob
 from shardwright.compile.search.remat_share import MARGIN
-from shardwright.compile.search.search import Tried
+from shardwright.compile.search.search import Trial
 from shardwright.errors import UserError, command
 from shardwright.files.cache import cache_root, digest
 from shardwright.hosts.versions import code_digest
@@ -31,7 +31,7 @@ from shardwright.layout.load_recipe import shipped_recipes
 from shardwright.report.lines import say, waiting
 from shardwright.report.units import size
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of remat
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # values of remat
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Setting:
     Args:
         mesh: axis and size of all axes within a slice, in mesh order.
         batch: rows a device.
-        remat: the share of the layers' values that is kept.
+        remat: the kept share of the layers' values.
     """
 
     recipe: str
@@ -55,13 +55,12 @@ class Setting:
         return f"{self.recipe}, {mesh}, {rows} a device, remat {self.remat:g}"
 
     def of(self, args: TrainingArguments) -> TrainingArguments:
-        """``args`` with this setting."""
         mesh = ",".join(f"{axis}={n}" for axis, n in self.mesh)
-        compute = ",".join(filter(None, [args.compute, f"remat={self.remat:g}"]))  # what comes later wins
+        compute = ",".join(filter(None, [args.compute, f"remat={self.remat:g}"]))  # the later one wins
         return replace(args, recipe=self.recipe, mesh=mesh, compute=compute, per_device_train_batch_size=self.batch)
 
     def neighbours(self) -> Iterator[Setting]:
-        """The settings that differ in one thing, or trade rows for what is kept; the likeliest to be faster first."""
+        """The settings that differ in one thing, or trade rows for kept values; the likeliest to be faster first."""
         yield replace(self, batch=2 * self.batch)
         at = SHARES.index(self.remat)
         if at + 1 < len(SHARES):
@@ -79,50 +78,34 @@ class Setting:
             yield replace(self, remat=SHARES[at - 1])
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a setting's compile found of the train step.
+def _rank(trial: Trial) -> tuple[bool, bool, float]:
+    """The greater, the better: trials that fit by their speed, others by how little they need."""
+    speed, needed = trial.tokens_per_second or 0.0, trial.required_bytes or 0
+    return not trial.refused, trial.fits, speed if trial.fits else -needed
 
-    Args:
-        fits: with room to spare (:data:`shardwright.compile.search.remat_share.MARGIN`).
-        needed: bytes of HBM.
-        tokens_per_second, mfu: of one chip, estimated.
-        refused: why it can't be; empty if it can.
-    """
 
-    fits: bool = False
-    needed: int = 0
-    tokens_per_second: float = 0.0
-    mfu: float = 0.0
-    refused: str = ""
-
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        """The greater, the better: what fits by its speed, what does not by how little it needs."""
-        return not self.refused, self.fits, self.tokens_per_second if self.fits else -self.needed
-
-    def __str__(self) -> str:
-        if self.refused:
-            return f"can't be: {self.refused}"
-        if not self.fits:
-            return f"{size(self.needed)}, does not fit with room to spare"
-        return f"{size(self.needed)}, {self.tokens_per_second:,.0f} tokens/s a chip, {self.mfu:.1%} MFU (estimate)"
+def _text(trial: Trial) -> str:
+    if trial.refused:
+        return f"can't be: {trial.refused}"
+    if not trial.fits:
+        return f"{size(trial.required_bytes or 0)}, does not fit with room to spare"
+    return str(trial).removeprefix("fits, ")
 
 
 @dataclass
 class Tuning:
-    """The settings that were tried, in a file of the cache.
+    """The settings that were tried, in a file of the cache; they fit with room to spare (`remat_share.MARGIN`).
 
     Args:
-        minutes: after which no other is tried, of this process's own time.
-        cut_short: whether a setting was not tried for want of time.
+        minutes: of this process's own time, after which no other setting is tried.
+        cut_short: a setting was not tried for want of time.
     """
 
     args: TrainingArguments
     options: CompileArguments
     console: Console
     minutes: float
-    tried: dict[Setting, Found] = field(default_factory=dict)
+    tried: dict[Setting, Trial] = field(default_factory=dict)
     cut_short: bool = False
 
     def __post_init__(self) -> None:
@@ -137,13 +120,13 @@ class Tuning:
             say(self.console, f"tune:    {len(self.tried)} settings were tried before")
 
     def best(self) -> Setting | None:
-        """The fastest setting that was found to fit, in the time that there is; None: none fits."""
+        """The fastest setting that fits, found in time; None: none fits."""
         for setting in self._starts():
             self.attempt(setting)
         while (best := self._climb()) is not None:
             if not self.tried[best].fits:
                 return None
-            whole = self._compiled(best, replace(self.options, only_train_step=False))
+            whole = self._compile(best, replace(self.options, only_train_step=False))
             if whole.fits:
                 return best
             self.tried[best] = replace(whole, refused="another graph of the run does not fit")
@@ -154,33 +137,19 @@ class Tuning:
         """The fastest of all recipes' settings, once no recipe's best has a faster neighbour."""
         done: set[str] = set()
         while (best := self.first(done)) is not None:
-            rank = self.tried[best].rank
-            if not any(self.attempt(setting).rank > rank for setting in best.neighbours() if self._worth(setting)):
+            rank = _rank(self.tried[best])
+            if not any(_rank(self.attempt(setting)) > rank for setting in best.neighbours() if self._worth(setting)):
                 done.add(best.recipe)
         return self.first()
 
     def first(self, without: Container[str] = ()) -> Setting | None:
-        """The fastest of what was tried; where none fits, the one that is nearest to it.
-
-        Args:
-            without: recipes that don't count.
-        """
+        """The fastest setting tried, of recipes not in ``without``; where none fits, the nearest to it."""
         settings = (setting for setting in self.tried if setting.recipe not in without)
-        return max(settings, key=lambda setting: self.tried[setting].rank, default=None)
-
-    @property
-    def results(self) -> list[Tried]:
-        """What was tried, the fastest first."""
-        return [
-            Tried(str(setting), found.fits, found.needed, found.tokens_per_second, found.mfu)
-            if not found.refused
-            else Tried(str(setting), refused=found.refused)
-            for setting, found in sorted(self.tried.items(), key=lambda item: item[1].rank, reverse=True)
-        ]
+        return max(settings, key=lambda setting: _rank(self.tried[setting]), default=None)
 
     def _starts(self) -> Iterator[Setting]:
         """The job's own recipe and all others that take its model, each with its own mesh."""
-        others = shipped_recipes() if self.args.model else ()  # without one the model is the recipe's own
+        others = shipped_recipes() if self.args.model else ()  # else the model is the recipe's own
         for name in dict.fromkeys([str(self.args.recipe), *others]):
             mesh = self.args.mesh if name == self.args.recipe else None
             try:
@@ -194,7 +163,7 @@ class Tuning:
             yield Setting(name, tuple(sizes.items()), self.args.per_device_train_batch_size, 0.0)
 
     def _worth(self, setting: Setting) -> bool:
-        """Whether ``setting`` needs to be tried: not, if with less of the same it already did not fit."""
+        """Whether ``setting`` may fit: no setting with less of the same failed to."""
         for other, found in self.tried.items():
             same = (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
             less = other.batch <= setting.batch and other.remat <= setting.remat
@@ -202,50 +171,50 @@ class Tuning:
                 return False
         return True
 
-    def attempt(self, setting: Setting) -> Found:
-        """What is found of ``setting``; without time for it, as if it could not be."""
+    def attempt(self, setting: Setting) -> Trial:
+        """Compiles ``setting``, unless it was tried; without time for it, the trial is refused."""
         if setting not in self.tried:
             if time.monotonic() > self._until:
                 self.cut_short = True
-                return Found(refused="no time")
+                return Trial(str(setting), refused="no time")
             with waiting(self.console, f"compiling {setting} …"):
-                self.tried[setting] = self._compiled(setting, self.options)
-            say(self.console, f"tune:    {setting}: {self.tried[setting]}")
+                self.tried[setting] = self._compile(setting, self.options)
+            say(self.console, f"tune:    {setting}: {_text(self.tried[setting])}")
             self._write()
         return self.tried[setting]
 
-    def _compiled(self, setting: Setting, options: CompileArguments) -> Found:
+    def _compile(self, setting: Setting, options: CompileArguments) -> Trial:
         try:
             report = CompileJob.of(setting.of(self.args), options).compile()
         except UserError as error:
-            return Found(refused=str(error.found).splitlines()[0])
+            return Trial(str(setting), refused=str(error.found).splitlines()[0])
         needed, speed = report.largest_graph.needed_bytes, report.estimate
         fits = report.fits and needed <= MARGIN * report.chip_hbm_bytes
-        return Found(fits, needed, speed.tokens_per_second or 0.0, speed.mfu or 0.0)
+        return Trial(str(setting), fits, needed, speed.tokens_per_second or 0.0, speed.mfu or 0.0)
 
     def _write(self) -> None:
-        content = [[asdict(setting), asdict(found)] for setting, found in self.tried.items()]
+        content = [[asdict(setting), asdict(trial)] for setting, trial in self.tried.items()]
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as made:
             json.dump(content, made)
         os.replace(made.name, self.path)
 
 
-def _read(path: Path) -> dict[Setting, Found]:
-    """What an earlier process has tried; what can't be read is tried again."""
+def _read(path: Path) -> dict[Setting, Trial]:
+    """An earlier process's trials; none if they can't be read."""
     try:
         return {
-            Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Found(**found)
-            for setting, found in json.loads(path.read_text())
+            Setting(**{**setting, "mesh": tuple((axis, n) for axis, n in setting["mesh"])}): Trial(**trial)
+            for setting, trial in json.loads(path.read_text())
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
-def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Tried]]:
-    """The job of ``args`` in the fastest setting that is found, and all that was tried; says how to run it.
+def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Trial]]:
+    """The job of ``args`` in the fastest setting found, and all trials, the fastest first; says how to run it.
 
     Raises:
-        UserError: as :meth:`CompileJob.of`; nothing that was tried fits.
+        UserError: as :meth:`CompileJob.of`; no setting fits.
     """
     tuning = Tuning(args, options, console, options.tune)
     try:
@@ -253,26 +222,26 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
     except KeyboardInterrupt:
         say(console, f"tune:    stopped after {len(tuning.tried)} settings; the same command goes on")
         if (so_far := tuning.first()) is not None and tuning.tried[so_far].fits:
-            say(console, f"tune:    the fastest so far: {so_far}: {tuning.tried[so_far]}")
+            say(console, f"tune:    the fastest so far: {so_far}: {_text(tuning.tried[so_far])}")
         raise
     if best is None:
         least = tuning.first()
         raise UserError(
             asked=f"--tune {options.tune}",
-            found="no setting that fits" + (f"; nearest is {least}: {tuning.tried[least]}" if least else ""),
+            found="no setting that fits" + (f"; nearest is {least}: {_text(tuning.tried[least])}" if least else ""),
             why=f"{len(tuning.tried)} were tried on {options.topology}",
             instead="a larger --topology, shorter rows, more time, or --optimizer_dtype bfloat16",
         )
     if tuning.cut_short:
         say(console, f"tune:    the time of --tune {options.tune} is over; the same command tries more")
     found = best.of(args)
-    say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {tuning.tried[best]}")
+    say(console, f"tune:    of {len(tuning.tried)} settings the fastest takes {_text(tuning.tried[best])}")
     say(console, f"tune:    {command('train')} {shlex.join(options_of(found))}")
-    return CompileJob.of(found, options), tuning.results
+    return CompileJob.of(found, options), sorted(tuning.tried.values(), key=_rank, reverse=True)
 
 
 def options_of(args: TrainingArguments) -> list[str]:
-    """The words of a command line that says ``args``: their recipe, and all that is not as it is by default."""
+    """The command line of ``args``: the recipe, and all options that are not the defaults."""
     plain, words = TrainingArguments(recipe=args.recipe).as_dict(), ["--recipe", str(args.recipe)]
     for name, value in args.as_dict().items():
         if value != plain[name]:
