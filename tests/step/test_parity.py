@@ -22,7 +22,8 @@ from shardwright.models.experts import dropless_rows
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.ops import jax_call
 from shardwright.models.ops.jax_call import lowering_for
-from shardwright.step.build import build
+from shardwright.step.build import place_model
+from shardwright.step.train_step import TrainStep
 from shardwright.weights.weight_sources import state_dict_weights
 from shardwright.xla.chips import CHIPS, FLAGS
 from shardwright.xla.device_mesh import AbstractMesh
@@ -64,10 +65,10 @@ def entered_for_tpu(case):
     with lowering_for("tpu", flags), entered() as found:
         job = job_of(recipe, case.config, sequence_length=LENGTH)
         mesh = AbstractMesh(job.plan.mesh, chip)
-        built = build(job, mesh, state_dict_weights(job.model.state_dict()))
-        built.step.trace(make_batch(case.config), step=1, learning_rate=1.0)
+        step = TrainStep(place_model(job, mesh, state_dict_weights(job.model.state_dict())))
+        step.trace(make_batch(case.config), step=1, learning_rate=1.0)
     mesh.placed.clear()  # tensors without data, which a sync of all that is lazy would compute
-    del built
+    del step
     gc.collect()
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwright.model import facts
 from shardwright.models.ops.jax_call import jax
 from tests.support.paths import ROOT
 
@@ -51,7 +52,8 @@ def entered() -> Iterator[Functions]:
                 found.add(code.co_filename.removeprefix(_FOLDER), code.co_qualname)
 
     jax.clear_caches()
-    for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.model")]:
+    facts._known.clear()
+    for module in [module for name, module in sys.modules.items() if name.startswith("shardwright.models.")]:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
