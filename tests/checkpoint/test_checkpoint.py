@@ -7,7 +7,6 @@ import random
 import shutil
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -160,13 +160,12 @@ def _entry(**changes: Any) -> Any:
         (_entry(dtype="OBJECT"), "KeyError: 'OBJECT'"),
         (_entry(shape=[10**40]), "in the place of a list of counts"),
         (_entry(pieces=None), "is no list of tensors .TypeError"),
-        (dict.clear, "KeyError"),
     ],
 )
 def test_pieces_that_do_not_make_whole_tensors_are_refused(base, tmp_path, change, found):
     index = json.loads((base / INDEX).read_bytes())
     change(index)
-    with pytest.raises((UserError, KeyError), match=found):
+    with pytest.raises(UserError, match=found):
         read_all(opened(copied(base, tmp_path, {INDEX: json.dumps(index).encode()})), written=True)
 
 
@@ -179,8 +178,9 @@ def test_a_list_of_tensors_that_is_none_is_refused(base, tmp_path, data, found):
 
 
 def test_a_file_of_tensors_that_is_cut_short_is_refused_though_its_manifest_says_so(base, tmp_path):
-    with pytest.raises(UserError, match="lies beyond 'tensors-0-1.safetensors'"):
-        opened(copied(base, tmp_path, {"tensors-0-1.safetensors": (base / "tensors-0-1.safetensors").read_bytes()[:-1]}))
+    short = (base / TENSORS).read_bytes()[:-1]
+    with pytest.raises(UserError, match=rf"lies beyond '{TENSORS}'"):
+        opened(copied(base, tmp_path, {TENSORS: short}))
 
 
 def test_what_a_file_of_tensors_says_of_itself_is_for_others_and_claims_nothing_here(base, tmp_path):

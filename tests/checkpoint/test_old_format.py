@@ -94,7 +94,9 @@ def test_a_run_goes_on_with_the_same_losses_and_saves_in_todays_format(tmp_path)
             assert lives.run(log, *common, *lora, *more) == 0, log.read_text()
             history = json.loads((output / "trainer_state.json").read_text())["log_history"]
             losses = [entry["loss"] for entry in history if "loss" in entry]
-            assert losses == pytest.approx(EXPECTED[kind]["losses"], rel=1e-6)  # another processor sums in another order
+            assert losses == pytest.approx(
+                EXPECTED[kind]["losses"], rel=1e-6
+            )  # another processor sums in another order
             assert whole_steps(Folder(output)) == [6]
             assert manifest.format_of(manifest.read_manifest(Folder(output / "checkpoint-6"))) == 2
 
@@ -147,7 +149,9 @@ def test_a_list_that_an_older_python_wrote_is_read(tmp_path):
     written = io.BytesIO()
     _OldPickler(written).dump(listing())
     assert b"getattr" in written.getvalue()
-    assert digest(read_all(copied(tmp_path, {".metadata": written.getvalue()}))) == EXPECTED["full"]["of the checkpoint"]
+    assert (
+        digest(read_all(copied(tmp_path, {".metadata": written.getvalue()}))) == EXPECTED["full"]["of the checkpoint"]
+    )
 
 
 # ---- malice ----
@@ -208,7 +212,7 @@ def test_a_list_that_does_not_go_with_the_files_is_refused_and_runs_nothing(tmp_
 def test_a_pickle_that_claims_to_be_huge_is_refused_by_what_is_there(code):
     """The reader in C makes room for what is claimed: 64 GiB for the memo's."""
     tracemalloc.start()
-    with pytest.raises(Exception, match="."):
+    with pytest.raises((EOFError, AttributeError, LookupError)):
         format_1._index(bytes.fromhex("8004" + code))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()

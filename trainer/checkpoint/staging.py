@@ -287,7 +287,9 @@ def _recover_one(staging: Staging, output: Folder, step: int, files: Files, cons
     who = holders(files, [names for names, _ in said])
     if missing := [name for name in files if name not in who]:
         words = [f"on host {host}: {problem}" for host, (_, found) in enumerate(said) for problem in found]
-        found = words[0] if words else f"no host has its {missing[0]}, which host {manifest.writer_of(missing[0])} wrote"
+        found = (
+            words[0] if words else f"no host has its {missing[0]}, which host {manifest.writer_of(missing[0])} wrote"
+        )
         say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found}")
         return
     own = [name for name, host in who.items() if host == job.index]

@@ -60,8 +60,8 @@ def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[st
 def _entry(shown: str, name: str, value: Any, files: Mapping[str, int], around: int) -> Entry:
     shape, dtype = _counts(value["shape"]), DTYPES[value["dtype"]]
     pieces = [
-        Piece(piece["file"], *_counts([piece["begin"], piece["length"]]), _counts(piece["offsets"]), _counts(piece["shape"]))
-        for piece in value["pieces"]
+        Piece(each["file"], *_counts([each["begin"], each["length"]]), _counts(each["offsets"]), _counts(each["shape"]))
+        for each in value["pieces"]
     ]
     for piece in pieces:
         if piece.begin + piece.length > files.get(piece.file, -1):
@@ -69,7 +69,9 @@ def _entry(shown: str, name: str, value: Any, files: Mapping[str, int], around: 
         if not 0 <= piece.length - math.prod(piece.shape) * dtype.itemsize <= around:
             raise ValueError(f"a piece of {shown} of shape {list(piece.shape)} has {piece.length:,} bytes")
     if not tiles(shape, [(piece.offsets, piece.shape) for piece in pieces]):
-        raise ValueError(f"the pieces of {shown} do not tile its shape {list(shape)}: they overlap or are not all there")
+        raise ValueError(
+            f"the pieces of {shown} do not tile its shape {list(shape)}: they overlap, or some are missing"
+        )
     if is_stacked(name):
         layers = shape[0] if shape else 0
         if not 0 < layers <= MOST_LAYERS or len(numbers_of(name) or range(layers)) != layers:

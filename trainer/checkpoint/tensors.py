@@ -136,7 +136,8 @@ class StoredTensors:
         try:
             self.entries = read(data)
         except Exception as error:  # of many types: values of other types fail in whatever is asked of them
-            raise damaged(folder, f"{listing} is no list of tensors ({type(error).__name__}: {str(error)[:300]})") from None
+            found = f"{type(error).__name__}: {str(error)[:300]}"
+            raise damaged(folder, f"{listing} is no list of tensors ({found})") from None
         # name of a layer's tensor -> the stack that it is in, and where
         self._layers = {
             member: (name, index)

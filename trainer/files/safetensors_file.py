@@ -1,4 +1,4 @@
-"""safetensors files (https://github.com/huggingface/safetensors#format), written front to back without a copy in memory.
+"""safetensors files (https://github.com/huggingface/safetensors#format), written front to back, without a copy.
 
 8 bytes, the header's length N (unsigned, little endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what
 follows, padded with spaces; then the tensors, little endian, row-major, with no gap between them.

@@ -1,6 +1,7 @@
 """What `tests/fuzz.py` runs: artefacts of each kind, made once, mutated, and read by the code that reads them in a run.
 
-`edits` mutates trees and bytes, `checkpoints`, `models` and `runs` hold the kinds, and `worker` runs cases in a process that is watched from outside.
+`edits` mutates trees and bytes, `checkpoints`, `models` and `runs` hold the kinds, and `worker` runs cases in a
+process that is watched from outside.
 """
 
 from tests.support.fuzz.checkpoints import INDICES, MANIFESTS, OLD, TEXTS

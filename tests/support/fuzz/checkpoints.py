@@ -203,7 +203,10 @@ def run_old(base: Path, case: Any, scratch: Path) -> None:
 
 
 OLD = Kind(
-    prepare_old, st.tuples(st.sampled_from([".metadata", ".metadata", "__0_0.distcp"]), byte_edits()), run_old, weight=10
+    prepare_old,
+    st.tuples(st.sampled_from([".metadata", ".metadata", "__0_0.distcp"]), byte_edits()),
+    run_old,
+    weight=10,
 )
 
 
