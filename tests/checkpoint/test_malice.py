@@ -149,13 +149,14 @@ def _entry(**changes: Any) -> Any:
         (_larger_piece, "of shape .* has 32 bytes"),
         (_endless_stack, "other layers than its name says"),
         (_other_layers, "other layers than its name says"),
-        (_piece(file="/etc/passwd"), "or that is no file of tensors"),
-        (_piece(file="host.json"), "or that is no file of tensors"),
-        (_piece(begin=10**18), "lies beyond 'tensors-0-0.safetensors'"),
+        (_piece(file="/etc/passwd"), "a piece lies in '/etc/passwd'"),
+        (_piece(file="host.json"), "a piece lies in 'host.json'"),
+        (_piece(begin=10**18), "overlap, or leave out bytes between them"),
+        (_piece(begin=0), "overlap, or leave out bytes between them"),
         (_piece(begin=-1), "in the place of a list of counts"),
         (_piece(offsets=[0.0, 0]), "in the place of a list of counts"),
         (_piece(length=31), "has 31 bytes"),
-        (_shared, "two pieces share bytes"),
+        (_shared, "overlap, or leave out bytes"),
         (_entry(dtype="F32"), "has 32 bytes"),
         (_entry(dtype="OBJECT"), "KeyError: 'OBJECT'"),
         (_entry(shape=[10**40]), "in the place of a list of counts"),
@@ -179,7 +180,7 @@ def test_a_list_of_tensors_that_is_none_is_refused(base, tmp_path, data, found):
 
 def test_a_file_of_tensors_that_is_cut_short_is_refused_though_its_manifest_says_so(base, tmp_path):
     short = (base / TENSORS).read_bytes()[:-1]
-    with pytest.raises(UserError, match=rf"lies beyond '{TENSORS}'"):
+    with pytest.raises(UserError, match=rf"the pieces in '{TENSORS}' end at"):
         opened(copied(base, tmp_path, {TENSORS: short}))
 
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import enum
-import io
 import json
 import os
 import pickle
@@ -134,24 +132,8 @@ def test_what_the_first_ones_lack_is_added(tmp_path):
         found.check_optimizer("lion")
 
 
-class _OldPickler(pickle.Pickler):
-    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
-
-    def reducer_override(self, obj: object) -> object:
-        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
-
-
 def listing() -> Metadata:
     return pickle.loads((OLD / "full" / "checkpoint-3" / ".metadata").read_bytes())
-
-
-def test_a_list_that_an_older_python_wrote_is_read(tmp_path):
-    written = io.BytesIO()
-    _OldPickler(written).dump(listing())
-    assert b"getattr" in written.getvalue()
-    assert (
-        digest(read_all(copied(tmp_path, {".metadata": written.getvalue()}))) == EXPECTED["full"]["of the checkpoint"]
-    )
 
 
 # ---- malice ----
@@ -185,10 +167,10 @@ def _replaces_a_method(metadata: Metadata) -> None:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (_place(relative_path="/etc/passwd"), "or that is no file of tensors"),
-        (_place(offset=10**18), "a piece of .* lies beyond"),
+        (_place(relative_path="/etc/passwd"), "a piece lies in '/etc/passwd'"),
+        (_place(offset=10**18), "overlap, or leave out bytes"),
         (_place(length=1), "has 1 bytes"),
-        (_place(offset=0), "two pieces share bytes"),
+        (_place(offset=0), "overlap, or leave out bytes"),
         (_larger, "do not tile its shape"),
         (_code, "is no list of tensors"),
         (_replaces_a_method, "is no list of tensors"),

@@ -89,13 +89,13 @@ def _index(data: bytes) -> dict[str, Any]:
             place = places[_key(name, chunk["offsets"])]
             piece = {"file": place["relative_path"], "begin": place["offset"], "length": place["length"]}
             pieces.append(piece | {"offsets": _size(chunk["offsets"]), "shape": _size(chunk["sizes"])})
-        dtype = _DTYPES[made.state["properties"].state[0]]
+        dtype = _DTYPES[made.state["properties"].state[0].name]
         index[name] = {"dtype": dtype, "shape": _size(made.state["size"]), "pieces": pieces}
     return index
 
 
 def _key(name: Any, offsets: Any) -> tuple[str, tuple[int, ...]]:
-    if type(name) is not str:  # the hash of nested tuples may take for ever
+    if type(name) is not str:
         raise TypeError("a name that is no text")
     return name, tuple(_size(offsets))
 
@@ -111,25 +111,28 @@ def _size(made: Any) -> list[int]:
 # ---- pickles, read as plain data: nothing that one names is imported, called or changed ----
 
 
-class _Name(str):
-    """The dotted name of a class or function."""
-
-
 class _Made:
-    """What a pickle would make: ``kind(*arguments)``, with ``state`` set on it. Compared by identity: no key of a dict
-    costs more than another.
+    """What stands for a class or function that a pickle names, and for what the pickle would make of it.
+
+    Compared by identity, so that no key of a dict costs more than another.
     """
 
-    def __init__(self, kind: _Name, arguments: Any) -> None:
-        self.kind, self.arguments, self.state = kind, arguments, None
+    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
+        self.name, self.arguments, self.state = name, arguments, None
+
+    def __call__(self, *arguments: Any) -> _Made:
+        return _Made(self.name, arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
-# semi-private: the pickle module's own reader in Python, its table of instructions and its stack; Python 3.11 to 3.13.
+# semi-private: the pickle module's own reader in Python, and its table of instructions; Python 3.11 to 3.13.
 # The one in C keeps what it has seen in an array, which one instruction makes 64 GiB long.
 _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
-# the instructions that are carried out as they stand
 _PLAIN = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.STACK_GLOBAL),
+    *(pickle.REDUCE, pickle.BUILD),  # there is nothing else to call, or to set the state of
     *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
     *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
     *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
@@ -141,20 +144,8 @@ _PLAIN = (
 class _ListReader(_Unpickler):
     """Reads a pickle in time and memory that are linear in its size; any other instruction is a KeyError."""
 
-    def find_class(self, module: str, name: str) -> _Name:
-        return _Name(f"{module}.{name}")
-
-    def make(self) -> None:
-        arguments, kind = self.stack.pop(), self.stack.pop()
-        if type(kind) is not _Name:
-            raise TypeError("no name to make an object of")
-        self.stack.append(_Made(kind, arguments))
-
-    def build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if type(made) is not _Made:
-            raise TypeError("no object to set the state of")
-        made.state = state
+    def find_class(self, module: str, name: str) -> _Made:
+        return _Made(f"{module}.{name}")
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -165,14 +156,13 @@ class _ListReader(_Unpickler):
         self.set_in(self.stack[-1], items)
 
     def set_in(self, into: Any, items: list[Any]) -> None:
+        # the hash of nested tuples may take for ever
         if type(into) is not dict or any(type(key) not in (str, _Made) for key in items[::2]):
             raise TypeError("no dict of names")
         into.update(zip(items[::2], items[1::2], strict=True))
 
     dispatch = {code[0]: _Unpickler.dispatch[code[0]] for code in _PLAIN} | {
-        pickle.NEWOBJ[0]: make,
-        pickle.REDUCE[0]: make,
-        pickle.BUILD[0]: build,
+        pickle.NEWOBJ[0]: _Unpickler.load_reduce,
         pickle.SETITEM[0]: set_item,
         pickle.SETITEMS[0]: set_items,
     }

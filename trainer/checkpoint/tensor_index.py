@@ -52,20 +52,15 @@ def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[st
     Raises:
         ValueError: says what does not agree. Other errors, of many types: a value of another type.
     """
-    entries = {name: _entry(repr(name[:200]), name, value, files, around) for name, value in index.items()}
-    _check_apart(piece for entry in entries.values() for piece in entry.pieces)
+    entries = {name: _entry(repr(name[:200]), name, value, around) for name, value in index.items()}
+    _check_filled((piece for entry in entries.values() for piece in entry.pieces), files)
     return entries
 
 
-def _entry(shown: str, name: str, value: Any, files: Mapping[str, int], around: int) -> Entry:
+def _entry(shown: str, name: str, value: Any, around: int) -> Entry:
     shape, dtype = _counts(value["shape"]), DTYPES[value["dtype"]]
-    pieces = [
-        Piece(each["file"], *_counts([each["begin"], each["length"]]), _counts(each["offsets"]), _counts(each["shape"]))
-        for each in value["pieces"]
-    ]
+    pieces = [_piece(each) for each in value["pieces"]]
     for piece in pieces:
-        if piece.begin + piece.length > files.get(piece.file, -1):
-            raise ValueError(f"a piece of {shown} lies beyond {piece.file[:200]!r}, or that is no file of tensors")
         if not 0 <= piece.length - math.prod(piece.shape) * dtype.itemsize <= around:
             raise ValueError(f"a piece of {shown} of shape {list(piece.shape)} has {piece.length:,} bytes")
     if not tiles(shape, [(piece.offsets, piece.shape) for piece in pieces]):
@@ -77,6 +72,11 @@ def _entry(shown: str, name: str, value: Any, files: Mapping[str, int], around: 
         if not 0 < layers <= MOST_LAYERS or len(numbers_of(name) or range(layers)) != layers:
             raise ValueError(f"the stack {shown} of shape {list(shape)} has other layers than its name says")
     return Entry(shape, dtype, pieces)
+
+
+def _piece(value: Any) -> Piece:
+    begin, length = _counts([value["begin"], value["length"]])
+    return Piece(value["file"], begin, length, _counts(value["offsets"]), _counts(value["shape"]))
 
 
 def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
@@ -97,13 +97,18 @@ def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
     return len(boxes) == math.prod(map(len, cuts)) == len({tuple(offsets) for offsets, _ in boxes})
 
 
-def _check_apart(pieces: Iterable[Piece]) -> None:
-    """Raises ValueError if two pieces share bytes: all tensors together are then no larger than the files."""
-    ends: dict[str, int] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin)):
-        if piece.begin < ends.get(piece.file, 0):
-            raise ValueError(f"two pieces share bytes of {piece.file}")
+def _check_filled(pieces: Iterable[Piece], files: Mapping[str, int]) -> None:
+    """Raises ValueError unless pieces fill each file up to its end, one behind the other: no byte is of two tensors."""
+    ends = dict.fromkeys(files, 0)
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.begin, piece.length)):
+        if piece.file not in files:
+            raise ValueError(f"a piece lies in {piece.file[:200]!r}, which is no file of tensors")
+        if piece.begin != (ends[piece.file] or piece.begin):
+            raise ValueError(f"pieces in {piece.file!r} overlap, or leave out bytes between them")
         ends[piece.file] = piece.begin + piece.length
+    for file, end in ends.items():
+        if end != files[file]:
+            raise ValueError(f"the pieces in {file!r} end at byte {end:,} of {files[file]:,}")
 
 
 def _counts(values: Any) -> tuple[int, ...]:
