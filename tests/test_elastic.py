@@ -41,8 +41,8 @@ def test_a_batch_is_split_into_micro_batches_of_at_most_the_rows_that_were_asked
 def checkpoint(devices: int = 8, rows: int = 1, accumulation: int = 2, **host: Any) -> Any:
     """What is read of a checkpoint of such a run."""
     arguments = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
-    mesh = {"mesh": {"fsdp": devices}, **host}
-    return SimpleNamespace(folder="run/checkpoint-4", arguments=arguments, host=mesh, recipe={"batch": ["fsdp"]})
+    said = {"mesh": {"fsdp": devices}, "asked_batch": [rows, accumulation], **host}
+    return SimpleNamespace(folder="run/checkpoint-4", arguments=arguments, host=said, recipe={"batch": ["fsdp"]})
 
 
 def kept(resume: Any, devices: int, **options: Any) -> tuple[int, int] | None:
@@ -58,7 +58,7 @@ def test_the_batch_is_kept_for_the_command_of_the_saved_run_alone_and_on_another
     # after a life on 4 devices, whose command was the same
     assert kept(checkpoint(4, accumulation=4, asked_batch=[1, 2]), 2, **same) == (1, 8)
     assert kept(checkpoint(4, accumulation=4, asked_batch=[1, 2]), 8, **same) is None
-    # what an older version, or nobody, wrote
+    # what no run wrote
     for host in ({"mesh": None}, {"mesh": {"fsdp": 0}}, {"mesh": {"data": 8}}, {"asked_batch": ["1", 2]}):
         assert kept(checkpoint(**host), 4, **same) is None
 

@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_has_the_adapter_of_one_that_never_stopped_bit_for_bi
 
 
 def test_a_checkpoint_holds_the_adapter_and_its_moments_and_not_the_model(runs):
-    names = (runs / "whole" / "checkpoint-4" / ".metadata").read_bytes()
+    names = (runs / "whole" / "checkpoint-4" / "tensors.json").read_bytes()
     assert b"self_attn.q_proj.weight_lora_B second moment" in names
     assert b"embed_tokens" not in names
     assert b"self_attn.q_proj.weight second moment" not in names

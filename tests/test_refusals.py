@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from shardwright.arguments.training import TrainingArguments
 from shardwright.checkpoint import manifest
 from shardwright.checkpoint.host_state import random_state
-from shardwright.checkpoint.tensors import write_listing, write_part
+from shardwright.checkpoint.tensors import write_index, write_part
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.lock import FolderLock
@@ -141,7 +141,7 @@ def write_checkpoint(folder: Path, files: dict[str, str]) -> None:
     tensors = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     snapshot = {name: [(tuple(slice(0, n) for n in t.shape), t)] for name, t in tensors.items()}
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    written = write_listing(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
+    written = write_index(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
     host = {"step": 7, "learning_rate": 1e-3, "data": {}, "metrics_read": True, "random": random_state()}
     texts = {"host.json": host, "training_args.json": {}, "recipe.json": {}, "trainer_state.json": {}}
     texts["config.json"] = json.loads(files["llama.json"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-import io
 import os
-import pickle
 import random
 import shutil
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, TrainerState
@@ -65,11 +62,11 @@ def test_a_slice_reads_only_the_shards_and_layers_that_it_touches(state, tmp_pat
     save(Folder(tmp_path), state, 1)
     array = RunCheckpoint(folder_of(Folder(tmp_path), 1))("model.layers.*.mlp.up_proj.weight")
     read = []
-    real = tensors.read_record
-    monkeypatch.setattr(tensors, "read_record", lambda *a: read.append(real(*a)) or read[-1])
-    # 8 devices hold two rows each: rows 2 to 5 lie in two shards, each of them written layer by layer
+    real = tensors._read_into
+    monkeypatch.setattr(tensors, "_read_into", lambda into, *a: read.append(len(into)) or real(into, *a))
+    # 8 devices hold two rows each: rows 2 to 5 lie in two shards, each of them of three layers
     assert torch.equal(array[1:2, 2:6, :], VALUES["model.layers.*.mlp.up_proj.weight"][1:2, 2:6])
-    assert sum(tensor.numel() for tensor in read) == 2 * (2 * 8)
+    assert sum(read) == 2 * (2 * 8) * 4
 
 
 def test_replicas_are_written_once_and_nothing_is_compiled(state, tmp_path):
@@ -79,8 +76,7 @@ def test_replicas_are_written_once_and_nothing_is_compiled(state, tmp_path):
     saved = saves.wait()
     assert compile_count() == compiles
     # "metrics" lies on 8 devices
-    chunks = RunCheckpoint(folder_of(Folder(tmp_path), 1))._tensors.entries["metrics"].chunks
-    assert len(chunks) == 1
+    assert len(RunCheckpoint(folder_of(Folder(tmp_path), 1))._tensors.entries["metrics"].pieces) == 1
     assert saved is not None
     assert saved.bytes == sum(int(e["bytes"]) for e in manifest.read_manifest(folder_of(Folder(tmp_path), 1)).values())
 
@@ -89,9 +85,17 @@ def test_torch_s_own_loader_reads_the_tensors_too(state, tmp_path):
     save(Folder(tmp_path), state, 1)
     into = {name: torch.zeros_like(values) for name, values in VALUES.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group, and of torch's own old storage class
-        dcp.load(into, checkpoint_id=str(tmp_path / "checkpoint-1"), no_dist=True)
+        warnings.simplefilter("ignore")  # that there is no process group
+        reader = dcp.HuggingFaceStorageReader(str(tmp_path / "checkpoint-1"))
+        dcp.load(into, storage_reader=reader, no_dist=True)
     assert all(torch.equal(into[name], values) for name, values in VALUES.items())
+
+
+def test_safetensors_own_loader_reads_the_shards_of_a_file_under_the_tensors_names(state, tmp_path):
+    save(Folder(tmp_path), state, 1)
+    shards = safetensors.torch.load_file(tmp_path / "checkpoint-1" / "tensors-0-1.safetensors")
+    assert torch.equal(shards["model.layers.*.mlp.up_proj.weight"], VALUES["model.layers.*.mlp.up_proj.weight"][:, 2:4])
+    assert "metrics" not in shards
 
 
 def test_what_the_host_holds_comes_back_generators_included(state, output):
@@ -125,7 +129,7 @@ def test_a_flipped_byte_anywhere_or_a_missing_file_names_the_file(state, tmp_pat
     save(Folder(tmp_path), state, 3)
     folder = tmp_path / "checkpoint-3"
     names = sorted(os.listdir(folder))
-    assert {"__0_0.distcp", ".metadata", "manifest.json", "host.json", "trainer_state.json"} <= set(names)
+    assert {"tensors-0-0.safetensors", "tensors.json", "manifest.json", "host.json", "trainer_state.json"} <= set(names)
     where = random.Random(0)
     for name in names:
         path, good = folder / name, (folder / name).read_bytes()
@@ -145,15 +149,15 @@ def test_latest_passes_over_the_damaged_and_the_half_written_and_says_so(state, 
     output = Folder(tmp_path)
     save(output, state, 1, 2, 3, 4)
     (tmp_path / "checkpoint-4" / "manifest.json").unlink()  # as a kill leaves it
-    path = tmp_path / "checkpoint-3" / "__0_0.distcp"
+    path = tmp_path / "checkpoint-3" / "tensors-0-0.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     console = quiet()
     found = find_checkpoint("latest", output, console, anything)
     assert found is not None
     assert found.step == 2
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "checkpoint-3 is passed over: __0_0.distcp has" in said
-    with pytest.raises(UserError, match=r"__0_0\.distcp"):
+    assert "checkpoint-3 is passed over: tensors-0-0.safetensors has" in said
+    with pytest.raises(UserError, match=r"tensors-0-0\.safetensors"):
         find_checkpoint(str(tmp_path / "checkpoint-3"), output, quiet(), anything)
     with pytest.raises(UserError, match=r"no manifest\.json"):
         find_checkpoint(str(tmp_path / "checkpoint-4"), output, quiet(), anything)
@@ -171,60 +175,13 @@ def test_latest_starts_anew_where_nothing_was_saved_but_not_where_all_is_damaged
 
 def test_a_damaged_small_file_is_damage_and_not_another_model(state, tmp_path):
     save(Folder(tmp_path), state, 1, 2)
-    path, console, seen = tmp_path / "checkpoint-2" / ".metadata", quiet(), []
+    path, console, seen = tmp_path / "checkpoint-2" / "tensors.json", quiet(), []
     path.write_bytes(path.read_bytes().replace(b"lm_head", b"lm_tail"))
     found = find_checkpoint("latest", Folder(tmp_path), console, seen.append)
-    assert "checkpoint-2 is passed over: .metadata has changed" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "checkpoint-2 is passed over: tensors.json has changed" in console.file.getvalue()  # type: ignore[attr-defined]
     assert found is not None
     assert seen == [found]
     assert found.step == 1
-
-
-def rewrite_metadata(folder: Folder, data: bytes) -> None:
-    folder.write(".metadata", data)
-    manifest.write_manifest(folder, manifest.read_manifest(folder) | {".metadata": manifest.checksum(data)})
-
-
-class _GetsAttributes:
-    """Pickles as `getattr` of something that is no enum."""
-
-    def __reduce__(self):
-        return getattr, (torch.Size, "numel")
-
-
-class _MakesAFolder:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_metadata_that_would_run_code_is_refused(state, tmp_path):
-    save(Folder(tmp_path), state, 1)
-    folder, ran = Folder(tmp_path) / "checkpoint-1", tmp_path / "ran"
-    for evil, found in ((_MakesAFolder(ran), "mkdir"), (_GetsAttributes(), "getattr")):
-        rewrite_metadata(folder, pickle.dumps(evil))
-        with pytest.raises(UserError, match=found):
-            open_checked(folder, quiet())
-    assert not ran.exists()
-
-
-class _OldPickler(pickle.Pickler):
-    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
-
-    def reducer_override(self, obj: object) -> object:
-        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
-
-
-def test_metadata_that_an_older_python_wrote_is_read(state, tmp_path):
-    save(Folder(tmp_path), state, 1)
-    folder = Folder(tmp_path) / "checkpoint-1"
-    written = io.BytesIO()
-    _OldPickler(written).dump(pickle.loads(folder.read(".metadata")))
-    assert b"getattr" in written.getvalue()
-    rewrite_metadata(folder, written.getvalue())
-    open_checked(folder, quiet())
 
 
 def test_a_folder_of_another_program_is_neither_read_nor_removed(state, tmp_path):
@@ -338,10 +295,10 @@ def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused_before_its_tensors
     opened.clear()
     with pytest.raises(UserError, match="another model's"):
         find_checkpoint(asked, output, quiet(), lambda found: found.check_model(model))
-    assert ".metadata" in opened
-    assert "__0_0.distcp" not in opened
+    assert "tensors.json" in opened
+    assert "tensors-0-0.safetensors" not in opened
     find_checkpoint(asked, output, quiet(), anything)
-    assert "__0_0.distcp" in opened
+    assert "tensors-0-0.safetensors" in opened
 
 
 def test_other_options_than_the_saved_run_s_are_listed(state, tmp_path):

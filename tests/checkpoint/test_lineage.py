@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 
 import pytest
 from transformers import TrainerState
 
 from shardwright.checkpoint import manifest
-from shardwright.checkpoint.lineage import LINEAGE, folder_of, line_to, live_steps, noted_folder, whole_steps
+from shardwright.checkpoint.lineage import LINEAGE, folder_of, live_steps, noted_folder, whole_steps
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
@@ -71,11 +70,10 @@ def test_a_run_resumed_from_another_folder_has_a_line_of_its_own_and_leaves_that
     assert whole_steps(output) == [20]
 
 
-def test_in_a_folder_that_an_older_version_wrote_nothing_is_set_aside(state, output):
+def test_in_a_folder_without_a_lineage_nothing_is_set_aside(state, output):
     save(output, state, 20, 40, 60)
     output.remove_file(LINEAGE)
     assert live_steps(output) == [20, 40, 60]
-    assert list(line_to(output, 40, None)) == [20, 40]
 
 
 def test_a_save_killed_before_it_was_whole_counts_for_nothing(state, output):
@@ -129,15 +127,6 @@ def test_the_best_of_another_folder_is_known_by_its_path(state, tmp_path):
     found = noted_best(Folder(tmp_path / "new"), state, elsewhere, 30)
     assert found.best_for(Folder(tmp_path / "new")) == elsewhere
     assert found.best_for(Folder(tmp_path / "third")) == elsewhere
-
-
-def test_the_path_that_an_older_version_noted_is_looked_for_beside_the_checkpoint_first(state, tmp_path):
-    output = Folder(tmp_path)
-    found = noted_best(output, state, "/gone/checkpoint-20", 30)
-    found.ancestors = None
-    assert found.best_for(output) == "/gone/checkpoint-20"
-    shutil.copytree(tmp_path / "checkpoint-30", tmp_path / "checkpoint-20")
-    assert found.best_for(output) == "checkpoint-20"
 
 
 # ---- what was just written ----

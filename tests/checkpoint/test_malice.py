@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pickle
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
-from shardwright.checkpoint import dcp_metadata, manifest
-from shardwright.checkpoint.dcp_metadata import tiles
+from shardwright.checkpoint import manifest
 from shardwright.checkpoint.host_state import check_random_state, random_state
-from shardwright.checkpoint.plain_pickle import read_pickle
+from shardwright.checkpoint.manifest import INDEX
+from shardwright.checkpoint.tensor_index import tiles
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder, StorageError
 from tests.support.fuzz import checkpoints
 from tests.support.fuzz.checkpoints import TENSORS, copied, opened, read_all
-from tests.support.fuzz.pickles import as_pickle, as_tree
 
-STACK = "model.layers.*.mlp.up_proj.weight"
+STACK, HEAD = "model.layers.*.mlp.up_proj.weight", "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write_checkpoint(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture
-def metadata(base: Path) -> Any:
-    return pickle.loads((base / ".metadata").read_bytes())
 
 
 def test_what_nothing_was_done_to_is_read(base, tmp_path):
@@ -107,115 +96,98 @@ def test_a_manifest_of_wrong_types_is_refused(base, tmp_path, files, found):
 # ---- what a list of tensors says ----
 
 
-def with_metadata(base: Path, scratch: Path, data: bytes) -> Path:
-    return copied(base, scratch, {".metadata": data})
+def _twice(index: Any) -> None:
+    index[STACK]["pieces"].append(index[STACK]["pieces"][0])
 
 
-def test_a_pickle_that_would_replace_a_class_s_method_changes_nothing(base, tmp_path):
-    before, name = Metadata.__init__, "torch.distributed.checkpoint.metadata.Metadata"
-    evil = as_pickle({"!": name, "args": None, "state": {"()": [None, {"{}": [["__init__", 1]]}]}})
-    with pytest.raises(UserError, match=r"\.metadata is no list of tensors"):
-        opened(with_metadata(base, tmp_path, evil))
-    assert Metadata.__init__ is before
-    pickle.loads(evil)  # the attack is a real one
-    broken, Metadata.__init__ = Metadata.__init__, before
-    assert broken == 1
+def _overlap(index: Any) -> None:
+    next(piece for piece in index[STACK]["pieces"] if piece["offsets"] == [0, 2, 0])["offsets"] = [0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["4e72ffffff7f2e", "8d00000000000000102e", "9500000000000000102e", "8e00000000000000102e", "8bffffff7f2e"],
-    ids=["memo", "text", "frame", "bytes", "number"],
-)
-def test_a_pickle_that_claims_to_be_huge_is_read_or_refused_by_what_is_there(code):
-    """The reader in C makes room for what is claimed: 64 GiB for the memo's."""
-    tracemalloc.start()
-    with contextlib.suppress(ValueError):
-        assert read_pickle(bytes.fromhex("8004" + code), ()) is None
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
+def _missing(index: Any) -> None:
+    index[STACK]["pieces"].pop()
 
 
-def _twice(metadata: Metadata) -> None:
-    metadata.state_dict_metadata[STACK].chunks.append(metadata.state_dict_metadata[STACK].chunks[0])
+def _larger(index: Any) -> None:
+    index[HEAD]["shape"] = [10**9, 10**9]
 
 
-def _overlap(metadata: Metadata) -> None:
-    index = next(index for index in metadata.storage_data if index.offset == (0, 2, 0))
-    metadata.storage_data[type(index)(STACK, (0, 1, 0))] = metadata.storage_data.pop(index)
-    metadata.state_dict_metadata[STACK].chunks[2 * 2].offsets = torch.Size((0, 1, 0))
+def _piece(**changes: Any) -> Any:
+    return lambda index: index[HEAD]["pieces"][0].update(changes)
 
 
-def _missing(metadata: Metadata) -> None:
-    chunk = metadata.state_dict_metadata[STACK].chunks.pop()
-    del metadata.storage_data[next(i for i in metadata.storage_data if (i.fqn, i.offset) == (STACK, chunk.offsets))]
+def _larger_piece(index: Any) -> None:
+    index[HEAD].update(shape=[10**9, 10**9], pieces=index[HEAD]["pieces"][:1])
+    _piece(shape=[10**9, 10**9])(index)
 
 
-def _unlisted(metadata: Metadata) -> None:
-    index = next(iter(metadata.storage_data))
-    metadata.storage_data[type(index)("other", (0,))] = metadata.storage_data[index]
+def _endless_stack(index: Any) -> None:
+    piece = {**index[HEAD]["pieces"][0], "length": 0, "offsets": [0, 0], "shape": [10**15, 0]}
+    index["a.*.b"] = {"dtype": "F32", "shape": [10**15, 0], "pieces": [piece]}
 
 
-def _larger(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["lm_head.weight"].size = torch.Size((10**9, 10**9))
+def _other_layers(index: Any) -> None:
+    index[STACK.replace("*", "0:3")] = index.pop(STACK)
 
 
-def _larger_chunk(metadata: Metadata) -> None:
-    _larger(metadata)
-    metadata.state_dict_metadata["lm_head.weight"].chunks[0].sizes = torch.Size((10**9, 10**9))
+def _shared(index: Any) -> None:
+    first, second = index[HEAD]["pieces"]
+    second.update(begin=first["begin"], file=first["file"])
 
 
-def _endless_stack(metadata: Metadata) -> None:
-    entry = metadata.state_dict_metadata.pop("lm_head.weight")
-    for index in [index for index in metadata.storage_data if index.fqn == "lm_head.weight"]:
-        place = metadata.storage_data.pop(index)
-    entry.size, entry.chunks = torch.Size((10**15, 0)), entry.chunks[:1]
-    entry.chunks[0].offsets, entry.chunks[0].sizes = torch.Size((0, 0)), torch.Size((10**15, 0))
-    metadata.state_dict_metadata["a.*.b"] = entry
-    metadata.storage_data[type(index)("a.*.b", (0, 0))] = place
-
-
-def _elsewhere(path: str) -> Any:
-    def change(metadata: Metadata) -> None:
-        next(iter(metadata.storage_data.values())).relative_path = path
-
-    return change
-
-
-def _beyond(metadata: Metadata) -> None:
-    next(iter(metadata.storage_data.values())).offset = 10**18
-
-
-def _shared(metadata: Metadata) -> None:
-    first, second, *_ = metadata.storage_data.values()
-    second.offset = first.offset
-
-
-def _other_dtype(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["lm_head.weight"].properties.dtype = torch.float16
+def _entry(**changes: Any) -> Any:
+    return lambda index: index[HEAD].update(changes)
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (_twice, "without a record of its own"),
+        (_twice, "do not tile its shape"),
         (_overlap, "do not tile its shape"),
         (_missing, "do not tile its shape"),
-        (_unlisted, "1 records of no tensor"),
         (_larger, "do not tile its shape"),
-        (_larger_chunk, "in a record of"),
-        (_endless_stack, "fewer chunks than layers"),
-        (_elsewhere("/etc/passwd"), "no file of tensors that the manifest names"),
-        (_elsewhere("host.json"), "no file of tensors that the manifest names"),
-        (_beyond, "a record lies beyond"),
-        (_shared, "two records share bytes"),
-        (_other_dtype, "lm_head.weight in __0_0.distcp can't be read .*torch.BFloat16Storage"),
+        (_larger_piece, "of shape .* has 32 bytes"),
+        (_endless_stack, "other layers than its name says"),
+        (_other_layers, "other layers than its name says"),
+        (_piece(file="/etc/passwd"), "a piece lies in '/etc/passwd'"),
+        (_piece(file="host.json"), "a piece lies in 'host.json'"),
+        (_piece(begin=10**18), "overlap, or leave out bytes between them"),
+        (_piece(begin=0), "overlap, or leave out bytes between them"),
+        (_piece(begin=-1), "in the place of a list of counts"),
+        (_piece(offsets=[0.0, 0]), "in the place of a list of counts"),
+        (_piece(length=31), "has 31 bytes"),
+        (_shared, "overlap, or leave out bytes"),
+        (_entry(dtype="F32"), "has 32 bytes"),
+        (_entry(dtype="OBJECT"), "KeyError: 'OBJECT'"),
+        (_entry(shape=[10**40]), "in the place of a list of counts"),
+        (_entry(pieces=None), "is no list of tensors .TypeError"),
     ],
 )
-def test_chunks_and_records_that_do_not_make_whole_tensors_are_refused(base, tmp_path, metadata, change, found):
-    change(metadata)
+def test_pieces_that_do_not_make_whole_tensors_are_refused(base, tmp_path, change, found):
+    index = json.loads((base / INDEX).read_bytes())
+    change(index)
     with pytest.raises(UserError, match=found):
-        read_all(opened(with_metadata(base, tmp_path, pickle.dumps(metadata))), written=True)
+        read_all(opened(copied(base, tmp_path, {INDEX: json.dumps(index).encode()})), written=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "found"), [(b"[]", "AttributeError"), (b"[" * 100_000, "RecursionError"), (b"\xff", "UnicodeDecodeError")]
+)
+def test_a_list_of_tensors_that_is_none_is_refused(base, tmp_path, data, found):
+    with pytest.raises(UserError, match=rf"tensors\.json is no list of tensors .{found}"):
+        opened(copied(base, tmp_path, {INDEX: data}))
+
+
+def test_a_file_of_tensors_that_is_cut_short_is_refused_though_its_manifest_says_so(base, tmp_path):
+    short = (base / TENSORS).read_bytes()[:-1]
+    with pytest.raises(UserError, match=rf"the pieces in '{TENSORS}' end at"):
+        opened(copied(base, tmp_path, {TENSORS: short}))
+
+
+def test_what_a_file_of_tensors_says_of_itself_is_for_others_and_claims_nothing_here(base, tmp_path):
+    data = (base / TENSORS).read_bytes()
+    huge = (2**63).to_bytes(8, "little") + data[8:]
+    read_all(opened(copied(base, tmp_path, {TENSORS: huge})), written=True)
 
 
 @pytest.mark.parametrize(
@@ -239,45 +211,6 @@ def test_chunks_and_records_that_do_not_make_whole_tensors_are_refused(base, tmp
 )
 def test_boxes_tile_a_shape_if_each_element_lies_in_one(shape, boxes, whole):
     assert tiles(shape, boxes) is whole
-
-
-# ---- what a record holds ----
-
-
-def _stride(tree: Any) -> Any:
-    tree["args"]["()"][3] = {"()": [10**9, 1]}
-    return tree
-
-
-def _count(tree: Any) -> Any:
-    tree["args"]["()"][0]["@"]["()"][4] = 10**15
-    return tree
-
-
-def _hooks(tree: Any) -> Any:
-    tree["args"]["()"][5] = {"!": "os.mkdir", "args": {"()": ["pwned"]}, "state": None}
-    return tree
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (_stride, "larger than its storage"),
-        (_count, "another shape or dtype"),
-        (_hooks, "'os.mkdir'"),
-        (None, "is compressed"),
-    ],
-)
-def test_a_record_of_another_tensor_than_is_listed_is_refused(tmp_path, monkeypatch, change, found):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
-    base, data, places = checkpoints.prepare_records(tmp_path / "base")
-    begin, length = places[-1]
-    record = checkpoints._rewritten(data[begin : begin + length], change or (lambda tree: tree), change is None)
-    changed = data[:begin] + record.ljust(length, b" ") + data[begin + length :]
-    with pytest.raises(UserError, match=rf"lm_head\.weight in __0_0\.distcp can't be read .*{found}"):
-        read_all(opened(copied(base, tmp_path, {TENSORS: changed})), written=False)
-    assert not Path("pwned").exists()
 
 
 # ---- what the texts hold ----
@@ -340,12 +273,3 @@ def test_states_of_the_generators_are_checked_and_not_set():
     with pytest.raises(RuntimeError):
         check_random_state({**state, "torch": "AAAA"})
     assert not np.array_equal(np.random.get_state()[1], before) or np.random.get_state()[2] != 624
-
-
-def test_the_list_of_tensors_that_is_read_is_what_dcp_wrote(base, metadata):
-    data = (base / ".metadata").read_bytes()
-    assert as_pickle(as_tree(read_pickle(data, dcp_metadata._NAMES)))[:2] == data[:2]
-    entries = dcp_metadata.read_listing(data, {TENSORS: (base / TENSORS).stat().st_size})
-    for name, entry in metadata.state_dict_metadata.items():
-        found = [(chunk.offsets, chunk.sizes) for chunk in entries[name].chunks]
-        assert found == [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]

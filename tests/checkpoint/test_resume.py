@@ -219,7 +219,7 @@ def test_the_best_weights_are_kept_and_are_what_the_run_ends_with(lives, place):
     moved = output.rename(place / "best-moved")
     shutil.rmtree(moved / "model")
     again = [*arguments(place, moved, *ruin, *best, "--save_total_limit", 1), *LATEST]
-    tensors = moved / f"checkpoint-{step}" / "__0_0.distcp"
+    tensors = moved / f"checkpoint-{step}" / "tensors-0-0.safetensors"
     good = tensors.read_bytes()
     tensors.write_bytes(good[:99] + bytes([good[99] ^ 4]) + good[100:])
     assert lives.run(log, *again) == 2

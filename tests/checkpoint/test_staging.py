@@ -36,7 +36,7 @@ from shardwright.xla.device_mesh import build_mesh
 from tests.support.checkpoints import TEXTS, anything, host, quiet, save
 from tests.support.lives import TINY
 
-PART, SECOND, REST = "__0_0.distcp", "__1_0.distcp", ".metadata"
+PART, SECOND, REST = "tensors-0-0.safetensors", "tensors-1-0.safetensors", "tensors.json"
 FILES = {name: manifest.checksum(name.encode()) for name in (PART, SECOND, REST)}
 
 

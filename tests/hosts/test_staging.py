@@ -103,7 +103,7 @@ def test_what_lacks_a_host_s_part_is_said_and_the_newest_of_the_output_folder_is
     step = preempted.back()
     shutil.rmtree(preempted.staged[1])
     log = preempted.go_on(lives, tmp_path / "logs")
-    assert re.search(rf"checkpoint-{step} of .* is not recovered: no host has its __1_0\.distcp", log)
+    assert re.search(rf"checkpoint-{step} of .* is not recovered: no host has its tensors-1-0\.safetensors", log)
     assert re.search(rf"resume: .*checkpoint-{SAVE}\b", log)
     assert_same_losses(preempted.output, never_stopped)
 

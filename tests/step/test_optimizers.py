@@ -20,7 +20,7 @@ from transformers.optimization import Adafactor
 
 from shardwright import optimizers
 from shardwright.arguments.training import TrainingArguments
-from shardwright.checkpoint.tensors import StoredTensors, write_listing, write_part
+from shardwright.checkpoint.tensors import StoredTensors, open_tensors, write_index, write_part
 from shardwright.compile.lowering import lower
 from shardwright.errors import UserError
 from shardwright.files.folder import Folder
@@ -206,8 +206,8 @@ def saved(step: TrainStep, folder: Path) -> StoredTensors:
     """The step's state, written as a checkpoint's tensors are, to be read."""
     shapes = {name: tuple(tensor.shape) for name, tensor in step.state.items()}
     part = write_part(Folder(folder), {name: sharding.shards(t.detach()) for name, t in step.state.items()})
-    files = {**part.files, **write_listing(Folder(folder), [part], shapes)}
-    return StoredTensors(Folder(folder), {n: int(e["bytes"]) for n, e in files.items() if n.endswith(".distcp")})
+    write_index(Folder(folder), [part], shapes)
+    return open_tensors(Folder(folder), {name: int(entry["bytes"]) for name, entry in part.files.items()})
 
 
 def goes_on(case: Case, job: Job, source: StoredTensors, steps: Iterable[int]) -> dict[str, torch.Tensor]:

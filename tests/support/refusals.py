@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
-_DATA = {".txt", ".jsonl", ".parquet", ".distcp", ".safetensors", ".bin"}  # what tells of a dataset or of weights
+_DATA = {".txt", ".jsonl", ".parquet", ".safetensors", ".bin"}  # what tells of a dataset or of weights
 
 
 class Watch:

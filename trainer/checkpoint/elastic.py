@@ -32,10 +32,10 @@ class Batch:
 
 
 def saved_batch(resume: RunCheckpoint) -> Batch | None:
-    """The batch of the run that ``resume`` is of; None: an older version, which did not note it all."""
+    """The batch of the run that ``resume`` is of; None: it does not say."""
     mesh, axes = resume.host.get("mesh"), resume.recipe.get("batch")
     sizes: list[Any] = [resume.arguments.get(name) for name in OPTIONS]
-    asked = resume.host.get("asked_batch", sizes)
+    asked = resume.host.get("asked_batch")
     if not isinstance(mesh, dict) or not isinstance(axes, list) or not isinstance(asked, list):
         return None
     factors = [*mesh.values(), *(mesh.get(axis) for axis in axes), *sizes, *asked]

@@ -49,7 +49,7 @@ def whole_steps(output: Folder) -> list[int]:
 def live_steps(output: Folder) -> list[int]:
     """Returns the steps of the live run's checkpoints whose save ended, oldest first.
 
-    In a folder without a `lineage.json`, which an older version wrote, no checkpoint is set aside.
+    In a folder without a `lineage.json`, to which checkpoints were copied, none is set aside.
 
     Raises:
         UserError: `lineage.json` is damaged.
@@ -76,7 +76,7 @@ def run_of(output: Folder) -> str | None:
         return None
     try:
         return str(json.loads(output.read(LINEAGE))["run"])
-    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or an older version's
+    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or of no life
         return None
 
 
@@ -85,17 +85,13 @@ def write_lineage(output: Folder, steps: Iterable[int], run: str) -> None:
     output.write(LINEAGE, (json.dumps({"steps": list(steps), "run": run}) + "\n").encode())
 
 
-def line_to(output: Folder, step: int, ancestors: Lineage | None) -> Lineage:
+def line_to(output: Folder, step: int, ancestors: Lineage) -> Lineage:
     """Returns the line of ``output``'s checkpoint of ``step``: those before it that are still as it knew them, and it.
 
     Args:
-        ancestors: what the checkpoint says of those before it. None: it was written before that was noted.
+        ancestors: what the checkpoint says of those before it.
     """
-    live = live_steps(output)
-    if ancestors is None:
-        found = [other for other in live if other < step] if step in live else []
-    else:
-        whole = set(whole_steps(output))
-        known = {other: mark for other, mark in ancestors.items() if other in whole}
-        found = [other for other, mark in known.items() if manifest.mark(folder_of(output, other)) == mark]
+    whole = set(whole_steps(output))
+    known = {other: mark for other, mark in ancestors.items() if other in whole}
+    found = [other for other, mark in known.items() if manifest.mark(folder_of(output, other)) == mark]
     return {other: manifest.mark(folder_of(output, other)) for other in [*found, step]}

@@ -16,17 +16,18 @@ import xxhash
 from shardwright.errors import UserError
 from shardwright.files.folder import TEMPORARY, Folder, StorageError
 
-FORMAT = 1  # raise it when the meaning of what is written changes
+FORMAT = 2  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"
-TENSORS = r"__\d+_\d+\.distcp"  # DCP's files of tensors: nearly all of a checkpoint's bytes
-METADATA = ".metadata"  # DCP's list of the tensors and where they lie
+# nearly all of a checkpoint's bytes, and the list of the tensors; the second are those of format 1
+TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
+INDEX, METADATA = "tensors.json", ".metadata"
 TEXTS = (
     *("host.json", "trainer_state.json", "training_args.json", "recipe.json", "plan.json", "config.json"),
     "adapter_config.json",  # of a run that trains an adapter
 )
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
-LARGEST = 1 << 32  # bytes of a file that is read whole; `.metadata` has some 150 for each shard of each tensor
+LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors has some 150 for each shard of each
 LARGEST_MANIFEST = 64 << 20
 Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 checksum in hexadecimal}
 
@@ -73,7 +74,18 @@ def is_whole(folder: Folder) -> bool:
 
 def is_tensors(name: str) -> bool:
     """Whether a file of a checkpoint holds tensors; all others are small."""
-    return bool(re.fullmatch(TENSORS, name))
+    return TENSORS.fullmatch(name) is not None
+
+
+def writer_of(name: str) -> int:
+    """The number of the host that wrote a file: its own tensors; the first wrote all that there is one of."""
+    match = TENSORS.fullmatch(name)
+    return int(match[1] or match[2]) if match else 0
+
+
+def format_of(files: Iterable[str]) -> int:
+    """The format of a checkpoint of these files."""
+    return 1 if METADATA in files else FORMAT
 
 
 def check(
@@ -145,15 +157,15 @@ def read_manifest(folder: Folder) -> dict[str, Checksum]:
         raise damaged(folder, f"{MANIFEST} can't be read ({type(error).__name__}: {error})") from None
     if not same:
         raise damaged(folder, f"{MANIFEST} has changed since it was written: its checksum is another")
-    if type(version) is not int or version != FORMAT:
+    if not isinstance(files, dict):
+        raise damaged(folder, f"{MANIFEST} lists no files")
+    if type(version) is not int or version != format_of(files):
         raise UserError(
             asked=f"the checkpoint {folder}",
             found=f"format {str(version)[:80]}",
-            why=f"this version of Shardwright reads format {FORMAT}",
+            why=f"this version of Shardwright reads formats 1 to {FORMAT}",
             instead="the version that wrote it (host.json in it says which)",
         )
-    if not isinstance(files, dict):
-        raise damaged(folder, f"{MANIFEST} lists no files")
     for name, entry in files.items():
         if not (_is_name(name) and _is_checksum(entry)):
             found = f"{MANIFEST} lists {name[:200]!r}: no name of a checkpoint's file, or not its size and checksum"
@@ -190,13 +202,14 @@ def damaged(folder: Folder, found: str) -> UserError:
     )
 
 
-def _as_bytes(files: Any, version: Any = FORMAT) -> bytes:
-    """Returns the manifest's text, which holds a checksum of itself."""
+def _as_bytes(files: Any, version: Any = None) -> bytes:
+    """Returns the manifest's text, which holds a checksum of itself; by default in the format of the files."""
+    version = format_of(files) if version is None else version
     own = xxhash.xxh3_64_hexdigest(json.dumps([version, files]).encode())
     return json.dumps({"format": version, "files": files, "checksum": own}, indent=1).encode()
 
 
 def ours(names: Sequence[str]) -> bool:
     """Whether all of these files of a folder are such as our saves write, so that it may be removed."""
-    known = {MANIFEST, METADATA, TOKENIZER, *TEXTS}
+    known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS}
     return all(name in known or name.endswith(TEMPORARY) or is_tensors(name) for name in names)

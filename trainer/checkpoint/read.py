@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from shardwright.checkpoint import json_checks, manifest, tensors
+from shardwright.checkpoint import format_1, json_checks, manifest, tensors
 from shardwright.checkpoint.lineage import Lineage, folder_of, live_steps, noted, noted_folder
 from shardwright.checkpoint.same_model import differences
 from shardwright.errors import UserError, command
@@ -52,12 +52,15 @@ class RunCheckpoint:
         self.arguments: dict[str, Any] = self._json("training_args.json", json_checks.check_arguments)
         self.recipe: dict[str, Any] = self._json("recipe.json")
         self._trainer_state = self._json("trainer_state.json", json_checks.check_trainer_state)
-        self.step: int = self.host["step"]
-        lineage = self.host.get("lineage")  # an older version wrote none
-        self.ancestors: Lineage | None = lineage and {int(step): mark for step, mark in lineage.items()}
-        self._check_listed(manifest.METADATA)
         sizes = {name: int(entry["bytes"]) for name, entry in self._files.items() if manifest.is_tensors(name)}
-        self._tensors = tensors.StoredTensors(folder, sizes)
+        if manifest.format_of(self._files) == 1:
+            format_1.migrate(folder, self.host, self.arguments, self._trainer_state)
+            self._tensors = format_1.open_tensors(folder, sizes)
+        else:
+            self._check_listed(manifest.INDEX)
+            self._tensors = tensors.open_tensors(folder, sizes)
+        self.step: int = self.host["step"]
+        self.ancestors: Lineage = {int(step): mark for step, mark in self.host.get("lineage", {}).items()}
 
     def __call__(self, name: str) -> Array:
         """Returns a parameter, a tensor of its optimizer state or a buffer as an array; KeyError if there is none.
@@ -144,7 +147,7 @@ class RunCheckpoint:
 
     def check_optimizer(self, optim: str) -> None:
         """Raises UserError unless the state beside the weights is that of ``--optim``."""
-        saved = self.arguments.get("optim", "adamw")  # an older version had no other
+        saved = self.arguments.get("optim")
         if saved != optim:
             raise UserError(
                 asked=f"--optim {optim} from {self.folder}",
@@ -167,11 +170,7 @@ class RunCheckpoint:
         best, home = self.trainer_state.best_model_checkpoint, self.folder.parent
         if best is None:
             return None
-        found, beside = noted_folder(best, home), home / Folder(best).name
-        # older versions noted the path also of one beside it, and the folder may have been moved since
-        if self.ancestors is None and manifest.is_whole(beside):
-            found = beside
-        return noted(found, output)
+        return noted(noted_folder(best, home), output)
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
         """Returns a line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""

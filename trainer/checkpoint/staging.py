@@ -46,11 +46,7 @@ def has_room(waiting: int, urgent: bool) -> bool:
 
 def own_files(files: Files, index: int) -> list[str]:
     """Which of a checkpoint's files host ``index`` wrote: its tensors, and the first host all that there is one of."""
-    return [name for name in files if _writer(name) == index]
-
-
-def _writer(name: str) -> int:
-    return int(name[2:].partition("_")[0]) if manifest.is_tensors(name) else 0
+    return [name for name in files if manifest.writer_of(name) == index]
 
 
 def holders(files: Files, held: Sequence[Collection[str]]) -> dict[str, int]:
@@ -291,7 +287,9 @@ def _recover_one(staging: Staging, output: Folder, step: int, files: Files, cons
     who = holders(files, [names for names, _ in said])
     if missing := [name for name in files if name not in who]:
         words = [f"on host {host}: {problem}" for host, (_, found) in enumerate(said) for problem in found]
-        found = words[0] if words else f"no host has its {missing[0]}, which host {_writer(missing[0])} wrote"
+        found = (
+            words[0] if words else f"no host has its {missing[0]}, which host {manifest.writer_of(missing[0])} wrote"
+        )
         say(console, f"staging: checkpoint-{step} of {source.parent} is not recovered: {found}")
         return
     own = [name for name, host in who.items() if host == job.index]

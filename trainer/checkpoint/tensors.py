@@ -1,39 +1,31 @@
-"""The tensors of a checkpoint, in `torch.distributed.checkpoint`'s format (DCP).
+"""The tensors of a checkpoint: safetensors files of shards, and an index that says where in the whole each lies.
 
-What is written are shards that lie on the host already, so a save need not wait for the devices; stacked layers are
-written one at a time. Tensors are read by slices, under any layout and whether layers are stacked or not. DCP's own
-`load` reads them too.
+What is written are shards that lie on the host already, so a save need not wait for the devices. File K of a host holds
+the K-th shard of each of its tensors, under the tensor's name. Tensors are read by slices, under any layout and whether
+layers are stacked or not.
+
+The files are those of `torch.distributed.checkpoint`'s Hugging Face format, and its `HuggingFaceStorageReader` reads
+them. Its writer is not used: it makes each file in memory before it writes it, and of several shards of a tensor in one
+process it keeps the last alone.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _StorageInfo,  # semi-private: torch/distributed/checkpoint/filesystem.py, torch 2.9
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from shardwright.checkpoint.dcp_metadata import Chunk, Entry, read_listing
-from shardwright.checkpoint.manifest import METADATA, Checksum, damaged
-from shardwright.checkpoint.tensor_records import read_record
+from shardwright.checkpoint.manifest import BLOCK, INDEX, Checksum, checksum, damaged
+from shardwright.checkpoint.tensor_index import Entry, Piece, read_index
 from shardwright.files.arrays import Array, Layer, Slices, Stack
 from shardwright.files.folder import Folder, StorageError
+from shardwright.files.safetensors_file import NAMES, bytes_of, file_header
 from shardwright.hosts.hosts import hosts
 from shardwright.layout.stacking import is_stacked, layer_name, layer_names, numbers_of
 
@@ -47,38 +39,58 @@ class TensorPart:
 
     Args:
         files: the manifest's entries of the files written.
-        records: (tensor's name, its dtype, where the record's values lie in the whole, their shape, the record).
+        pieces: (tensor's name, its dtype, the piece), as the index has them.
     """
 
     files: dict[str, Checksum]
-    records: list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], _StorageInfo]]
+    pieces: list[tuple[str, str, dict[str, Any]]]
 
 
 def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPart:
-    """Writes the shards of ``snapshot`` into a file of this process's own.
-
-    DCP's own `save` is not used: its planners want the live tensors, and these are copies on the host.
+    """Writes the shards of ``snapshot`` into files of this process's own.
 
     Args:
-        process: this process's number, which is in its file's name.
+        process: this process's number, which is in its files' names.
 
     Raises:
         StorageError: the disk or the store did not take it.
     """
-    name, part = f"__{process}_0.distcp", TensorPart({}, [])
-    with _hashed(folder, name, part.files) as stream:
-        for tensor, shards in snapshot.items():
-            for offsets, values in layer_shards(tensor, shards):
-                hosts().watchdog.progressed()
-                begun = stream.tell()
-                # torch.save writes the whole storage of a view, so a view is copied first
-                torch.save(values if values.nbytes == values.untyped_storage().nbytes() else values.clone(), stream)
-                record = _StorageInfo(name, begun, stream.tell() - begun)
-                part.records.append((tensor, values.dtype, offsets, tuple(values.shape), record))
+    part = TensorPart({}, [])
+    for number in range(max(map(len, snapshot.values()), default=0)):
+        held = {name: shards[number] for name, shards in snapshot.items() if number < len(shards)}
+        # wide dtypes first, so that each tensor lies at a multiple of its own width
+        held = dict(sorted(held.items(), key=lambda item: -item[1][1].itemsize))
+        _write_file(folder, f"tensors-{process}-{number}.safetensors", held, part)
     return part
 
 
-def write_listing(
+def _write_file(folder: Folder, file: str, held: Mapping[str, tuple[Slices, torch.Tensor]], part: TensorPart) -> None:
+    offsets = {name: [each.start or 0 for each in where] for name, (where, _) in held.items()}
+    # semi-private: torch/distributed/checkpoint/_hf_utils.py, torch 2.9; by these its reader puts shards together
+    saved = {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": at} for name, at in offsets.items()})}
+    head = file_header({name: (values.shape, values.dtype) for name, (_, values) in held.items()}, **saved)
+    state, size = xxhash.xxh3_64(), len(head)
+    with folder.open(file, "wb") as out:
+        state.update(head)
+        out.write(head)
+        for name, (_, values) in held.items():
+            piece = {"file": file, "begin": size, "length": values.nbytes}
+            piece |= {"offsets": offsets[name], "shape": list(values.shape)}
+            part.pieces.append((name, NAMES[values.dtype], piece))
+            for block in _blocks(bytes_of(values)):
+                hosts().watchdog.progressed()
+                state.update(block)
+                out.write(block)
+            size += values.nbytes
+    part.files[file] = {"bytes": size, "xxh3": state.hexdigest()}
+
+
+def _blocks(data: memoryview) -> Iterator[memoryview]:
+    """Parts of ``data``: a store's client copies what it is given at once."""
+    return (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
+
+
+def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
     """Writes what makes one checkpoint of the parts; returns the manifest's entries of all files of tensors.
@@ -89,98 +101,49 @@ def write_listing(
     Raises:
         StorageError: the disk or the store did not take it.
     """
-    written = {name: entry for part in parts for name, entry in part.files.items()}
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for tensor, dtype, offsets, sizes, record in itertools.chain.from_iterable(part.records for part in parts):
-        places[MetadataIndex(tensor, offsets)] = record
-        properties, size = TensorProperties(dtype=dtype), torch.Size(shapes[tensor])
-        entry = entries.setdefault(tensor, TensorStorageMetadata(properties, size, []))
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-    with _hashed(folder, METADATA, written) as stream:
-        stream.write(pickle.dumps(Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)))
-    return written
-
-
-def layer_shards(name: str, shards: Shards) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yields (offsets, values) of what is written for each shard: the shard itself, or of a stack each layer of it."""
-    for where, values in shards:
-        start = tuple(part.start or 0 for part in where)
-        if is_stacked(name):
-            for layer in range(values.shape[0]):
-                yield (start[0] + layer, *start[1:]), values[layer : layer + 1]
-        else:
-            yield start, values
-
-
-@contextmanager
-def _hashed(folder: Folder, name: str, written: dict[str, Checksum]) -> Iterator[Any]:
-    """Opens a file of ``folder`` for writing; once the ``with`` has ended, ``written`` holds its size and checksum."""
-    with folder.open(name, "wb") as file:
-        hashed = _Hashed(file)
-        try:
-            yield hashed
-        except RuntimeError as error:  # torch.save raises it in place of the stream's own error
-            raise hashed.error or error from None
-    written[name] = hashed.checksum
-
-
-class _Hashed(io.RawIOBase):
-    """A stream for writing that counts the bytes and computes their checksum; its owner closes the file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.size, self.hash = file, 0, xxhash.xxh3_64()
-        self.error: OSError | None = None
-
-    @property
-    def checksum(self) -> Checksum:
-        return {"bytes": self.size, "xxh3": self.hash.hexdigest()}
-
-    def write(self, data: Any) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.hash.update(data)
-        self.size += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    index: dict[str, Any] = {}
+    for name, dtype, piece in itertools.chain.from_iterable(part.pieces for part in parts):
+        entry = index.setdefault(name, {"dtype": dtype, "shape": list(shapes[name]), "pieces": []})
+        entry["pieces"].append(piece)
+    data = json.dumps(index, separators=(",", ":")).encode()
+    folder.write(INDEX, data)
+    return {name: entry for part in parts for name, entry in part.files.items()} | {INDEX: checksum(data)}
 
 
 class StoredTensors:
-    """The tensors of a checkpoint: name -> an array, of which a slice reads only the shards that it touches.
+    """The tensors of a checkpoint: name -> an array, of which a slice reads only the rows that it touches.
 
     A name is found however layers were stacked when it was written: ``model.layers.3.x`` is read from
     ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round.
 
     Args:
-        files: name -> bytes of the files of tensors.
+        listing: the name of the file that lists them.
+        read: its content -> the tensors; raises an error, of many types, if it is none.
+        begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
 
     Raises:
         UserError: their list says what can't be, or does not agree with the files' sizes.
     """
 
-    def __init__(self, folder: Folder, files: Mapping[str, int]) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Folder,
+        listing: str,
+        read: Callable[[bytes], dict[str, Entry]],
+        begin: Callable[[IO[bytes], Piece, int], int] = lambda file, piece, count: piece.begin,
+    ) -> None:
+        self.folder, self.begin, data = folder, begin, folder.read(listing)
         try:
-            self.entries = read_listing(folder.read(METADATA), files)
-        except ValueError as error:
-            raise damaged(folder, f"{METADATA} is no list of tensors ({error})") from None
+            self.entries = read(data)
+        except Exception as error:  # of many types: values of other types fail in whatever is asked of them
+            found = f"{type(error).__name__}: {str(error)[:300]}"
+            raise damaged(folder, f"{listing} is no list of tensors ({found})") from None
         # name of a layer's tensor -> the stack that it is in, and where
         self._layers = {
             member: (name, index)
             for name, entry in self.entries.items()
             if is_stacked(name)
-            for index, member in enumerate(layer_names(name, entry.size[0]))
+            for index, member in enumerate(layer_names(name, entry.shape[0]))
         }
 
     def names(self) -> list[str]:
@@ -190,10 +153,10 @@ class StoredTensors:
     def __call__(self, name: str) -> Array:
         """Returns the array of that name; KeyError if there is none."""
         if name in self.entries:
-            return self._stored(name)
+            return _Stored(self, name, self.entries[name])
         if name in self._layers:
             stack, index = self._layers[name]
-            return Layer(self._stored(stack), index)
+            return Layer(_Stored(self, stack, self.entries[stack]), index)
         if is_stacked(name):
             layers: list[Array] = []
             for layer in numbers_of(name) or itertools.count():
@@ -205,45 +168,83 @@ class StoredTensors:
                 return Stack(layers)
         raise KeyError(name)
 
-    def _stored(self, name: str) -> Array:
-        return _Stored(self.folder, name, self.entries[name])
+
+def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
+    """The tensors of the checkpoint in ``folder``.
+
+    Args:
+        files: name -> bytes of the files of tensors.
+
+    Raises:
+        UserError: as :class:`StoredTensors`.
+    """
+    return StoredTensors(folder, INDEX, lambda data: read_index(json.loads(data), files))
 
 
 class _Stored:
-    """A stored tensor as an array, put together from its chunks."""
+    """A stored tensor as an array, put together from its pieces."""
 
-    def __init__(self, folder: Folder, name: str, entry: Entry) -> None:
-        self.folder, self.name, self.chunks = folder, name, entry.chunks
-        self.shape, self.dtype = entry.size, entry.dtype
+    def __init__(self, tensors: StoredTensors, name: str, entry: Entry) -> None:
+        self.tensors, self.name, self.pieces = tensors, name, entry.pieces
+        self.shape, self.dtype = entry.shape, entry.dtype
 
     def __getitem__(self, where: Slices) -> torch.Tensor:
         starts = [part.start or 0 for part in where]
         stops = [size if part.stop is None else part.stop for part, size in zip(where, self.shape, strict=True)]
         out = torch.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype=self.dtype)
-        wanted: dict[str, list[tuple[Chunk, Slices, Slices]]] = {}
-        for chunk in self.chunks:
-            ends = [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
-            low = [max(a, b) for a, b in zip(starts, chunk.offsets, strict=True)]
+        wanted: dict[str, list[tuple[Piece, Slices, Slices]]] = {}
+        for piece in self.pieces:
+            ends = [o + s for o, s in zip(piece.offsets, piece.shape, strict=True)]
+            low = [max(a, b) for a, b in zip(starts, piece.offsets, strict=True)]
             high = [min(a, b) for a, b in zip(stops, ends, strict=True)]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 in_out = _slices(low, high, starts)
-                in_chunk = _slices(low, high, chunk.offsets)
-                wanted.setdefault(chunk.file, []).append((chunk, in_out, in_chunk))
+                in_piece = _slices(low, high, piece.offsets)
+                wanted.setdefault(piece.file, []).append((piece, in_out, in_piece))
         for file, parts in wanted.items():
             self._read(file, parts, out)
         return out
 
-    def _read(self, name: str, parts: Sequence[tuple[Chunk, Slices, Slices]], out: torch.Tensor) -> None:
-        """Copies slices of the chunks in a file to their slices of ``out``."""
+    def _read(self, name: str, parts: Sequence[tuple[Piece, Slices, Slices]], out: torch.Tensor) -> None:
+        """Copies slices of the pieces in a file to their slices of ``out``."""
+        folder = self.tensors.folder
         try:
-            with self.folder.open(name, "rb") as file:
-                for chunk, in_out, in_chunk in parts:
-                    values = read_record(file, chunk.begin, chunk.length, chunk.sizes, self.dtype)
-                    out[in_out] = values[in_chunk]
-        except Exception as error:  # of many types: a damaged archive, or what Folder makes of it
+            with folder.open(name, "rb") as file:
+                for piece, in_out, in_piece in parts:
+                    begin = self.tensors.begin(file, piece, math.prod(piece.shape) * out.itemsize)
+                    _fill(out[in_out], file, begin, piece.shape, in_piece)
+        except Exception as error:  # of many types: a damaged file, or what Folder makes of it
             found = error.found if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-            raise damaged(self.folder, f"{self.name} in {name} can't be read ({found})") from error
+            raise damaged(folder, f"{self.name} in {name} can't be read ({found})") from error
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> Slices:
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def _fill(out: torch.Tensor, file: IO[bytes], begin: int, shape: Sequence[int], where: Slices) -> None:
+    """Reads into ``out`` the values at ``where`` of a box of ``shape``, row-major in ``file`` from ``begin`` on.
+
+    Runs of rows are read, and of a box of more dimensions than two, a matrix at a time, where columns are left out.
+    """
+    if not shape:
+        out, shape, where = out[None], (1,), (slice(0, 1),)
+    rows, row = where[0], math.prod(shape[1:]) * out.itemsize
+    if out.is_contiguous() and where[1:] == tuple(slice(0, size) for size in shape[1:]):
+        _read_into(bytes_of(out), file, begin + rows.start * row)
+    elif len(shape) > 2:
+        for layer in range(rows.start, rows.stop):
+            _fill(out[layer - rows.start], file, begin + layer * row, shape[1:], where[1:])
+    else:
+        whole = torch.empty(rows.stop - rows.start, *shape[1:], dtype=out.dtype)
+        _read_into(bytes_of(whole), file, begin + rows.start * row)
+        out.copy_(whole[(slice(None), *where[1:])])
+
+
+def _read_into(into: memoryview, file: IO[bytes], begin: int) -> None:
+    file.seek(begin)
+    while into:
+        count = file.readinto(into[:BLOCK])  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(f"{len(into):,} bytes too few")
+        into = into[count:]

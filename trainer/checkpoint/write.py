@@ -353,7 +353,7 @@ def _write_rest(
     folder: Folder, parts: Sequence[tensors.TensorPart], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
 ) -> dict[str, manifest.Checksum]:
     """What there is one of, once every host has written its tensors; returns the manifest's entries."""
-    files = tensors.write_listing(folder, parts, shapes)
+    files = tensors.write_index(folder, parts, shapes)
     for name, data in texts.items():
         parent, _, base = name.rpartition("/")
         (folder / parent if parent else folder).write(base, data)

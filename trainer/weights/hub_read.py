@@ -32,6 +32,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray, Slices
+from shardwright.files.safetensors_file import DTYPES
 from shardwright.report.bars import byte_bar
 from shardwright.weights.lazy_tensors import Lazy
 
@@ -39,21 +40,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # files to fetch: some repositories hold the weights a second time, in another format
 PATTERNS = ["model.safetensors", "model-*.safetensors", INDEX, "*config.json"]
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-# dtypes by their names in a safetensors header
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 LARGEST = 100_000_000  # bytes of an index or a header: safetensors' own limit
 LISTED = 8  # names in a message
 

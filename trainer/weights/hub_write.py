@@ -2,10 +2,6 @@
 
 transformers' own conversion, run backwards on lazy tensors (`shardwright.weights.lazy_tensors`), gives names and
 shapes beforehand. So a file's header is written first, and its tensors follow as they are read.
-
-safetensors (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N (unsigned, little
-endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what follows, padded with spaces; then the tensors,
-little endian, row-major, with no gap between them.
 """
 
 from __future__ import annotations
@@ -30,13 +26,13 @@ from transformers.utils import cached_file
 from shardwright.errors import UserError
 from shardwright.files.arrays import Array, LazyArray
 from shardwright.files.folder import Folder
+from shardwright.files.safetensors_file import bytes_of, file_header
 from shardwright.report.bars import byte_bar
-from shardwright.weights.hub_read import DTYPES, INDEX, WEIGHTS
+from shardwright.weights.hub_read import INDEX, WEIGHTS
 from shardwright.weights.lazy_tensors import Lazy
 from shardwright.weights.weight_sources import Source
 
 KEY_FORMATS = ("original", "new")
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -185,10 +181,10 @@ def write_files(
     try:
         for file, names in files.items():
             with folder.writing(file) as out:
-                out.write(_header({name: (tuple(tensors[name].shape), dtypes[name]) for name in names}))
+                out.write(file_header({name: (tensors[name].shape, dtypes[name]) for name in names}))
                 for name in names:
-                    values = tensors.pop(name).read().to(dtypes[name]).contiguous()
-                    out.write(values.reshape(-1).view(torch.uint8).numpy().data)
+                    values = tensors.pop(name).read().to(dtypes[name])
+                    out.write(bytes_of(values))
                     advance(values.nbytes)
                     del values  # or two are held while the next is read
             written.append(file)
@@ -197,18 +193,6 @@ def write_files(
             with contextlib.suppress(UserError):
                 folder.remove_file(file)
         raise
-
-
-def _header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
-    """Returns a safetensors header of tensors with these shapes and dtypes, in this order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in tensors.items():
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_description(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
-import zipfile
-from collections.abc import Callable
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch.distributed.checkpoint.metadata import Metadata
 from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainerState
 
-from shardwright.checkpoint import dcp_metadata, manifest, tensor_records
+from shardwright.checkpoint import manifest
 from shardwright.checkpoint.host_state import random_state, set_random_state
-from shardwright.checkpoint.plain_pickle import read_pickle
+from shardwright.checkpoint.manifest import INDEX
 from shardwright.checkpoint.read import RunCheckpoint, find_checkpoint, open_checked
-from shardwright.checkpoint.tensors import write_listing, write_part
+from shardwright.checkpoint.tensors import write_index, write_part
 from shardwright.checkpoint.write import run_texts
 from shardwright.data.rows.batches import TrainingBatches
 from shardwright.data.rows.rows import StoredRows
@@ -35,12 +32,10 @@ from shardwright.model.meta_model import meta_model
 from shardwright.report.pictures import loss_curve
 from tests.support.fuzz.edits import MILD, as_text, byte_edits, edited, edited_bytes, tree_edits
 from tests.support.fuzz.kind import Kind
-from tests.support.fuzz.pickles import EVIL, as_pickle, as_tree
 from tests.support.lives import TINY
 
-TENSORS = "__0_0.distcp"
+TENSORS = "tensors-0-0.safetensors"
 SPECIAL = ("fifo", "link", "folder")  # what every folder holds beside the checkpoint's own files
-_INIT = Metadata.__init__
 
 
 def rows() -> StoredRows:
@@ -57,7 +52,7 @@ def write_checkpoint(folder: Path) -> Path:
     boxes = {"model.layers.*.mlp.up_proj.weight": halves, "lm_head.weight": rows_of_head}
     snapshot = {name: [(box, whole[name][box].clone()) for box in boxes[name]] for name in whole}
     shapes = {name: tuple(values.shape) for name, values in whole.items()}
-    files = write_listing(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
+    files = write_index(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
     batches = TrainingBatches(rows(), 2, seed=1)
     next(batches)
     history = [{"loss": 5.0, "grad_norm": 1.0, "step": 1, "epoch": 0.1}, {"eval_loss": 5.0, "step": 1, "epoch": 0.1}]
@@ -111,7 +106,6 @@ def read_all(found: RunCheckpoint, written: bool) -> None:
         for where in (tuple(slice(None) for _ in array.shape), tuple(slice(0, size // 2) for size in array.shape)):
             values = array[where]
             assert not written or bool(((values >= 1) & (values < 2)).all()), f"{name} holds memory never written"
-    assert Metadata.__init__ is _INIT
     assert not Path("pwned").exists()
 
 
@@ -153,14 +147,14 @@ def _replace(path: Path, kind: str, base: Path) -> None:
         path.write_bytes(as_text(None, deep=True))
 
 
-_FILES = [TENSORS, ".metadata", "manifest.json", "host.json", "trainer_state.json", "tokenizer/tokenizer.json"]
+_FILES = [TENSORS, INDEX, "manifest.json", "host.json", "trainer_state.json", "tokenizer/tokenizer.json"]
 _KINDS = ["fifo", "link", "device", "folder", "huge", "deep", "gone"]
 MANIFESTS = Kind(
     write_checkpoint,
     st.tuples(
         tree_edits(least=0),
         st.one_of(st.just([]), st.just([]), byte_edits()),
-        st.sampled_from([1, 1, 1, 1, 1, 2, None, "1", [], True, 1.0]),
+        st.sampled_from([2, 2, 2, 2, 2, 1, 3, "2", [], True, 2.0]),
         st.one_of(st.none(), st.tuples(st.sampled_from(_FILES), st.sampled_from(_KINDS))),
         st.booleans(),
     ),
@@ -169,81 +163,50 @@ MANIFESTS = Kind(
 )
 
 
-# ---- lists of tensors ----
+# ---- lists of tensors, and what lies where they say ----
 
 
-def prepare_metadata(folder: Path) -> Any:
-    write_checkpoint(folder)
-    data = (folder / ".metadata").read_bytes()
-    return folder, as_tree(read_pickle(data, dcp_metadata._NAMES)), data
+def run_index(base: Path, case: Any, scratch: Path) -> None:
+    edits, edits_of_bytes, edits_of_tensors, deep = case
+    index = as_text(edited(json.loads((base / INDEX).read_bytes()), edits), deep)
+    changed = {INDEX: edited_bytes(index, edits_of_bytes)}
+    if edits_of_tensors:
+        changed[TENSORS] = edited_bytes((base / TENSORS).read_bytes(), edits_of_tensors)
+    read_all(opened(copied(base, scratch, changed)), not edits_of_tensors)
 
 
-def run_metadata(made: Any, case: Any, scratch: Path) -> None:
-    (base, tree, data), (edits, edits_of_bytes) = made, case
-    if edits:
-        data = as_pickle(edited(tree, edits))
-    folder = copied(base, scratch, {".metadata": edited_bytes(data, edits_of_bytes)})
-    read_all(opened(folder), True)
-
-
-METADATA = Kind(
-    prepare_metadata,
-    st.one_of(
-        st.tuples(tree_edits(values=EVIL), st.just([])),
-        st.tuples(tree_edits(values=EVIL, most=2, actions=MILD), st.just([])),
-        st.tuples(st.just([]), byte_edits()),
+INDICES = Kind(
+    write_checkpoint,
+    st.tuples(
+        st.one_of(tree_edits(), tree_edits(most=2, actions=MILD), st.just([])),
+        st.one_of(st.just([]), st.just([]), byte_edits()),
+        st.one_of(st.just([]), st.just([]), byte_edits()),
+        st.sampled_from([False] * 19 + [True]),
     ),
-    run_metadata,
-    weight=22,
+    run_index,
+    weight=24,
 )
 
 
-# ---- records ----
+# ---- format 1 ----
 
 
-def prepare_records(folder: Path) -> Any:
-    write_checkpoint(folder)
-    places = pickle.loads((folder / ".metadata").read_bytes()).storage_data.values()
-    return folder, (folder / TENSORS).read_bytes(), [(place.offset, place.length) for place in places]
+def prepare_old(folder: Path) -> Path:
+    old = Path(__file__).parents[2] / "checkpoint" / "old_format" / "lora" / "checkpoint-3"
+    return shutil.copytree(old, folder, dirs_exist_ok=True)
 
 
-def run_records(made: Any, case: Any, scratch: Path) -> None:
-    (base, data, places), (number, edits, edits_of_bytes, compress) = made, case
-    begin, length = places[number % len(places)]
-    record = data[begin : begin + length]
-    if edits or compress:
-        record = _rewritten(record, lambda tree: edited(tree, edits), compress)
-    record = edited_bytes(record, edits_of_bytes)
-    folder = copied(base, scratch, {TENSORS: data[:begin] + record + data[begin + length :]})
+def run_old(base: Path, case: Any, scratch: Path) -> None:
+    name, edits_of_bytes = case
+    folder = copied(base, scratch, {name: edited_bytes((base / name).read_bytes(), edits_of_bytes)})
     read_all(opened(folder), False)
 
 
-def _rewritten(record: bytes, edit: Callable[[Any], Any], compress: bool) -> bytes:
-    """The record as another archive: its pickle is what ``edit`` returns, and its entries perhaps compressed."""
-    made, out = zipfile.ZipFile(io.BytesIO(record)), io.BytesIO()
-    storages = set(tensor_records._STORAGES.values())
-    tree = as_tree(
-        read_pickle(made.read("archive/data.pkl"), {tensor_records._REBUILD, tensor_records._NO_HOOKS, *storages})
-    )
-    tree["args"]["()"][0] = {"@": tree["args"]["()"][0]}
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED) as archive:
-        for name in made.namelist():
-            archive.writestr(name, as_pickle(edit(tree)) if name.endswith(".pkl") else made.read(name))
-        written = out.tell() + sum(46 + len(name) for name in made.namelist()) + 22
-        archive.comment = b" " * max(0, len(record) - written)  # so that the others stay where the list says
-    return out.getvalue()
-
-
-RECORDS = Kind(
-    prepare_records,
-    st.tuples(
-        st.integers(0, 100),
-        st.one_of(st.just([]), tree_edits(values=EVIL)),
-        st.one_of(st.just([]), byte_edits()),
-        st.booleans(),
-    ),
-    run_records,
-    weight=12,
+OLD = Kind(
+    prepare_old,
+    st.tuples(st.sampled_from([".metadata", ".metadata", "__0_0.distcp"]), byte_edits()),
+    run_old,
+    weight=10,
 )
 
 

@@ -15,7 +15,18 @@ WICKED = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 2**31, 2**32 - 1, 2**53 + 1, 2**63, 10**12, 10**18, -(10**18), 10**40),
     *(0.5, -1.5, 1e308, float("nan"), float("inf"), -float("inf")),
     *("", " ", "0", "-1", "nan", "../x", "../../host.json", "/etc/passwd", "/dev/zero", "fifo", "link", "folder", "."),
-    *("..", "\0", "a\0b", "\ud800", "é\n\x1b[31m", "[/y]", "x" * 5000, "host.json/x", "tokenizer", "__1_0.distcp"),
+    *(
+        "..",
+        "\0",
+        "a\0b",
+        "\ud800",
+        "é\n\x1b[31m",
+        "[/y]",
+        "x" * 5000,
+        "host.json/x",
+        "tokenizer",
+        "tensors-1-0.safetensors",
+    ),
     *([], {}, [[]], [0], [1, 2], [-1], ["x"], {"x": 1}, {"": {}}, [[[[[[[[1]]]]]]]], [None] * 40),
 ]
 _numbers = st.integers(0, 10**6)

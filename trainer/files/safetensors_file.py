@@ -1,0 +1,50 @@
+"""safetensors files (https://github.com/huggingface/safetensors#format), written front to back, without a copy.
+
+8 bytes, the header's length N (unsigned, little endian); N bytes of JSON, name -> dtype, shape, [begin, end) in what
+follows, padded with spaces; then the tensors, little endian, row-major, with no gap between them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+# dtypes by their names in a header
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def file_header(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], **metadata: str) -> bytes:
+    """The header of a file of tensors with these shapes and dtypes, in this order.
+
+    Args:
+        metadata: what it says beside them.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the host, in its own memory where that is row-major."""
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
