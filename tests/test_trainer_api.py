@@ -288,11 +288,11 @@ class Parts(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"args": transformers.TrainingArguments}, "trainer.TrainingArguments"),
+        ({"args": transformers.TrainingArguments}, "shardwright.TrainingArguments"),
         ({"model": 5}, "a hub id, a folder"),
         ({"model": LlamaForCausalLM(LlamaConfig(**SIZES)).to("meta")}, "is on meta"),
         ({"model": LlamaForCausalLM(LlamaConfig(**SIZES))}, "without a tokenizer(.|\n)*processing_class="),
-        ({"recipe": {"mesh": 1}}, "trainer.Recipe"),
+        ({"recipe": {"mesh": 1}}, "shardwright.Recipe"),
         ({"train_dataset": Parts()}, r"Dataset.from_list"),
         ({"train_dataset": {"train": "a", "test": "b"}}, r"datasets\['train'\]"),
         ({"eval_dataset": {"a b": "x"}}, "letters, digits"),
