@@ -97,8 +97,7 @@ class TrainingLoop:
         held = {f"held-out rows {name}": rows.fingerprint for name, rows in corpus.heldout_sets.items()}
         hosts().check_same({"rows to train on": corpus.train.fingerprint, **held})
         job, epoch, measures = states.settled(job, corpus, resume, compute_loss, compute_metrics)
-        self.job, self.args, self.corpus = job, job.args, corpus
-        self.resume, self.goes_on_after = resume, goes_on_after
+        self.job, self.args, self.corpus, self.resume, self.goes_on_after = job, job.args, corpus, resume, goes_on_after
         self.console, self.stop = console or Console(), StopRequests()
         self.folder = output_folder(self.args)
         self.lock = lock or FolderLock(self.folder, self.console)

@@ -99,7 +99,8 @@ def test_a_hub_dataset_is_streamed_and_known_by_its_commit(tmp_path: Path) -> No
     environment = write_hub_cache(tmp_path / "hub", {"train": TEXTS[:200], "validation": TEXTS[200:]})
     script = """if True:
         from shardwright.data.records.document_stream import find_stream
-        stream = find_stream("someone/stories:default", TEXT)
+        from shardwright.objectives.objective import text_shape
+        stream = find_stream("someone/stories:default", [text_shape()])
         print(stream.identity, len(list(stream.documents())), len(list(stream.heldout.documents())), sep="|")
         print([text for key, text in stream.read(0, 197)])"""
     first, second = run_python(script, **environment).splitlines()
