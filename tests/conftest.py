@@ -1,5 +1,6 @@
 """8 virtual CPU devices for every test of this process; the environment must be set before torch_xla's first call."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -9,8 +10,11 @@ from pathlib import Path
 
 from tests.support.quick_compile import QUICK_COMPILE
 
+gc.disable()  # until all is imported and collected, of which nothing is garbage
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "8"
+# tensors of tests are small, and the cores taken: at the end of each operation torch's threads would wait for one another
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip()
@@ -83,3 +87,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files without a slow test come first: most mistakes show in minutes."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and is not looked through again."""
+    gc.freeze()
+    gc.enable()
