@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.quick_compile import QUICK_COMPILE
 
 gc.disable()  # until all is imported and collected, of which nothing is garbage
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "8"
-# tensors of tests are small, and the cores taken: at the end of each operation torch's threads would wait for one another
+# Tests' tensors are small and the cores taken: torch's threads would wait for one another at each operation's end.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,10 +23,6 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".s
 # A process may have 65,530 mappings (vm.max_map_count). An executable of XLA:CPU takes some hundreds, a step's nearly a
 # thousand, and torch_xla keeps 2,048 executables. Beyond that a compile fails, and the exception crashes the process.
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"
-
-import pytest
-
-from shardwright.xla.runtime import init_runtime
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,6 +32,8 @@ def spmd() -> None:
     Counting the devices makes the client: torch's autograd fixes its number of devices at a process's first backward,
     and one on the CPU before there is a client breaks the later ones on XLA.
     """
+    from shardwright.xla.runtime import init_runtime
+
     assert init_runtime().startswith("8 virtual CPU devices")
 
 

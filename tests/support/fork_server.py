@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import logging
 import os
@@ -25,6 +26,9 @@ from typing import Any
 
 from tests.support.paths import ROOT
 
+# what a run imports when it comes to it
+_LATE = ["datasets", "jax", "matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.mathtext"]
+_LATE += ["transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral"]
 _REQUEST = 1 << 20  # bytes at most; the environment takes some 10,000
 
 
@@ -76,12 +80,12 @@ class Forked(subprocess.Popen):
         return self._internal_poll()
 
 
-def run(*words: object, timeout: float = 900, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end, and what it printed; takes what :class:`Forked` does."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+def run(*words: object, said: str = "", timeout: float = 900, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end; ``said`` is its standard input, and the rest is what :class:`Forked` takes."""
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     with Forked(*words, text=True, **options) as process:
         try:
-            printed = process.communicate(timeout=timeout)
+            printed = process.communicate(said, timeout=timeout)
         except BaseException:
             process.kill()
             raise
@@ -170,13 +174,10 @@ def _become(words: list[str], folder: str, environment: dict[str, str], group: i
 def main() -> None:
     before = set(os.environ)
     logging.disable(logging.WARNING)
-    import datasets  # noqa: F401
-    import jax  # noqa: F401
-    import torch_xla
 
-    import shardwright.run
-    import shardwright.scripts.export
-    import shardwright.scripts.train  # noqa: F401
+    for name in _LATE:
+        importlib.import_module(name)
+    import torch_xla
 
     logging.disable(logging.NOTSET)
     assert not torch_xla._XLAC._xla_runtime_is_initialized()

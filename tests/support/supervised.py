@@ -15,7 +15,13 @@ from shardwright.hosts.output_streams import exit_code
 from shardwright.hosts.restarts import NOTES
 
 
-def fork_runs(begin: Callable[[], None], end: Callable[[int], NoReturn]) -> None:
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fork_runs(begin: Callable[[], None], end: Callable[[int], NoReturn] = _end) -> None:
     """Has the supervisor of this process fork `scripts/train.py`, after ``begin``; ``end`` ends a run with its code."""
 
     def supervise(limit: int, words: Sequence[str]) -> int:
