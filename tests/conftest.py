@@ -7,6 +7,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,10 +84,34 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
+# The files that take or wait longest, longest first, so that no process is left with one when the other is done.
+LONGEST = (
+    *("hosts/test_failures.py", "hosts/test_jobs.py", "checkpoint/test_resume.py", "checkpoint/test_kills.py"),
+    *("compile/test_lowering.py", "compile/test_compile.py", "hosts/test_features.py", "hosts/test_compiled.py"),
+    *("hosts/test_restarts.py", "hosts/test_staging.py", "compile/test_graphs.py", "compile/test_tune.py"),
+)
+# Files whose tests share next to nothing: of these, processes take a test at a time.
+SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files without a slow test come first: most mistakes show in minutes."""
+    """Files without a slow test come first: most mistakes show in minutes. The slow ones come longest first."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path in slow)
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path in slow, ranks.get(item.path, len(ranks)) if item.path in slow else 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n`` a file is run by one process, but for those in SHARING_NOTHING."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file in SHARING_NOTHING else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

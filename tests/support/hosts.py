@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwright.checkpoint import manifest
 from tests.support.fork_server import Forked
 from tests.support.host import free_ports
 from tests.support.paths import ROOT
@@ -27,13 +28,16 @@ class HostLives:
     """Starts jobs of `scripts/train.py`, or of a script, on several hosts, one job at a time; used in a ``with``.
 
     Args:
+        home: a folder for caches, and for what a job compiles, which the next then need not; None: each compiles all.
         environment: more variables of each host.
     """
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, home: Path | None = None, **environment: str) -> None:
         self.living: list[Forked] = []
-        # each job compiles what it runs, unless told otherwise
         self.environment = {"NPROC": "16", "SHARDWRIGHT_COMPILED": "", **environment}
+        if home is not None:
+            kept = {"SHARDWRIGHT_CACHE": str(home / "cache"), "SHARDWRIGHT_COMPILED": str(home / "compiled")}
+            self.environment = {**self.environment, **kept, **environment}
 
     def __enter__(self) -> HostLives:
         return self
@@ -52,7 +56,6 @@ class HostLives:
         hosts: int,
         others: Sequence[object] | None = None,
         devices: int = DEVICES,
-        **environment: str,
     ) -> list[int]:
         """Starts a job; host 2 writes to the file ``2.log`` of ``logs``. Returns the hosts' process ids.
 
@@ -60,11 +63,10 @@ class HostLives:
             arguments: of `scripts/train.py`; or a script, whose name ends in .py, and its arguments.
             others: arguments of the last host, where they are not the same.
             devices: of all hosts together.
-            environment: more variables of this job's hosts.
         """
-        logs.mkdir(exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
         words = [arguments] * (hosts - 1) + [arguments if others is None else others]
-        port, variables = free_ports(), {**os.environ, **self.environment, **environment}
+        port, variables = free_ports(), {**os.environ, **self.environment}
         self.living = []
         for host, own in enumerate(words):
             script = () if str(own[0]).endswith(".py") else (ROOT / "scripts" / "train.py",)
@@ -83,6 +85,39 @@ class HostLives:
         """Starts a job and waits for its end; takes what :meth:`start` does, and returns what :meth:`wait` does."""
         self.start(logs, *arguments, hosts=hosts, **more)
         return self.wait()
+
+
+class Job:
+    """A job of two hosts in a folder of its own, that runs beside others; used in a ``with``.
+
+    Args:
+        folder: for its output (``out``) and its logs.
+        lives: that start it.
+        words: of `scripts/train.py`, but for the output folder.
+    """
+
+    def __init__(self, folder: Path, lives: HostLives, *words: object) -> None:
+        self.output, self.logs, self.lives, self.codes = folder / "out", folder / "logs", lives, list[int]()
+        self.words = [*words, "--output_dir", self.output]
+
+    def __enter__(self) -> Job:
+        self.processes = self.lives.start(self.logs, *self.words, hosts=2)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.lives.__exit__(kind, error, trace)
+        else:
+            self.codes = self.lives.wait()
+
+    def saved(self, step: int) -> bool:
+        """Whether the step's checkpoint is whole."""
+        return (self.output / f"checkpoint-{step}" / manifest.MANIFEST).exists()
+
+    def log(self, host: int) -> str:
+        return log_of(self.logs, host)
 
 
 def losses(output: Path) -> list[dict[str, float]]:
