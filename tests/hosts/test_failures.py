@@ -99,16 +99,18 @@ def standing(home) -> dict[str, Job]:
         "1": job(home, "still-1", "--max_steps", 4000),
         "hangs": job(home, "hangs", "--max_steps", 4000, "--hang_timeout", 60, HOST_SILENT="10000"),
     }
-    said = {"0": "not answered", "1": "no sign of life", "hangs": "error: host"}
+    # the host that stands still, and what the other one says
+    ways = {"0": (0, "not answered"), "1": (1, "no sign of life"), "hangs": (1, "error: host")}
     with ExitStack() as running:
         for each in jobs.values():
             running.enter_context(each)
         for name, each in jobs.items():
             wait_until(lambda each=each: each.saved(5))
-            os.kill(each.processes[name != "0"], signal.SIGSTOP)
+            os.kill(each.processes[ways[name][0]], signal.SIGSTOP)
         for name, each in jobs.items():
-            wait_until(lambda each=each, name=name: said[name] in each.log(name == "0"), 2 * SECONDS)
-            os.kill(each.processes[name != "0"], signal.SIGKILL)
+            still, said = ways[name]
+            wait_until(lambda each=each, still=still, said=said: said in each.log(1 - still), 2 * SECONDS)
+            os.kill(each.processes[still], signal.SIGKILL)
     return jobs
 
 

@@ -26,9 +26,10 @@ from typing import Any
 
 from tests.support.paths import ROOT
 
-# what a run imports when it comes to it
-_LATE = ["datasets", "jax", "matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.mathtext"]
-_LATE += ["transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral"]
+# the trainer, and what a run imports when it comes to it
+_IMPORTED = ["shardwright.run", "shardwright.scripts.train", "datasets", "jax", "matplotlib.backends.backend_agg"]
+_IMPORTED += ["matplotlib.figure", "matplotlib.mathtext", "transformers.models.llama.modeling_llama"]
+_IMPORTED += ["transformers.models.mixtral.modeling_mixtral"]
 _REQUEST = 1 << 20  # bytes at most; the environment takes some 10,000
 
 
@@ -151,12 +152,15 @@ def _fork(requests: socket.socket) -> dict[str, Any]:
 
 def _become(words: list[str], folder: str, environment: dict[str, str], group: int | None) -> None:
     """This process runs a program, as Python does."""
+    import torch_xla
+
     if group is not None:
         os.setpgid(0, group)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    torch_xla._setup_xla_flags()  # as its import does
     sys.orig_argv[:] = [sys.executable, *words]
     if words[0] == "-m":
         sys.argv[:] = words[1:]
@@ -173,17 +177,17 @@ def _become(words: list[str], folder: str, environment: dict[str, str], group: i
 
 def main() -> None:
     before = set(os.environ)
+    gc.disable()
     logging.disable(logging.WARNING)
-
-    for name in _LATE:
+    for name in _IMPORTED:
         importlib.import_module(name)
     import torch_xla
 
     logging.disable(logging.NOTSET)
     assert not torch_xla._XLAC._xla_runtime_is_initialized()
     imports = {name: value for name, value in os.environ.items() if name not in before}  # what importing sets
-    gc.collect()
     gc.freeze()
+    gc.enable()
     request = _fork(socket.socket(fileno=int(sys.argv[1])))
     request["environment"] = {**imports, **request["environment"]}
     _become(**request)
