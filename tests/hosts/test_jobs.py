@@ -148,15 +148,22 @@ SIGNALS = [(1, signal.SIGTERM, PREEMPTED), (0, signal.SIGTERM, PREEMPTED), (1, s
 @pytest.fixture(scope="module")
 def stopped(job) -> list[Job]:
     """Jobs beside each other, each ended by a signal to one of its hosts."""
-    words = [*job.arguments, "--max_steps", 4000, "--eval_strategy", "no", "--logging_steps", 50]
+    words = [*job.arguments, "--max_steps", 4000, "--eval_strategy", "no", "--logging_steps", 5]
     words += ["--save_steps", 100_000]
     jobs = [Job(job.home / f"signal-{number}", HostLives(job.home), *words) for number in range(len(SIGNALS))]
     with ExitStack() as running:
         for each in jobs:
             running.enter_context(each)
-        for each, (host, number, _) in zip(jobs, SIGNALS, strict=True):
-            wait_until(lambda each=each: "step     50" in each.log(0))
-            os.kill(each.processes[host], number)
+        left = list(zip(jobs, SIGNALS, strict=True))
+
+        def all_told() -> bool:
+            for each, (host, number, _) in list(left):
+                if "step      5" in each.log(0):
+                    os.kill(each.processes[host], number)
+                    left.remove((each, (host, number, _)))
+            return not left
+
+        wait_until(all_told)
     return jobs
 
 
