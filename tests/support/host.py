@@ -43,7 +43,8 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port + 3}", count, index)
+        # jax's own heartbeats, which a TPU's runtime lacks, would end a job before our watchdog speaks
+        jax.distributed.initialize(f"localhost:{port + 3}", count, index, heartbeat_timeout_seconds=10_000)
     from shardwright.hosts import watchdog
     from tests.support import pjrt_devices
 
