@@ -1,26 +1,29 @@
 """8 virtual CPU devices for every test of this process; the environment must be set before torch_xla's first call."""
 
+import gc
 import logging
 import os
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.quick_compile import QUICK_COMPILE
 
+gc.disable()  # until all is imported and collected, of which nothing is garbage
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "8"
+# Tests' tensors are small and the cores taken: torch's threads would wait for one another at each operation's end.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip()
 # A process may have 65,530 mappings (vm.max_map_count). An executable of XLA:CPU takes some hundreds, a step's nearly a
 # thousand, and torch_xla keeps 2,048 executables. Beyond that a compile fails, and the exception crashes the process.
 os.environ["XLA_COMPILATION_CACHE_SIZE"] = "32"
-
-import pytest
-
-from shardwright.xla.runtime import init_runtime
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +33,8 @@ def spmd() -> None:
     Counting the devices makes the client: torch's autograd fixes its number of devices at a process's first backward,
     and one on the CPU before there is a client breaks the later ones on XLA.
     """
+    from shardwright.xla.runtime import init_runtime
+
     assert init_runtime().startswith("8 virtual CPU devices")
 
 
@@ -79,7 +84,37 @@ def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
+# The files that take or wait longest, longest first, so that no process is left with one when the other is done.
+LONGEST = (
+    *("hosts/test_failures.py", "hosts/test_jobs.py", "checkpoint/test_resume.py", "checkpoint/test_kills.py"),
+    *("compile/test_lowering.py", "compile/test_compile.py", "hosts/test_features.py", "hosts/test_compiled.py"),
+    *("hosts/test_restarts.py", "hosts/test_staging.py", "compile/test_graphs.py", "compile/test_tune.py"),
+)
+# Files whose tests share next to nothing: of these, processes take a test at a time.
+SHARING_NOTHING = {"tests/step/test_parity.py", "tests/hosts/test_features.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files without a slow test come first: most mistakes show in minutes."""
+    """Files without a slow test come first: most mistakes show in minutes. The slow ones come longest first."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path in slow)
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (item.path in slow, ranks.get(item.path, len(ranks)) if item.path in slow else 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n`` a file is run by one process, but for those in SHARING_NOTHING."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file in SHARING_NOTHING else file
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, and is not looked through again."""
+    gc.freeze()
+    gc.enable()

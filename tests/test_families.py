@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +11,18 @@ import torch
 
 from shardwright.scripts.measure import against_plain, families
 from shardwright.scripts.measure.tiny import LEFT_OUT, shown_layers, tiny_config
+from tests.support.fork_server import run
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 MOST_USED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 STACKED = {"gemma2": "2 × 2", "gpt_oss": "2 × 2", "deepseek_v3": "1 + 1 × 3"}
 
 
 def sweep(*words: str) -> str:
     """What the script prints; it runs in a process of its own, for it chooses XLA's flags."""
-    command = [sys.executable, "scripts/measure/families.py", *words]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    done = run("scripts/measure/families.py", *words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")

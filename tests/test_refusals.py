@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from shardwright.files.lock import FolderLock
 from shardwright.job import Job
 from shardwright.model.meta_model import meta_model
 from shardwright.scripts.measure.tiny import tiny_config
+from tests.support.fork_server import run
 from tests.support.paths import ROOT
 
 TINY = {
@@ -209,17 +208,10 @@ def outcomes(world: Path) -> dict[str, dict[str, Any]]:
         "resume_from_checkpoint": "checkpoint-7",
     }
     lines = "".join(json.dumps({**usual, **options}) + "\n" for options, _ in CASES.values())
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
     with FolderLock(Folder(world / "held")):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.refusals", str(world)],
-            input=lines,
-            env={**environment, "SHARDWRIGHT_CACHE": str(world / "cache")},
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
+        environment["SHARDWRIGHT_CACHE"] = str(world / "cache")
+        done = run("-m", "tests.support.refusals", world, said=lines, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 

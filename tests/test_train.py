@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwright.data.corpus import DataOptions, load_corpus
-from tests.support.training import SMALL, command, environment, train
+from tests.support.fork_server import Forked
+from tests.support.paths import ROOT
+from tests.support.training import SMALL, environment, train
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,8 @@ def test_a_trained_folder_is_a_model_to_go_on_from(run, text_folder, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_what_was_learned_saved(text_folder, tmp_path):
     arguments = ["--recipe", "llama_fsdp", "--dataset", text_folder, "--output_dir", tmp_path, "--max_steps", 100_000]
-    with subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    words = [ROOT / "scripts" / "train.py", *arguments, *SMALL]
+    with Forked(*words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "lr " in line:

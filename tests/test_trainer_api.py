@@ -6,8 +6,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +29,7 @@ from shardwright.model.lora_options import lora_of
 from shardwright.step.eval_metrics import Predictions, metric_names
 from shardwright.weights.hub_push import push_folder
 from tests.support.chats import CHATML, byte_tokenizer, chats, write_records
+from tests.support.fork_server import run
 from tests.support.paths import ROOT
 
 SIZES: dict[str, Any] = {
@@ -204,9 +203,7 @@ def test_the_pages_program_trains_and_leaves_a_folder_that_serves(tmp_path):
     text = text.replace("eval_steps=50, save_steps=50", "eval_steps=2, save_steps=2").replace("epochs=3", "epochs=1")
     assert len([line for line in text.splitlines() if line.strip()]) <= 20
     (tmp_path / "program.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = run("program.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "eval_top5" in done.stdout.splitlines()[-1]
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/chat/served")

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.files.lock import LOCK
 from shardwright.run import train
+from tests.support.fork_server import run
 from tests.support.lives import TINY, Lives, tiny_run, write_text
 from tests.support.resharding import DENSE, DENSE_UNSCANNED, EP_TP, FSDP, Resharding, Setting
 
@@ -131,7 +131,7 @@ with stop.listen():
 
 
 def test_a_second_sigterm_ends_the_program_at_once():
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=False)
+    done = run("-c", TWICE)
     assert (done.stdout, done.returncode) == ("noted\n", -signal.SIGTERM)
 
 

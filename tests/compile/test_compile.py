@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from shardwright.compile.compile_command import DOES_NOT_FIT
 from shardwright.compile.compile_job import compiler_flags
 from shardwright.compile.search.largest_that_fits import largest_batch
 from shardwright.xla.chips import CHIPS, FLAGS
+from tests.support import fork_server
 from tests.support.paths import ROOT
 from tests.support.tpu_compiler import needs_libtpu
 
@@ -34,15 +34,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, *words: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *words],
-        env={**os.environ, "SHARDWRIGHT_CACHE": str(cache), "COLUMNS": "200"},
-        cwd=cache,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment = {**os.environ, "SHARDWRIGHT_CACHE": str(cache), "COLUMNS": "200"}
+    return fork_server.run(ROOT / "scripts" / script, *words, env=environment, cwd=cache)
 
 
 # All refusals in one process: starting one takes longer than refusing.
@@ -76,14 +69,8 @@ def test_what_cant_be_is_one_message_and_exit_code_2_before_anything_is_compiled
         r"attention='portable'": [*good, "--isolate_documents", "--compute", "attention=sdpa"],
         r"did you mean 'llama_fsdp'": ["--recipe", "lama_fsdp", "--topology", "v5e:2x4"],
     }
-    done = subprocess.run(
-        [sys.executable, "-c", _REFUSALS, json.dumps([*expected.values()])],
-        env={**os.environ, "SHARDWRIGHT_CACHE": str(cache / "unused"), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {**os.environ, "SHARDWRIGHT_CACHE": str(cache / "unused")}
+    done = fork_server.run("-c", _REFUSALS, json.dumps([*expected.values()]), env=environment)
     messages = done.stderr.split("----\n")[1:]
     assert len(messages) == len(expected), done.stderr
     for (pattern, words), message in zip(expected.items(), messages, strict=True):
@@ -148,8 +135,9 @@ def test_a_step_that_fits_is_reported_and_train_compile_only_takes_it_from_the_c
 @pytest.mark.slow
 def test_sigterm_ends_a_search_with_a_word_of_how_to_go_on_and_leaves_nothing_half_made(tmp_path: Path) -> None:
     words = ["--recipe", "llama_fsdp", "--topology", "v5e:2x2", "--tune", "60"]
-    child = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "compile.py"), *words],
+    child = fork_server.Forked(
+        ROOT / "scripts" / "compile.py",
+        *words,
         env={**os.environ, "SHARDWRIGHT_CACHE": str(tmp_path), "COLUMNS": "200"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from shardwright.compile.report.report import CompileReport, Expected
 from shardwright.errors import UserError
 from shardwright.scripts.measure.count_hlo import axes, count_module, read_module
 from tests.support.captured import MESH, captured
+from tests.support.fork_server import run
 from tests.support.paths import CAPTURED, ROOT
 
 EXPECTED = Expected(model_flops=8 * 1e9, tokens=8 * 256)
@@ -78,8 +77,9 @@ def test_the_command_prints_and_writes_the_estimate(tmp_path: Path) -> None:
     model = CAPTURED.parents[2] / "docs" / "configs" / "mixtral_8x7b.json"
     words = ["--topology", "v5p:2x2x2", "--mesh", "fsdp=2,expert=4", "--layers", "3", "--json", str(written)]
     words += ["--model", str(model), "--rows", "16", "--sequence_length", "128"]
-    command = [sys.executable, "scripts/measure/count_hlo.py", str(path), *words]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = run("scripts/measure/count_hlo.py", path, *words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     counted = json.loads(written.read_text())
     seconds = count().estimate.seconds
     assert counted["estimate"]["seconds"] == seconds

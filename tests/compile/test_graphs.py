@@ -216,10 +216,11 @@ def test_a_tpu_writes_the_next_token_into_the_cache_in_place(name: str, tmp_path
     recipe = replace(recipe, model={**(recipe.model or {}), "num_hidden_layers": 2})
     job = job_of(recipe, sample_prompts=prompts_in(tmp_path), sample_tokens=50, sequence_length=64)
     target = CompileTarget("v5e:2x4", timeout=600)
-    first, following = (compile_for(lower(job, g), target, cache_dir=tmp_path) for g in (PROMPTS, NEXT_TOKEN))
+    graphs = [lower(job, graph) for graph in (PROMPTS, NEXT_TOKEN)]
+    first, following = (compile_for(lowered, target, cache_dir=tmp_path) for lowered in graphs)
     assert first.fits
     assert following.fits
-    parts = [a for a in lower(job, NEXT_TOKEN).arguments if a.name.startswith(("keys", "values"))]
+    parts = [a for a in graphs[1].arguments if a.name.startswith(("keys", "values"))]
     cache = sum(2 * math.prod(a.shape) // 8 for a in parts)
     assert following.alias_bytes >= cache > 0
     assert first.alias_bytes == 0

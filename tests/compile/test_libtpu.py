@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shardwright.compile.lowered_graph import Argument, LoweredGraph
 from shardwright.errors import UserError
 from shardwright.xla.chips import FLAGS
 from tests.support.captured import captured_step
-from tests.support.paths import ROOT
+from tests.support.fork_server import Forked
 from tests.support.tpu_compiler import needs_libtpu
 
 
@@ -163,8 +162,7 @@ compile_for(captured_step(), CompileTarget("v5p:2x2x2"), cache_dir=pathlib.Path(
 
 @needs_libtpu
 def test_the_compiler_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _COMPILES, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT) as parent:
+    with Forked("-c", _COMPILES, tmp_path) as parent:
         tasks = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         while not (children := [int(pid) for pid in tasks.read_text().split()]):
             assert parent.poll() is None

@@ -160,8 +160,9 @@ def tiles(text: str, rank: int) -> list[int]:
     return [int(n) for n in found[1].split(",")][:rank] if found else [1] * rank
 
 
-@pytest.mark.parametrize("devices", [64, 256])
-@pytest.mark.parametrize("name", ["mixtral_ep", "mixtral_fsdp", "llama_tp"])
+@pytest.mark.parametrize(
+    ("name", "devices"), [("mixtral_ep", 64), ("mixtral_ep", 256), ("mixtral_fsdp", 256), ("llama_tp", 256)]
+)
 def test_a_process_with_8_devices_lowers_for_many_and_every_argument_is_laid_out_as_planned(
     name: str, devices: int
 ) -> None:

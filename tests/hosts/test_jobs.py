@@ -11,6 +11,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from shardwright.checkpoint.lineage import whole_steps
 from shardwright.checkpoint.read import RunCheckpoint
 from shardwright.errors import INTERRUPTED, PREEMPTED
 from shardwright.files.folder import Folder
-from tests.support.hosts import HostLives, assert_same_losses, close, log_of, same_weights, wait_until
+from tests.support.hosts import HostLives, Job, assert_same_losses, close, log_of, same_weights, wait_until
 from tests.support.lives import tiny_run, write_text
 from tests.support.tpu_compiler import needs_libtpu
 
@@ -41,7 +42,24 @@ def home(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def lives(home) -> Iterator[HostLives]:
     with HostLives(HOST_PROGRAMS=str(home / "programs"), SHARDWRIGHT_CACHE=str(home / "cache")) as found:
-        yield found
+        yield found  # each host compiles all it runs
+
+
+@pytest.fixture(scope="module")
+def bucket(job, s3) -> Iterator[Job]:
+    """A job that two hosts saved into a bucket and four go on with, and that for now waits.
+
+    A store's lock is a file: that of the dead is watched for a while before it is taken over.
+    """
+    resumed = Job(job.home / "bucket", HostLives(job.home), *job.arguments, "--resume_from_checkpoint", "latest")
+    resumed.words[-1] = output = f"{s3}/several-hosts"  # in an environment that names the server
+    with resumed:
+        wait_until(lambda: (Folder(output) / "checkpoint-4").exists(manifest.MANIFEST))
+        for process in resumed.processes:
+            os.kill(process, signal.SIGKILL)
+    with resumed.lives:
+        resumed.lives.start(resumed.logs / "four", *resumed.words, hosts=4)
+        yield resumed
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +108,9 @@ def test_a_job_has_the_losses_and_the_weights_of_one_host_and_each_host_writes_i
 
 
 @pytest.mark.parametrize(("wrote", "reads"), [(2, 1), (1, 2)])
-def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, lives, whole, wrote, reads):
+@pytest.mark.usefixtures("bucket")  # which has begun by now
+def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, whole, wrote, reads):
+    lives = HostLives(job.home)
     output, logs = job.home / f"{wrote}-to-{reads}", job.home / f"{wrote}-to-{reads}-logs"
     short = [*job.arguments, "--output_dir", output, "--resume_from_checkpoint", "latest"]
     processes = lives.start(logs, *short, hosts=wrote)
@@ -102,24 +122,6 @@ def test_a_checkpoint_of_so_many_hosts_is_gone_on_from_by_another_number(job, li
     assert "resume:" in log_of(logs, 0)
     assert_same_losses(output, whole)
     assert same_weights(output, whole)
-
-
-def test_hosts_save_into_one_bucket_and_another_number_goes_on_from_it(job, whole, s3, tmp_path):
-    output = f"{s3}/several-hosts"
-    arguments = [*job.arguments, "--output_dir", output, "--resume_from_checkpoint", "latest"]
-    with HostLives(SHARDWRIGHT_CACHE=str(job.home / "cache")) as lives:  # whose environment names the server
-        processes = lives.start(tmp_path / "two", *arguments, hosts=2)
-        wait_until(lambda: (Folder(output) / "checkpoint-4").exists(manifest.MANIFEST))
-        for process in processes:
-            os.kill(process, signal.SIGKILL)
-        lives.wait()
-        # a store's lock is a file: that of the dead is watched for a while before it is taken over
-        assert lives.run(tmp_path / "four", *arguments, hosts=4) == [0] * 4
-    assert "resume:" in log_of(tmp_path / "four", 0)
-    names = (Folder(output) / "checkpoint-12").names()
-    assert {name.split("-")[1] for name in names if name.startswith("tensors-")} == set("0123")
-    (tmp_path / "trainer_state.json").write_bytes(Folder(output).read("trainer_state.json"))
-    assert_same_losses(tmp_path, whole)
 
 
 @pytest.mark.parametrize(
@@ -140,19 +142,46 @@ def test_hosts_that_disagree_are_stopped_with_what_differs(job, lives, other, fo
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("host", "number", "code"),
-    [(1, signal.SIGTERM, PREEMPTED), (0, signal.SIGTERM, PREEMPTED), (1, signal.SIGINT, INTERRUPTED)],
-)
-def test_a_signal_to_one_host_stops_all_after_the_same_step(job, lives, host, number, code, tmp_path):
-    arguments = [*job.arguments, "--max_steps", 4000, "--eval_strategy", "no", "--logging_steps", 50]
-    arguments += ["--save_steps", 100_000]
-    output, logs = tmp_path / "out", tmp_path / "logs"
-    processes = lives.start(logs, *arguments, "--output_dir", output, hosts=2)
-    wait_until(lambda: "step     50" in log_of(logs, 0))
-    os.kill(processes[host], number)
-    assert lives.wait() == [code, code]
-    (step,) = whole_steps(Folder(output))
-    state = json.loads((output / "trainer_state.json").read_text())
+SIGNALS = [(1, signal.SIGTERM, PREEMPTED), (0, signal.SIGTERM, PREEMPTED), (1, signal.SIGINT, INTERRUPTED)]
+
+
+@pytest.fixture(scope="module")
+def stopped(job) -> list[Job]:
+    """Jobs beside each other, each ended by a signal to one of its hosts."""
+    words = [*job.arguments, "--max_steps", 4000, "--eval_strategy", "no", "--logging_steps", 5]
+    words += ["--save_steps", 100_000]
+    jobs = [Job(job.home / f"signal-{number}", HostLives(job.home), *words) for number in range(len(SIGNALS))]
+    with ExitStack() as running:
+        for each in jobs:
+            running.enter_context(each)
+        left = list(zip(jobs, SIGNALS, strict=True))
+
+        def all_told() -> bool:
+            for each, (host, number, _) in list(left):
+                if "step      5" in each.log(0):
+                    os.kill(each.processes[host], number)
+                    left.remove((each, (host, number, _)))
+            return not left
+
+        wait_until(all_told)
+    return jobs
+
+
+@pytest.mark.parametrize("number", range(len(SIGNALS)))
+def test_a_signal_to_one_host_stops_all_after_the_same_step(stopped, number):
+    ended, (_, _, code) = stopped[number], SIGNALS[number]
+    assert ended.codes == [code, code]
+    (step,) = whole_steps(Folder(ended.output))
+    state = json.loads((ended.output / "trainer_state.json").read_text())
     assert state["global_step"] == step < 4000
-    assert "Traceback" not in log_of(logs, 0) + log_of(logs, 1)
+    assert "Traceback" not in ended.log(0) + ended.log(1)
+
+
+def test_hosts_save_into_one_bucket_and_another_number_goes_on_from_it(bucket, whole, tmp_path):
+    assert bucket.lives.wait() == [0] * 4
+    output = bucket.words[-1]
+    assert "resume:" in log_of(bucket.logs / "four", 0)
+    names = (Folder(output) / "checkpoint-12").names()
+    assert {name.split("-")[1] for name in names if name.startswith("tensors-")} == set("0123")
+    (tmp_path / "trainer_state.json").write_bytes(Folder(output).read("trainer_state.json"))
+    assert_same_losses(tmp_path, whole)

@@ -36,7 +36,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lives(home) -> Iterator[HostLives]:
-    with HostLives(SHARDWRIGHT_CACHE=str(home / "cache")) as found:
+    with HostLives(home) as found:
         yield found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import yaml
 
 from shardwright.errors import UserError
 from shardwright.launch.launch_command import main
+from tests.support.fork_server import run
 from tests.support.launching import stand_in
 from tests.support.paths import ROOT
 
@@ -28,8 +28,7 @@ def refused(words: list[str]) -> str:
 def test_it_writes_the_files_shows_the_commands_and_starts_nothing(tmp_path):
     words = [*JOBSET, "--output", str(tmp_path / "files"), *TRAIN, "--max_steps", "10"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    done = run(ROOT / "scripts" / "launch.py", *words, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "kubectl apply --filename jobset.yaml" in done.stdout
     assert "Nothing was started" in done.stdout

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from shardwright.layout.placement import Replicate, Shard
 from shardwright.layout.plan import make_plan
 from shardwright.layout.recipe import Recipe
 from shardwright.model.meta_model import load_config, meta_model
+from tests.support.fork_server import run
 from tests.support.paths import ROOT
 
 
@@ -401,9 +401,7 @@ def test_weights_are_planned_in_float32_whatever_the_config_states(tmp_path):
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/plan.py"), *arguments]
-    environment = {**os.environ, "COLUMNS": "160"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return run(ROOT / "scripts/plan.py", *arguments, env={**os.environ, "COLUMNS": "160"})
 
 
 def test_the_command_prints_mixtral_8x7b_at_64_devices_as_json():

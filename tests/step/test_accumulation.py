@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 
 from shardwright.models.ops import partial_gradients
 from shardwright.models.ops.partial_gradients import SUFFIX
+from tests.support.fork_server import run
 from tests.support.quick_compile import QUICK_COMPILE
 
 # (recipe, micro-batches, overrides of Compute); each is one compile in the one child process that runs them all
@@ -74,12 +74,7 @@ def measure(folder: Path) -> dict[str, dict[str, object]]:
 def measured():
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text {QUICK_COMPILE}"
-        child = subprocess.run(
-            [sys.executable, "-m", "tests.step.test_accumulation", folder],
-            env={**os.environ, "XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
-        )
+        child = run("-m", "tests.step.test_accumulation", folder, env={**os.environ, "XLA_FLAGS": flags})
     assert child.returncode == 0, child.stderr[-3000:]
     return json.loads(child.stdout.splitlines()[-1])
 

@@ -6,12 +6,14 @@ as well: a computation over all of them runs in all the processes at once, and i
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import resource
 import runpy
 import socket
 import sys
+from typing import NoReturn
 
 ENVIRONMENT = {"PJRT_DEVICE": "HOSTS", "PJRT_DYNAMIC_PLUGINS": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -41,7 +43,8 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port + 3}", count, index)
+        # jax's own heartbeats, which a TPU's runtime lacks, would end a job before our watchdog speaks
+        jax.distributed.initialize(f"localhost:{port + 3}", count, index, heartbeat_timeout_seconds=10_000)
     from shardwright.hosts import watchdog
     from tests.support import pjrt_devices
 
@@ -52,7 +55,7 @@ def become(index: int, count: int, port: int, devices: int) -> None:
     watchdog.SILENT = float(os.environ.get("HOST_SILENT", watchdog.SILENT))
 
 
-def end(code: int) -> None:
+def end(code: int) -> NoReturn:
     """End this process. jax would wait for all the others first, which a TPU's runtime does not."""
     from shardwright.hosts.hosts import leave
 
@@ -62,13 +65,25 @@ def end(code: int) -> None:
     os._exit(code)
 
 
-if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)
-    become(*map(int, sys.argv[1:5]))
+def main() -> object:
+    index, count, port, devices = map(int, sys.argv[1:5])
     sys.argv = sys.argv[5:]
-    code: object = 0
+    os.environ.update(ENVIRONMENT)
+    from shardwright.hosts.restarts import asked_limit
+    from tests.support.supervised import fork_runs
+
+    begin = functools.partial(become, index, count, port, devices)
+    if asked_limit(sys.argv[1:]):
+        fork_runs(begin, end)
+    else:
+        begin()
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
-        code = error.code
-    end(int(code or 0) if isinstance(code, int | None) else 1)
+        return error.code
+    return 0
+
+
+if __name__ == "__main__":
+    ended = main()
+    end(int(ended or 0) if isinstance(ended, int | None) else 1)

@@ -55,7 +55,7 @@ def main(kills: int, seed: int, steps: int) -> None:
         *("--resume_from_checkpoint", "latest"),
     ]
     tally: Counter[tuple[str, int, str]] = Counter()
-    with HostLives(SHARDWRIGHT_CACHE=str(home / "cache")) as lives:
+    with HostLives(home) as lives:
         whole, broken = home / "whole", home / "broken"
         assert lives.run(home / "whole-logs", *job, "--output_dir", whole, hosts=HOSTS) == [0] * HOSTS
         for life in range(kills):

@@ -2,3 +2,4 @@
 
 # The emitters of fusions that are the default take as long as all else.
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+QUICK_COMPILE += " --xla_llvm_disable_expensive_passes=true"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
+from tests.support import fork_server
 from tests.support.paths import ROOT
 
 SMALL = ["--sequence_length", "64", "--per_device_train_batch_size", "1", "--logging_steps", "5"]
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / "train.py"), *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -20,4 +16,4 @@ def environment() -> dict[str, str]:
 
 
 def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=900, env=environment())
+    return fork_server.run(ROOT / "scripts" / "train.py", *arguments, env=environment())

@@ -3,7 +3,6 @@
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,20 +15,14 @@ from shardwright.layout.mesh import Mesh
 from shardwright.xla.chips import FLAGS
 from shardwright.xla.device_mesh import build_mesh, check_mesh
 from shardwright.xla.runtime import init_runtime
+from tests.support import fork_server
 
 
-def run(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """A fresh Python with these variables set, or unset where None."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
-    changed = {"PJRT_DEVICE": None, "CPU_NUM_DEVICES": None, **environment}
-    both = {**inherited, **changed}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={name: value for name, value in both.items() if value is not None},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own with these variables."""
+    ours = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", *ours))}
+    return fork_server.run("-c", code, env={**inherited, **environment})
 
 
 Attributes = list[dict[str, Any]]

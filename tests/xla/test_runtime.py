@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.fork_server import run
 from tests.support.texts import write_jsonl
 
 # each case in a fork of its own: nothing has opened a device before it
@@ -18,7 +16,7 @@ import os, sys
 from pathlib import Path
 import torch_xla
 from shardwright import Job, TrainingArguments, TrainingLoop, UserError
-from shardwright.data import DataOptions, load_corpus
+from shardwright.data.corpus import DataOptions, load_corpus
 
 folder = Path(sys.argv[1])
 
@@ -51,13 +49,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     )
     write_jsonl(folder / "texts.jsonl")
     environment = {k: v for k, v in os.environ.items() if k not in {"PJRT_DEVICE", "CPU_NUM_DEVICES", "NPROC"}}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)],
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("-c", SCRIPT, folder, env=environment)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line]
 

@@ -26,9 +26,9 @@ from shardwright.loop import TrainingLoop
 from shardwright.report.goodput import read_lives
 from shardwright.xla.chips import CHIPS
 from tests.step.test_routing import ANY_MOE, deepseek
+from tests.step.test_routing_run import corpus
 from tests.support.browser import Browser
 from tests.support.jobs import job_of
-from tests.test_routing_run import corpus
 
 
 class Reader(TrainerCallback):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +12,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.support.adapters import round_as_stored
+from tests.support.fork_server import run
 from tests.support.lives import Lives
 from tests.support.paths import ROOT
+from tests.support.training import environment
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,9 +88,8 @@ def test_a_model_in_8_bits_hardly_changes_where_a_run_begins(runs):
 
 
 def test_the_exported_merged_model_is_pefts_own_merge(runs, tmp_path):
-    command = [sys.executable, ROOT / "scripts/export.py", "--checkpoint", runs / "whole" / "checkpoint-4", "--merge"]
-    environment = {k: v for k, v in os.environ.items() if k not in {"PJRT_DEVICE", "CPU_NUM_DEVICES"}}
-    done = subprocess.run([*command, "--output", tmp_path / "merged"], capture_output=True, text=True, env=environment)
+    words = ["--checkpoint", runs / "whole" / "checkpoint-4", "--merge", "--output", tmp_path / "merged"]
+    done = run(ROOT / "scripts/export.py", *words, env=environment())
     assert done.returncode == 0, done.stderr
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     plain = AutoModelForCausalLM.from_pretrained(runs / "base")

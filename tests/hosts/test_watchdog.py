@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from shardwright.errors import LOST
-from tests.support.paths import ROOT
+from tests.support import fork_server
 
 PROGRAM = """
 import time
@@ -28,7 +27,7 @@ print("ended")
 
 def run(timeout: float, turns: int, act: str) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(timeout=timeout, turns=turns, act=act)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    return fork_server.run("-c", program)
 
 
 def test_a_run_without_progress_is_ended_and_says_where_every_thread_stands() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +11,7 @@ from shardwright.arguments.command_line import Parser, parse
 from shardwright.arguments.option_values import option
 from shardwright.arguments.training import TrainingArguments
 from shardwright.compile.compile_arguments import CompileArguments
+from tests.support.fork_server import run
 from tests.support.paths import ROOT
 from tests.support.training import environment
 
@@ -26,8 +26,7 @@ class Options:
 
 
 def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / name), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    return run(ROOT / "scripts" / name, *words, env=environment())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shardwright.arguments.training import TrainingArguments
 from shardwright.errors import UserError
 from shardwright.monitoring.trackers import Tracker, open_trackers
 from shardwright.run import train
-from tests.test_watch import live
+from tests.monitoring.test_run_page import live
 
 SECRETS = {"HF_TOKEN": "hf_5ecret", "WANDB_API_KEY": "wandb5ecret", "COMET_API_KEY": "comet5ecret"}
 

@@ -11,6 +11,7 @@ from typing import IO
 
 import pytest
 
+from tests.support.fork_server import run
 from tests.support.paths import ROOT
 from tests.support.training import environment
 
@@ -114,9 +115,6 @@ def test_within_a_program_the_streams_are_lent_and_given_back(tmp_path):
 
 
 def test_a_plan_that_nobody_reads_is_no_error(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--recipe", "mixtral_ep", "--json"]
     with sink("broken") as nowhere:
-        done = subprocess.run(
-            command, stdout=nowhere, stderr=subprocess.PIPE, text=True, env=environment(), check=False
-        )
+        done = run(ROOT / "scripts" / "plan.py", "--recipe", "mixtral_ep", "--json", stdout=nowhere, env=environment())
     assert (done.returncode, done.stderr) == (0, "")

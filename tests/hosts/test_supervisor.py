@@ -31,12 +31,12 @@ from shardwright.hosts.restarts import (
 )
 from shardwright.hosts.supervisor import HostPlace, Meeting, Supervisor
 from shardwright.report.goodput import read_lives
+from tests.support.fork_server import Forked
 from tests.support.host import free_ports
 from tests.support.hosts import child_of, wait_until
 from tests.support.jobs import job_of
 from tests.support.lives import tiny_run, write_text
 from tests.support.paths import ROOT
-from tests.support.quick_compile import QUICK_COMPILE
 
 WORDS = {"asked": "write /mnt/x", "found": "OSError: gone", "why": "w", "instead": "i"}
 STORE = StorageError(**WORDS)
@@ -294,28 +294,33 @@ def test_supervisors_that_never_meet_end_so_too(monkeypatch):
 FAILS_ONCE = f"""
 import errno, json, os, sys
 from shardwright.files.folder import Folder
-notes = os.environ.get({NOTES!r})
-first = notes is None or json.load(open(notes))["count"] == 0
-real = Folder._open
+real, first = Folder._open, True
 def fails(self, name, mode):
     if "w" in mode and self.name == os.environ["FAILS"] and first:
         raise OSError(errno.EIO, "Input/output error")
     return real(self, name, mode)
 Folder._open = fails
-from scripts import train
 from shardwright.hosts.output_streams import exit_code
+from shardwright.scripts import train
+from tests.support.supervised import fork_runs
+def begin():
+    global first
+    first = json.load(open(os.environ[{NOTES!r}]))["count"] == 0
+if {NOTES!r} in os.environ:
+    begin()
+elif os.environ["FORKS"]:
+    fork_runs(begin)
 sys.exit(exit_code(train.main))
 """
 
 
-def start(folder: Path, name: str, fails: str, *more: object) -> subprocess.Popen[str]:
+def start(folder: Path, name: str, fails: str, *more: object, forks: str = "runs") -> Forked:
     words = [*tiny_run(folder), "--max_steps", 12, "--logging_steps", 2, "--save_steps", 4, *more]
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "FAILS": fails, "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILE}".strip()
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "FAILS": fails, "FORKS": forks}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment.pop("NPROC", None)
-    command = [sys.executable, "-c", FAILS_ONCE, *map(str, words), "--output_dir", str(folder / name)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
+    return Forked("-c", FAILS_ONCE, *words, "--output_dir", folder / name, env=environment, cwd=ROOT, **pipes)
 
 
 def run(folder: Path, name: str, fails: str, *more: object) -> subprocess.CompletedProcess[str]:
@@ -388,7 +393,7 @@ def test_a_run_that_is_killed_goes_on_and_one_signal_to_its_supervisor_stops_it_
         return (output / f"checkpoint-{step}" / manifest.MANIFEST).exists()
 
     options = ("--max_restarts", 2, "--max_steps", 100_000, "--save_total_limit", 50, "--eval_on_start", "false")
-    with start(place, "killed", "", *options) as process:
+    with start(place, "killed", "", *options, forks="") as process:  # each run is its command, begun anew
         wait_until(lambda: whole(4))
         os.kill(child_of(process.pid), signal.SIGKILL)
         wait_until(lambda: len(read_lives((output / "lives.json").read_bytes())) == 2)

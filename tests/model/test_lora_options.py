@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from transformers import LlamaConfig
@@ -15,6 +13,7 @@ from shardwright.errors import UserError
 from shardwright.files.folder import Folder
 from shardwright.model.lora_options import CONFIG, check_same
 from tests.support.cases import SMALL
+from tests.support.fork_server import run
 from tests.support.jobs import job_of
 from tests.support.paths import ROOT
 
@@ -95,9 +94,9 @@ def test_a_run_goes_on_with_its_own_adapter_alone(tmp_path, options, found):
 
 
 def test_plan_py_shows_the_memory_of_an_adapter():
-    command = [sys.executable, ROOT / "scripts/plan.py", "--recipe", "mixtral_ep", "--json"]
-    command += ["--model", ROOT / "docs/configs/mixtral_8x7b.json", "--devices", "16", "--lora_r", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    words = ["--recipe", "mixtral_ep", "--json", "--devices", "16", "--lora_r", "16"]
+    done = run(ROOT / "scripts/plan.py", *words, "--model", ROOT / "docs/configs/mixtral_8x7b.json")
+    assert done.returncode == 0, done.stderr
     totals = {name: count / 2**30 for name, count in json.loads(done.stdout)["totals"].items()}
     assert 5.4 < totals["parameters_bytes"] < 5.6  # 46.7 B in bfloat16 on 16 devices, and the factors
     assert totals["gradients_bytes"] * 2 == totals["optimizer_bytes"] < 0.11
