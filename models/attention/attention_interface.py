@@ -1,4 +1,4 @@
-"""Causal attention for transformers' attention interface, under the names ``portable`` and ``portable_masked``.
+"""Causal attention for transformers' attention interface, under the names ``shardwright`` and ``shardwright_masked``.
 
 Both are registered once, at import. Under the first, models build no mask, and causality, windows and chunks are said
 by numbers. Under the second they build transformers' own masks, as tensors ``[batch, 1, sequence, keys]``, and make of
@@ -31,8 +31,8 @@ from shardwright.models.ops.randomness import active
 
 # The first name stays out of transformers' mask registry, so that models build no mask: it has as many numbers as the
 # sequence's square. An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
-NAME = "portable"
-MASKED = "portable_masked"
+NAME = "shardwright"
+MASKED = "shardwright_masked"
 ONE_DEVICE = KernelLayout()
 # attributes of a module: its kernel layout, and the positions of a chunk in its layer (0: all are one)
 _LAYOUT = "_shardwright_kernel_layout"
@@ -97,7 +97,7 @@ def mark_chunks(modules: Iterable[Any]) -> None:
 
 
 def bind(model: nn.Module, layout: KernelLayout) -> None:
-    """Make the attention ``portable`` of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
+    """Make our attention of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
 
     A model that is not bound runs as on one device.
     """

@@ -157,7 +157,8 @@ def test_a_recipe_that_cannot_be_is_refused_as_it_is_written(changed, message):
     [
         ({"dtype": "bf16"}, "did you mean 'bfloat16'"),
         ({"experts": "capacities"}, "did you mean 'capacity'"),
-        ({"attention": "flash"}, "one of 'portable', 'eager', 'sdpa'"),
+        ({"attention": "portable"}, "'shardwright', its name now; one of"),
+        ({"attention": "flash"}, "one of 'shardwright', 'eager', 'sdpa'"),
         ({"remat": "fulll"}, "did you mean 'full'"),
         ({"remat": 1.5}, "or a share from 0 to 1"),
         ({"remat": True}, "or a share from 0 to 1"),

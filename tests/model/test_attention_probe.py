@@ -60,6 +60,6 @@ def test_a_job_that_asks_for_isolation_is_refused_where_the_model_leaks() -> Non
 
 
 def test_a_model_that_sees_the_tokens_it_predicts_is_found_out() -> None:
-    assert not looks_ahead(facts_of(AutoConfig.for_model("llama", **TINY)), "portable")
+    assert not looks_ahead(facts_of(AutoConfig.for_model("llama", **TINY)), "shardwright")
     own = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 128}
-    assert looks_ahead(facts_of(AutoConfig.for_model("cpmant", **own)), "portable")
+    assert looks_ahead(facts_of(AutoConfig.for_model("cpmant", **own)), "shardwright")

@@ -247,7 +247,7 @@ def test_a_model_has_its_eager_loss_in_one_execution_without_fallbacks(monkeypat
     theirs.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    model.set_attn_implementation("portable")
+    model.set_attn_implementation("shardwright")
     if family is MixtralForCausalLM:
         model.set_experts_implementation("batched_mm")
     model, ids = model.to("xla"), ids.to("xla")
@@ -268,7 +268,7 @@ def test_a_model_has_its_eager_loss_in_one_execution_without_fallbacks(monkeypat
 def test_segment_ids_reach_the_attention_through_the_model():
     torch.manual_seed(0)
     config = LlamaConfig(num_key_value_heads=2, **TINY)
-    config._attn_implementation = "portable"
+    config._attn_implementation = "shardwright"
     model = LlamaForCausalLM(config)
     ids = torch.randint(0, 64, (1, 20))
     segments = torch.tensor([[1] * 12 + [2] * 8])
@@ -279,8 +279,8 @@ def test_segment_ids_reach_the_attention_through_the_model():
 
 
 def test_transformers_knows_the_attention_and_builds_no_mask_for_it():
-    assert "portable" in ALL_ATTENTION_FUNCTIONS
-    assert "portable" not in ALL_MASK_ATTENTION_FUNCTIONS
+    assert "shardwright" in ALL_ATTENTION_FUNCTIONS
+    assert "shardwright" not in ALL_MASK_ATTENTION_FUNCTIONS
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -120,7 +120,7 @@ def check(case: Case, expected: tuple[float, dict[str, torch.Tensor]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["portable", "eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["shardwright", "eager", "sdpa"])
 @pytest.mark.parametrize(("scan", "remat"), SETTINGS)
 def test_dropout_of_attention_residuals_and_embeddings_is_the_references_in_every_setting(attention, scan, remat):
     check(make_case(STARCODER2, DENSE, attention=attention, scan=scan, remat=remat), dense_reference())

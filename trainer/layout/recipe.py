@@ -16,10 +16,11 @@ Layout = Mapping[str, Placement]  # axis -> placement, of one tensor
 _CHOICES = {
     "dtype": (None, "float32", "bfloat16"),
     "experts": (None, "dense", "capacity", "dropless"),
-    "attention": ("portable", "eager", "sdpa"),
+    "attention": ("shardwright", "eager", "sdpa"),
     "remat": ("none", "full", "save_matmuls", "offload", "auto"),  # or a share
     "reduce_gradients": ("step", "micro_batch"),
 }
+_NOW = {"portable": "shardwright"}  # values of older recipes
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -39,7 +40,7 @@ class Compute:
             tokens beyond its capacity), ``dense`` (exact; every expert computes every token), or None: no experts.
         capacity_factor: an expert's slots for tokens, over those of a perfectly balanced load; for ``capacity`` alone.
         router_loss: add the model's own load-balancing loss, times its ``router_aux_loss_coef``.
-        attention: ``portable``, or transformers' ``eager`` or ``sdpa``.
+        attention: ``shardwright`` (the kernels of this package), or transformers' ``eager`` or ``sdpa``.
         remat: the part of a layer that the backward computes again: ``none``, ``full``, or all but the matrix products
             (``save_matmuls``). ``offload`` is ``full``, with the layers' inputs kept in the host's memory on a TPU. A
             number from 0 to 1 is the share, in bytes, to keep of the results of products and attention, first those
@@ -58,7 +59,7 @@ class Compute:
     experts: str | None = None
     capacity_factor: float = 1.25
     router_loss: bool = False
-    attention: str = "portable"
+    attention: str = "shardwright"
     remat: str | float = "none"
     scan: bool = True
     reduce_gradients: str = "step"
@@ -73,7 +74,8 @@ class Compute:
                     asked=f"Compute({name}={value!r:.80})",
                     found=f"{value!r:.80} is not a {name} of this trainer",
                     why="a compute policy is one of a fixed list",
-                    instead=did_you_mean(f"{value!s:.80}", filter(None, choices))
+                    instead=(f"{_NOW[str(value)]!r}, its name now; " if str(value) in _NOW else "")
+                    + did_you_mean(f"{value!s:.80}", filter(None, choices))
                     + f"one of {', '.join(map(repr, choices))}"
                     + (", or a share from 0 to 1" if name == "remat" else ""),
                 )

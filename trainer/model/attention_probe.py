@@ -45,7 +45,7 @@ _NOISE = 1e-5  # relative: what float32 inside a float64 model may differ by
 def our_attention(facts: ModelFacts, length: int) -> str:
     """The one of our attentions that the model runs under at ``length`` tokens, on meta: no values are computed.
 
-    It is ``portable`` where that runs, for the other one's masks are as large as the sequence's square.
+    It is ``shardwright`` where that runs, for the other one's masks are as large as the sequence's square.
 
     Raises:
         Unsupported: attention is asked for what neither supports.

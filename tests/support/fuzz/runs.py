@@ -152,7 +152,7 @@ RECIPE = {
     },
     "optional": {"model.layers.*.mlp.gate.weight": {}},
     "activations": {"model.layers.*": {"fsdp": {"Shard": 0}}},
-    "compute": {"dtype": "float32", "attention": "portable", "remat": "none", "scan": False, "capacity_factor": 1.5},
+    "compute": {"dtype": "float32", "attention": "shardwright", "remat": "none", "scan": False, "capacity_factor": 1.5},
     "model": LLAMA,
 }
 # the table as it stands, in a file that makes placements and the rest of it: what Python makes of it is the recipe's
