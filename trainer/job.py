@@ -130,7 +130,7 @@ class Job:
     def assembled(self) -> PreTrainedModel:
         """The model that runs, on meta: kernels chosen, layers stacked where they are scanned.
 
-        It is a template, and :func:`shardwright.step.build.build` fills a copy.
+        It is a template, and :func:`shardwright.step.build.place_model` fills a copy.
         """
         return self._assembled[0]
 

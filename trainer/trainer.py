@@ -54,8 +54,8 @@ class Trainer:
             an ``IterableDataset`` of columns that it takes; a ``Dataset`` is collated at once.
         compute_loss_func: ``(outputs, labels, num_items_in_batch)`` → the loss, a tensor of no dimension: the *sum*
             over the scored targets divided by ``num_items_in_batch``. Traced into the step.
-        compute_metrics: `shardwright.step.Predictions` of one batch → ``{name: (sum, count)}``, traced into the
-            evaluation.
+        compute_metrics: `Predictions` (`shardwright.step.eval_metrics`) of one batch → ``{name: (sum, count)}``, traced
+            into the evaluation.
         callbacks: transformers' own, or yours.
         peft_config: a ``peft.LoraConfig``; what it says beyond plain LoRA is refused by name.
 

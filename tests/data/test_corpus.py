@@ -49,7 +49,7 @@ def test_two_processes_make_the_same_bytes_whatever_pythons_hash_seed(tmp_path: 
     script = f"""if True:
         import hashlib
         from shardwright.data.corpus import DataOptions, load_corpus
-        from shardwright.data.batches import TrainingBatches
+        from shardwright.data.rows.batches import TrainingBatches
         corpus = load_corpus(DataOptions({str(data)!r}, sequence_length=32, isolate_documents=True), None, 400)
         batches = TrainingBatches(corpus.train, 4, seed=1)
         seen = [corpus.tokenizer.backend_tokenizer.to_str(), corpus.train.dataset[:], corpus.heldout.dataset[:]]

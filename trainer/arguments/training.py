@@ -21,7 +21,7 @@ from shardwright.arguments.schedule import KINDS, Schedule
 from shardwright.errors import UserError, without_credentials
 from shardwright.objectives.objective import Objective, RecordShape, text_shape
 
-DEFAULT_STEPS = 300  # where neither steps nor epochs are asked for
+DEFAULT_STEPS = 150  # where neither steps nor epochs are asked for
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 

@@ -45,7 +45,7 @@ def init_runtime() -> str:
             asked=f"CPU_NUM_DEVICES={os.environ['CPU_NUM_DEVICES']} virtual devices",
             found=f"{count}, opened before Shardwright was asked for any",
             why="a process opens its devices once, and their number stays",
-            instead="shardwright.xla.init_runtime() before anything else opens them (torch_xla.device(), "
+            instead="shardwright.xla.runtime.init_runtime() before anything else opens them (torch_xla.device(), "
             "transformers.TrainingArguments(...).device), or CPU_NUM_DEVICES and PJRT_DEVICE=CPU in the environment",
         )
     if tpu.num_available_chips() == 0:
