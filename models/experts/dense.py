@@ -11,7 +11,7 @@ from shardwright.models.experts.routing import count, weights_of_all
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
-    """The sum of all experts' outputs, weighted by the router, at E/k times the FLOPs that the routing needs.
+    """Sum all experts' outputs, weighted by the router, at E/k times the FLOPs that the routing needs.
 
     Args:
         experts: the family's experts module, with E experts.

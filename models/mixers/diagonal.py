@@ -1,7 +1,8 @@
-"""Recurrences of single numbers: Mamba's selective scan (arXiv:2312.00752), the RG-LRU (arXiv:2402.19427), RWKV's
-attention (arXiv:2305.13048), and the short convolution that goes before most of them.
+"""Recurrences of single numbers, and the short convolution that goes before most of them.
 
-Inside a segment the tokens are combined in a tree (`jax.lax.associative_scan`), between segments one by one.
+They are Mamba's selective scan (arXiv:2312.00752), the RG-LRU (arXiv:2402.19427) and RWKV's attention
+(arXiv:2305.13048). Inside a segment the tokens are combined in a tree (`jax.lax.associative_scan`), between segments
+one by one.
 
 Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers of a channel's state.
 """
@@ -48,8 +49,8 @@ def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
     Sums are kept divided by exp of the largest exponent in them.
 
     Args:
-        decay_D: what an exponent loses with each token, at most 0.
-        first_D: what the token's own exponent gains.
+        decay_D: the change of an exponent with each token, at most 0.
+        first_D: added to the token's own exponent.
     """
 
     def combine(early: tuple[Array, ...], late: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -76,7 +77,7 @@ def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
 def short_convolution(x_BDT: Array, weight_DK: Array, *bias_D: Array) -> Array:
     """Each channel's causal convolution, as a sum of shifted rows: [B, D, T].
 
-    XLA's partitioner may gather the whole batch for the gradient of a convolution's weight; of a product it does not.
+    XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's.
     """
     K, T = weight_DK.shape[1], x_BDT.shape[2]
     filled = jnp.pad(x_BDT, ((0, 0), (0, 0), (K - 1, 0)))

@@ -84,7 +84,7 @@ def lowered_for() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
-    """Inside, kernels are chosen and lowered for ``platform``; ``compiler_flags`` are in the format of LIBTPU_INIT_ARGS."""
+    """Inside, kernels are chosen and lowered for ``platform`` and ``compiler_flags``, a text as in LIBTPU_INIT_ARGS."""
     _target.append((platform, compiler_flags))
     try:
         yield
@@ -130,7 +130,8 @@ def jax_call(
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 
-# A function that is lowered again gets new channel numbers, which make the step a new graph: the bound is never reached.
+# A function that is lowered again gets new channel numbers, which make the step a new graph: the bound is far above the
+# number of functions in a run.
 @functools.lru_cache(maxsize=1024)
 def _computation(
     function: Callable[..., Any],

@@ -120,15 +120,15 @@ def tiles(flops_a_byte: float) -> Tiles:
 def buffer_bytes(flops_a_byte: float) -> int:
     """The bound on the largest row buffer of a layer's experts, for a chip.
 
-    Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all experts'
-    gradients. A bandwidth-limited chip gets a larger bound: then Mixtral's layer with 8 sequences of 4,096 is one block,
-    which takes less memory than the sums and a smaller block.
+    Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
+    experts' gradients. A bandwidth-limited chip gets a larger bound: Mixtral's layer with 8 sequences of 4,096 is then
+    one block, which takes less memory than the sums and a smaller block.
     """
     return 2**32 if is_fast(flops_a_byte) else 2**31
 
 
 def tile_width(width: int, most: int) -> int:
-    """The width of a grouped product's tile: of those above half of ``most`` the one with the least padding."""
+    """Return ``width`` if it is at most ``most``; else the tile width above half of ``most`` that pads least."""
     if width <= most:
         return width
     return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)

@@ -146,7 +146,7 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
 
 
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
-    """Return the number of (row tile, group) pairs, and a function from a pair's index to its group, first row and row mask."""
+    """Count the pairs of a row tile and a group; the function maps a pair's index to group, first row and row mask."""
     end_G = jnp.cumsum(sizes_G)
     start_G = end_G - sizes_G
     first_G = start_G // tile
