@@ -1,7 +1,7 @@
 """LoRA (arXiv:2106.09685): a frozen weight W acts as W + scale·B·A, with two small trained factors A and B.
 
 The product B·A is never made: a token goes through A and then through B. A factor is a parameter of the module that
-holds the weight, and its name is the weight's with a suffix, so layers that repeat stack it like any other.
+holds the weight, named like the weight with a suffix, so layers that repeat stack it like any other.
 
 Shape suffixes: r rank, E experts. A is [r, in] or [E, r, in], and B is [out, r] or [E, out, r], however the family
 stores its weight.
@@ -29,7 +29,6 @@ class Lora:
     """The weights of a model that have factors, and the factors' size.
 
     Args:
-        r: the rank.
         alpha: the product of the factors is multiplied by alpha / r.
         rslora: it is multiplied by alpha / sqrt(r) instead (rank-stabilised, arXiv:2312.03732).
         targets: the names of the weights, as ``named_parameters`` gives them.
@@ -57,7 +56,7 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Name → (rows, columns) in the sense of [out, in] of each weight that can have factors; E in front for experts.
+    """Name → (rows, columns), as in [out, in], of each weight that can have factors; those of experts have E in front.
 
     They are the weights of linear layers, and the fused ones of the ``experts`` modules.
     """
@@ -76,11 +75,7 @@ def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, 
 
 
 def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Add factors to the targets in ``model``, which is on meta, in place, and freeze everything else.
-
-    Args:
-        shapes: of :func:`adaptable`.
-    """
+    """Add factors of :func:`adaptable`'s ``shapes`` to the targets in ``model``, on meta, in place; freeze all else."""
     model.requires_grad_(False)
     for name in lora.targets:
         owner, _, key = name.rpartition(".")
@@ -94,8 +89,6 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 class _LoraLinear(nn.Module):
-    """A linear layer's forward, plus the product of its factors."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         this: Any = self
         return super().forward(x) + F.linear(F.linear(x, this.weight_lora_A), this.weight_lora_B) * this.lora_scale

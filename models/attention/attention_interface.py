@@ -1,12 +1,11 @@
 """Causal attention for transformers' attention interface, under the names ``portable`` and ``portable_masked``.
 
 Both are registered once, at import. Under the first, models build no mask, and numbers describe causality, windows and
-chunks. Under the second they build transformers' own masks, as tensors ``[batch, 1, sequence, keys]``, and may change
-them: an indexer's choice of keys, a bias of their own, keys beyond the sequence's.
+chunks. Under the second they build transformers' own masks, ``[batch, 1, sequence, keys]``, and may change them: an
+indexer's choice of keys, a bias of their own, keys beyond the sequence's.
 
 An attribute of the attention module holds the layout of the kernel's inputs (:func:`bind`), so models with different
-layouts can live in one process. Tensors on XLA go to :mod:`shardwright.models.attention.splash`, others to the tensor
-operations of :mod:`shardwright.models.attention.portable`.
+layouts can live in one process.
 """
 
 from __future__ import annotations
@@ -83,10 +82,9 @@ def _with_our_forward(family: Any) -> Any:
 
 
 def mark_chunks(modules: Iterable[Any]) -> None:
-    """Store on each module of a layer its chunk size, which no argument carries.
+    """Store on each module of a layer its chunk size, which no argument carries; it also distinguishes layers.
 
-    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``. The attribute also
-    distinguishes layers that are equal in all else.
+    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``.
     """
     for module in modules:
         config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -96,9 +94,9 @@ def mark_chunks(modules: Iterable[Any]) -> None:
 
 
 def bind(model: nn.Module, layout: KernelLayout) -> None:
-    """Make the attention ``portable`` of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
+    """Make the attention ``portable`` of ``model`` run its kernel under ``layout``; unbound, it runs as on one device.
 
-    An unbound model runs as on one device.
+    A copy of the model keeps the layout.
     """
     for module in model.modules():  # all: families don't mark which modules are attention
         setattr(module, _LAYOUT, layout)
@@ -106,13 +104,11 @@ def bind(model: nn.Module, layout: KernelLayout) -> None:
 
 @contextmanager
 def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
-    """Inside, transformers builds masks without reading values back, and ``portable_masked`` gets masks by segment.
+    """Inside, transformers builds masks without reading values back; those of ``portable_masked`` have ``segment_ids``.
 
     Otherwise it asks the device on every step whether positions are packed and whether anything is padding, at the cost
-    of a separate graph and a transfer. It does not ask under a compiler, so this pretends to be one.
-
-    Args:
-        segment_ids: ``[batch, sequence]``, as the model gets them; None: one segment a row, no padding.
+    of a separate graph and a transfer. It does not ask under a compiler, so this pretends to be one. ``segment_ids``
+    are ``[batch, sequence]``, as the model gets them; None: one segment a row, no padding.
     """
     token = _segments.set(segment_ids)
     own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
@@ -132,10 +128,9 @@ class Attention:
     lacks. Both support everything else that :meth:`__call__` accepts, at any length and head dimension.
 
     Args:
-        layout: of the kernel's inputs on the mesh. The partitioner cannot split a kernel: without a layout every device
-            would do all of the work. The portable operations don't use it.
-        masked: whether masks are accepted, which then alone decide what a token sees. They are tensors [batch, heads or
-            1, sequence, keys]: memory quadratic in the sequence. The portable operations run them.
+        layout: of the kernel's inputs. Without one every device would do all the work: the partitioner can't split a
+            kernel.
+        masked: whether masks are accepted, which then alone decide what a token sees: memory quadratic in the sequence.
     """
 
     layout: KernelLayout = ONE_DEVICE
@@ -219,7 +214,6 @@ class Attention:
         s_aux: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attention of tokens in `pieces` order: as a ring; off XLA, in the row's own order."""
         if query.device.type == "xla":
             settings = splash.Settings(scoring, self.layout)
             return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
@@ -230,7 +224,6 @@ class Attention:
 
 
 def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls: :class:`Attention` under the module's own layout."""
     return Attention(getattr(module, _LAYOUT, ONE_DEVICE))(module, *args, **kwargs)
 
 

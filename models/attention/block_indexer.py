@@ -20,10 +20,11 @@ def chosen_keys(
     attention_mask: torch.Tensor,
     past_key_values: None = None,
 ) -> torch.Tensor:
-    """The keys that each query attends to, ``[B, 1, S, T]``: its best blocks, and those behind its last full block.
+    """Qwen4-Exp's indexer: the keys that each query attends to, ``[B, 1, S, T]``.
 
-    The keys that a query sees must be successive, and its blocks begin at the first of them. A block's score is that of
-    the mean of its keys, computed here for blocks that begin at any key. It is the forward of Qwen4-Exp's indexer.
+    They are those of its best blocks, and those behind its last full block. The keys that a query sees must be
+    successive, and its blocks begin at the first of them. A block's score is that of the mean of its keys, computed
+    here for blocks that begin at any key.
 
     Args:
         hidden_states: ``[B, S, width]``.

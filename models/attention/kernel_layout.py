@@ -15,12 +15,11 @@ class KernelLayout:
     """The layout of query, key and value on the mesh while the kernel runs.
 
     Args:
-        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
+        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
         batch_axes: the axes that split the batch. Their sizes divide it.
         head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
             If they do not divide the key heads, these are repeated until they do, and devices that share a key head
             each hold a copy.
-        order: the device ids in mesh order; None: 0, 1, 2, …
         sequence_axis: the axis that splits the tokens of a row, in the order of
             :mod:`shardwright.models.attention.pieces`; None: rows are whole.
     """
@@ -44,10 +43,8 @@ class KernelLayout:
     def manual(self, heads: int, inputs: str, outputs: str) -> Manual | None:
         """The layouts of tensors for ``heads`` query heads; None on one device.
 
-        Args:
-            inputs: a word for each input, with a letter for each of its leading dimensions: ``"bhs b h"`` is
-                [batch, heads, sequence, …], [batch, …] and [heads, …].
-            outputs: likewise for each output.
+        ``inputs`` and ``outputs`` have a word for each tensor, with a letter for each of its leading dimensions:
+        ``"bhs b h"`` is [batch, heads, sequence, …], [batch, …] and [heads, …].
         """
         if not self.axes:
             return None

@@ -22,12 +22,9 @@ NOTHING = -1e30
 
 @dataclass(frozen=True)
 class PiecePair:
-    """A piece of queries and one of keys.
+    """A piece of queries [B, H, P, D], and one of keys [B, K, P, D] with values [B, K, P, E].
 
     Args:
-        query: [B, H, P, D].
-        key: [B, K, P, D].
-        value: [B, K, P, E].
         segments: of the queries and of the keys, int32 [B, P] each; None: there is one.
         distance: how many tokens the first query comes after the first key, a 0-d int32; all queries come after all
             keys. None: both are the same piece.

@@ -48,7 +48,6 @@ class Scoring:
     """The computation and masking of scores, the same for every head.
 
     Args:
-        scale: factor on the products of query and key.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: no cap.
         window: how many positions a token sees, itself included; None: all.
         chunk: a token sees only positions of its own chunk of so many; None: all.
@@ -78,11 +77,9 @@ def portable(
 ) -> torch.Tensor:
     """Map query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` or ``BHS1`` to ``BSHE``.
 
-    ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient. It is held whole, with its
-    gradient where one is wanted: memory quadratic in the sequence. Without it, or with segments, T = S.
-
-    With dropout, ``random_key`` and the scoring's site draw the dropped weights: the same as
-    :func:`shardwright.models.ops.random_bits.dropout` would draw for the weights as one tensor ``BHST``.
+    ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient: memory quadratic in the sequence.
+    Without it, or with segments, T = S. With dropout, ``random_key`` and the scoring's site draw the dropped weights,
+    as :func:`shardwright.models.ops.random_bits.dropout` would for the weights as one tensor ``BHST``.
     """
     B, _, S, _ = query.shape
     T = key.shape[2]
@@ -171,8 +168,9 @@ def _attention(
     bias: torch.Tensor | None,
     scoring_text: str,
 ) -> torch.Tensor:
-    """Map query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``Nbk1gC``, segments ``BT``, positions ``NC``, query
-    segments ``NBC`` and bias ``NbkTgC`` to ``NBKGCE``.
+    """Map query ``NBKGCD``, key ``BKTD``, value ``BKTE`` and bias ``NbkTgC`` to ``NBKGCE``.
+
+    Sinks are ``Nbk1gC``, segments ``BT``, positions ``NC``, query segments ``NBC``.
     """
     scoring: Scoring = from_text(scoring_text)
 

@@ -248,7 +248,6 @@ def _backward(
     extra: str,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of `_ring_backward`."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("bs"), named.get("h")
     rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)

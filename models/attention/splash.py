@@ -193,7 +193,7 @@ def forward(
 def _backward(
     grad_out: jax.Array, out: jax.Array, logsumexp: jax.Array, *inputs: jax.Array, settings: Settings, extra: str
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of `_splash_backward`; ``inputs`` are those of :func:`_forward`."""
+    """``inputs`` are those of :func:`_forward`."""
     query_BHSD, key, value, *optional = inputs
     sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
@@ -216,9 +216,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of query, key and value.
 
-    Args:
-        rows: for each query its logsumexp over all keys that it sees, these or others, and the dot product of its
-            output with the output's gradient.
+    ``rows`` are each query's logsumexp over all keys that it sees, these or others, and the dot product of its output
+    with the output's gradient.
     """
     length, scoring, sizes = tensors[0].shape[2], settings.scoring, mask.sizes
     query = _scaled(tensors[0], scoring.scale)
@@ -262,7 +261,6 @@ def _optional(
 
 
 def segment_ids(queries: jax.Array, keys: jax.Array, sizes: BlockSizes) -> SegmentIds:
-    """Lengthen the segments [B, S] of queries and of keys."""
     return SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
 
 

@@ -50,8 +50,7 @@ def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
 def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
     """The mask of ``length`` queries over as many keys that all come before them: a window, if there is one.
 
-    Args:
-        distance: how many tokens the first query comes after the first key, a 0-d int32.
+    ``distance`` is how many tokens the first query comes after the first key, a 0-d int32.
     """
     count, window = sizes.length // sizes.block, scoring.window
     own = jnp.arange(count, dtype=jnp.int32)
@@ -93,8 +92,6 @@ def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
 
 
 def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function of positions: whether the query sees the key."""
-
     def sees(query: jax.Array, key: jax.Array) -> jax.Array:
         seen = query >= key
         if scoring.window is not None:

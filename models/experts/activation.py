@@ -39,7 +39,7 @@ class Activation:
 
     Args:
         steps: for each step its operation, its positional and its keyword arguments. The last step gives the result.
-        width: the width of a row of the result.
+        width: of the result.
     """
 
     steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]

@@ -11,13 +11,9 @@ from shardwright.models.experts.routing import count, weights_of_all
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
-    """Sum all experts' outputs, weighted by the router, at E/k times the FLOPs that the routing needs.
+    """Sum the E experts' outputs, weighted by the router, at E/k times the FLOPs that the routing needs.
 
-    Args:
-        experts: the family's experts module, with E experts.
-        x_TH: T tokens of hidden width H.
-        index_Tk: the k experts of each token.
-        weight_Tk: their routing weights.
+    ``x_TH`` are T tokens of hidden width H, with the indices and the weights of k experts each.
     """
     count(experts, index_Tk)
     E = experts.num_experts

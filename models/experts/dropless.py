@@ -8,20 +8,18 @@ Communication is explicit (`jax.shard_map`), not left to the partitioner:
 
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
-- Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`): by need, or
-  gathered where that sends less. Each device sums its experts' outputs for a token, and sends the sum back. So the
-  largest buffer is a round's, whatever the routing: if all tokens want one expert, its device takes longer and holds no
-  more.
+- Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`). Each device sums
+  its experts' outputs for a token, and sends the sum back. So the largest buffer is a round's, whatever the routing: if
+  all tokens want one expert, its device takes longer and holds no more.
 
-The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others; a token goes through one and
-then through the other. A frozen weight has no gradient, and no product is made for one.
+The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others. A frozen weight has no
+gradient, and no product is made for one.
 
 The forward saves only its inputs, and the backward computes the first projection again. With ``keep`` it saves that
-projection's result, and the tokens received from other devices, which are then not sent again; ``keep_all`` adds the
-activation's result and gathered weights. Shapes are static, so there is room for a balanced routing's rows and some
-more; rows beyond are not kept. The second projection is not computed again for the router's gradient: that is the
-product of an expert's output with the output's gradient, and equals the product of the second projection's input with
-the gradient taken back through it.
+projection's result, and the tokens received from other devices, which are then not sent again. Shapes are static, so
+there is room for a balanced routing's rows and some more; rows beyond are not kept. The second projection is not
+computed again for the router's gradient: that is the product of an expert's output with the output's gradient, and
+equals the product of the second projection's input with the gradient taken back through it.
 
 Shape suffixes: T tokens, H hidden width, k experts a token.
 """
@@ -52,18 +50,16 @@ class Dropless:
     """The dropless experts function under one layout. It is called like `shardwright.models.experts.capacity.Capacity`.
 
     Args:
-        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
+        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
         batch_axes: axes that split the tokens outside. Inside, all axes split them, so no two devices do the same work.
         expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
-        order: the device ids in mesh order; None: 0, 1, 2, …
         keep: save the first projection's result for the backward, instead of computing it again.
         keep_all: also save the activation's result, and gathered weights.
         flops_a_byte: a chip's FLOPs per byte between HBM and VMEM: it decides how large tiles and rounds are. 0:
             unknown.
-        buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
-            of hidden width, and for a block's rows of the first projection's width
-            (`shardwright.models.ops.kernel_cost.buffer_bytes`).
+        buffer_bytes: bound on a round's rows of hidden width, and on a block's rows of the first projection's width
+            (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -163,7 +159,6 @@ class Dropless:
 
 
 def _parameter_names(experts: Any) -> list[str]:
-    """The names of the two projections, and of their biases and LoRA factors, if any."""
     if experts.has_post_expert_norm:
         raise ValueError(f"dropless experts know no norm after an expert, which {type(experts).__name__} has")
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
@@ -219,7 +214,7 @@ def _dropless_kept(
     parameters: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """Return the output, and the backward's saved arrays (`shardwright.models.experts.dropless_rows.forward`)."""
+    """Return the output, and the backward's saved arrays."""
     return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
 
 
@@ -253,7 +248,6 @@ def _dropless_backward(
     kept: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the tokens, of the routing weights and of each trained parameter."""
     return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, [*parameters, *kept], call_text))
 
 
@@ -275,7 +269,6 @@ def _run(
     shards: Sequence[torch.Tensor],
     call_text: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward or the backward of `dropless_rows` on ``rows``, tensors of hidden width."""
     call: _Call = from_text(call_text)
     device = rows[0].device
     if device.type != "xla":

@@ -31,7 +31,7 @@ _SPARE = 8
 
 @dataclass(frozen=True)
 class ExpertShards:
-    """A device's part of the experts, except its arrays.
+    """A device's part of the experts, except its arrays. Fields not listed are those of `Dropless`.
 
     Args:
         names: of the parameters, in order: the two projections, their biases, factors of LoRA.
@@ -39,10 +39,8 @@ class ExpertShards:
         lora_scale: factor on the product of two LoRA factors.
         trained: of each parameter, whether it has a gradient.
         axes: all axes of the mesh.
-        expert_axes: the axes that split the experts.
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
-        buffer_bytes, flops_a_byte, keep, keep_all: see `shardwright.models.experts.dropless.Dropless`.
     """
 
     activation: activation.Activation
@@ -101,7 +99,6 @@ class ExpertShards:
         return out_first != self.turned(self.specs[number])
 
     def place(self, name: str) -> int | None:
-        """The number of the parameter ``name``; None if there is none."""
         return self.names.index(name) if name in self.names else None
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
@@ -110,14 +107,11 @@ class ExpertShards:
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> BlockPlan:
-        """Plan the crossing of a device's tokens to the experts, and the number of rows that are multiplied at once.
+        """Plan the crossing of a device's tokens to its ``experts``, and the number of rows that are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. More rows than that take more blocks, or more rounds where one is planned.
-
-        Args:
-            experts: of a device.
-            hidden_bytes, first_bytes: of a row of hidden width, and of the first projection's.
+        for all. More rows than that take more blocks, or more rounds where one is planned. ``hidden_bytes`` and
+        ``first_bytes`` are those of a row of hidden width and of the first projection's.
         """
         fit = self.buffer_bytes // first_bytes
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
@@ -148,12 +142,9 @@ class ExpertShards:
     def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.ExchangePlan:
         """Plan the crossing of a device's tokens to the experts: one round, if its rows fit into one block.
 
-        Several rounds each read and write the sums of all gradients. They pay where there would be several blocks anyway;
-        but a bandwidth-limited chip gets the fewest rounds that leave each one block.
-
-        Args:
-            most: tokens that a device can hold in a round.
-            fit: rows of the first projection's width that a device can hold.
+        Several rounds each read and write the sums of all gradients. They pay where there would be several blocks
+        anyway; but a bandwidth-limited chip gets the fewest rounds that leave each one block. A device can hold
+        ``most`` tokens in a round, and ``fit`` rows of the first projection's width.
         """
         shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
         if fast and shards > 1:
@@ -166,8 +157,8 @@ class ExpertShards:
     def kept(self, planned: BlockPlan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
         """The shapes of a device's saved arrays: received tokens, if tokens cross, and values of their rows.
 
-        Args:
-            hidden, first, second: the hidden width, that of the first projection's result, that of the second's input.
+        ``hidden``, ``first`` and ``second`` are the widths of tokens, of the first projection's result, and of the
+        second's input.
         """
         rounds = planned.crossing.rounds
         came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
@@ -190,14 +181,10 @@ class ExpertShards:
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
-    """Return the experts' output for this device's tokens, [T, H].
+    """Return the experts' output for this device's tokens, [T, H], from ``held``, the numbers [E] of its experts.
 
     With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, for each planned round
     (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`ExpertShards.kept_weights`.
-
-    Args:
-        held: the numbers of the experts held here, [E].
-        shards: this device's shard of each parameter.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
@@ -233,8 +220,7 @@ def backward(
 ) -> tuple[Array, ...]:
     """Return the gradients of the tokens, of the routing weights and of each trained parameter.
 
-    Args:
-        given: this device's shard of each parameter; then, with ``local.keep``, the arrays that the forward kept.
+    ``given`` are this device's shard of each parameter; then, with ``local.keep``, the arrays that the forward kept.
     """
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
@@ -276,17 +262,12 @@ def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Expe
 
 
 def _widths(parameters: Sequence[Array], local: ExpertShards) -> tuple[int, int]:
-    """The width of the first projection's result, and of the second's input."""
     first, second = (local.contract_last(number) for number in (0, 1))
     return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
 
 
 class _Projection:
-    """One of an expert's two projections: its weight, and its bias and LoRA factors, if any.
-
-    Args:
-        number: 0 or 1, of the projection among the parameters.
-    """
+    """Projection ``number`` (0 or 1) of an expert: its weight, and its bias and LoRA factors, if any."""
 
     def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
@@ -300,7 +281,6 @@ class _Projection:
         return y_B if self.bias is None else y_B + block.bias(self.parameters[self.bias])
 
     def back(self, block: Block, grad_B: Array) -> Array:
-        """Return the gradient of the input from that of the result."""
         grad_x = self._times(block, grad_B, self.number, back=True)
         if self.a is None:
             return grad_x
@@ -344,8 +324,7 @@ def _experts(
 ) -> tuple[Array, tuple[Array, ...]]:
     """Return the held experts' output for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
 
-    Args:
-        kept: room for the results of the first projection, and perhaps the activation, and the round; or None.
+    ``kept`` is room for the results of the first projection, and perhaps the activation, and the round; or None.
     """
     dtype = parameters[0].dtype
 
@@ -385,7 +364,6 @@ def _experts_backward(
     weight_N = weight_Tk.T.reshape(-1)
 
     def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:
-        """Return the kept result of ``make(given)``, or compute it."""
         if kept is None or number >= len(kept[0]):
             return make(given)
         return block.kept(kept[0][number], kept[1], make, given)

@@ -80,9 +80,8 @@ def plan(
     """Choose the form that sends less, with as many rounds as pay.
 
     Args:
-        tokens: of a device.
+        tokens, experts: of a device.
         shards: how many devices share the experts.
-        experts: of a device.
         most: tokens that a device can hold in a round.
         overlaps: whether devices exchange tokens beside their products, so that rounds pay.
     """
@@ -116,10 +115,9 @@ def _slots(window: int, top_k: int, shards: int) -> int:
 
 
 def random_pairs(balanced: int, top_k: int, shards: int) -> int:
-    """The room for pairs on a device such that, in a random routing, no sender exceeds its equal part of the room.
+    """The room for pairs on a device that gets ``balanced`` of them in a balanced routing.
 
-    Args:
-        balanced: pairs that a device gets in a balanced routing.
+    In a random routing no sender then exceeds its equal part of the room.
     """
     return max(balanced + math.ceil(_DEVIATIONS * math.sqrt(balanced * shards)), top_k * shards)
 
@@ -128,22 +126,17 @@ def random_pairs(balanced: int, top_k: int, shards: int) -> int:
 class Round:
     """A round, and its part of an array that keeps values of each planned round, one after another.
 
-    Rounds beyond the plan come first, so that planned ones overwrite their values.
-
-    Args:
-        place: its number among the planned rounds; 0 for one beyond the plan.
-        more: whether it is beyond the plan; None: there is no such round.
+    Rounds beyond the plan come first, so that planned ones overwrite their values. ``place`` is the number among the
+    planned rounds, 0 for one beyond the plan. ``more`` is whether it is beyond the plan; None: there is no such round.
     """
 
     place: Array
     more: Array | None
 
     def put(self, kept: Array, value: Array) -> Array:
-        """Return ``kept`` with this round's values."""
         return lax.dynamic_update_slice_in_dim(kept, value.astype(kept.dtype), self.place * len(value), 0)
 
     def take(self, kept: Array, rows: int) -> Array:
-        """Return this round's values in ``kept``."""
         return lax.dynamic_slice_in_dim(kept, self.place * rows, rows)
 
 
@@ -390,7 +383,7 @@ class _ByNeed:
         return before[1:] - before[0]
 
     def _needs(self, window: Window) -> Array:
-        """Which devices each token of a window needs, [W, n]."""
+        """The devices that each token of a window needs, as bools [W, n]."""
         among_W = lax.iota(jnp.int32, self.window) < window[1] - window[0]
         return lax.dynamic_slice_in_dim(self.need_Tn, window[0], self.window) & among_W[:, None]
 

@@ -43,8 +43,6 @@ def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) ->
 
 
 def _bound(name: str, default: Capacity | Dropless) -> Callable[..., torch.Tensor]:
-    """The experts function ``name`` that transformers calls: it runs the module's own kernel."""
-
     def run(experts: Any, *args: torch.Tensor) -> torch.Tensor:
         kernel = getattr(experts, _KERNEL, default)
         if type(kernel) is not type(default):

@@ -25,11 +25,7 @@ Array = Any
 
 
 def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
-    """The tiles for so many rows; small groups get tiles of few rows, because each group with rows in a tile visits it.
-
-    Args:
-        flops_a_byte: see `shardwright.models.ops.kernel_cost.tiles`.
-    """
+    """The tiles for so many rows; small groups get tiles of few rows, because a tile visits each group that it has."""
     most = tiles(flops_a_byte)
     size = most.rows
     while size > 128 and rows < 4 * size * groups:
@@ -38,12 +34,10 @@ def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
 
 
 def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
-    """Multiply the rows of each group g by ``w[g]``: [R, N], in the dtype of ``x``.
+    """Multiply the rows of each group g by ``w[g]``, [G, N, K] if ``contract_last``, else [G, K, N]: [R, N].
 
-    Args:
-        w_G: [G, N, K] if ``contract_last``, else [G, K, N].
-        sizes_G: each group's number of rows, in order, from row 0. The result for rows behind the last group is
-            arbitrary and must not be used.
+    The result has the dtype of ``x``. ``sizes_G`` are the groups' numbers of rows, in order, from row 0. The result for
+    rows behind the last group is arbitrary and must not be used.
     """
     K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
     tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
@@ -63,9 +57,7 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
     """An array of arbitrary entries, for callers that write every entry they read. A TPU writes no zeros.
 
-    Args:
-        after: any small array of the loop that uses the result. It keeps the array inside the loop, where it is not
-            copied at each turn.
+    ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
     """
     return kernels().unwritten(shape, dtype, after)
 

@@ -37,9 +37,7 @@ SplitRows = Callable[[torch.Tensor], torch.Tensor]
 class Counted:
     """The way an experts module's load is recorded.
 
-    Args:
-        name: the module's, in the model that runs.
-        groups: how many groups tokens are counted in. With one a batch shard, counting needs no communication.
+    With one of ``groups`` a batch shard, counting needs no communication.
     """
 
     name: str = ""
@@ -71,9 +69,7 @@ class RouterLosses:
     def values(self, recorded: Mapping[str, Sequence[torch.Tensor]], real_RS: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return ``z`` and ``balance``, without their coefficients, of the watched routers.
 
-        Args:
-            recorded: by name, tensors [R, …], or [layers, R, …] of a stack.
-            real_RS: 1 for a token and 0 for padding.
+        ``recorded`` has tensors [R, …] by name, or [layers, R, …] of a stack; ``real_RS`` is 1 for a token, else 0.
         """
         zero = torch.zeros((), device=real_RS.device)
         z = sum((z_R.sum() for z_R in recorded.get(_Z, [])), zero) / real_RS.sum().clamp(min=1)
@@ -96,11 +92,7 @@ def mark(model: nn.Module, names: Sequence[str], groups: int, split_rows: SplitR
 
 
 def count(experts: Any, index_Tk: torch.Tensor, dropped_Tk: torch.Tensor | None = None) -> None:
-    """Record how many (token, choice) pairs go to each expert, [G, E], and how many are dropped, [G], without padding.
-
-    Args:
-        dropped_Tk: whether each pair's expert has no room for it; None: none can be dropped.
-    """
+    """Record the number of (token, choice) pairs for each expert, [G, E], and of dropped ones, [G], without padding."""
     how: Counted = getattr(experts, _COUNTED, Counted())
     chosen_TkE = index_Tk.unsqueeze(-1) == torch.arange(experts.num_experts, device=index_Tk.device)
     _record_groups(how, LOAD, chosen_TkE.to(torch.float32).sum(1))
@@ -122,10 +114,8 @@ def selection_biases(model: nn.Module, experts: Sequence[str]) -> dict[str, str]
     """Map each bias that routers add to scores for selection only to the experts module that they choose for, by name.
 
     It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
-    and not trained by gradients (a buffer in most families, a frozen parameter in some).
-
-    Args:
-        experts: the names of ``model``'s experts modules; none is stacked.
+    and not trained by gradients (a buffer in most families, a frozen parameter in some). No module of ``experts`` is
+    stacked.
     """
     saved = model.state_dict().keys()
     frozen = {name: t for name, t in model.named_parameters() if not t.requires_grad}

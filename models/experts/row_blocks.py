@@ -33,7 +33,6 @@ class BlockPlan:
     Args:
         crossing: how tokens get to the experts.
         block: rows that are multiplied at once.
-        tile: see `shardwright.models.experts.grouped_matmul`.
         at_once: whether a single block is multiplied, or at least planned.
         room: the rows of a round, in whole blocks, for whose kept values there is room.
         rest: the plan for the tokens without room in the planned round.
@@ -52,11 +51,7 @@ class BlockPlan:
 
 
 def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -> SortedRows:
-    """Sort the pairs of routing indices ``index_Tk`` into the planned order, those of the experts ``held`` [E] first.
-
-    Args:
-        all_held: whether every expert is held here. Then every pair matters.
-    """
+    """Sort the pairs of ``index_Tk`` into the planned order, those of the experts ``held`` [E] first."""
     (T, k), E = index_Tk.shape, len(held)
     N = T * k
     # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
@@ -79,7 +74,6 @@ class SortedRows:
         choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
         row_kT: the inverse: the row of each pair; behind the last row that matters, if its expert is not held here.
         end_E: where each expert's rows end. The last entry is the number of rows that matter.
-        planned: how they are multiplied.
         all_held: whether every row matters. Then the number of blocks is static.
     """
 
@@ -93,9 +87,7 @@ class SortedRows:
     def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
         """``carry, sums`` after ``carry, sums = body(block, parameters, carry, sums)`` for each block that matters.
 
-        Args:
-            parameters: of the experts held here, [E, …] each.
-            sums: for each expert, [E, …] each; None for a parameter without one, or without one yet.
+        ``parameters`` and ``sums`` are [E, …] each; a sum is None for a parameter without one, or without one yet.
         """
         block = self.planned.block
         if len(self.token_R) == block:
@@ -166,7 +158,6 @@ class Block:
         return exchange.at(x_TH, self.take(self.rows.token_R))
 
     def weights(self, weight_N: Array) -> Array:
-        """The routing weight of each row, [B]."""
         return exchange.at(weight_N, self.take(self.rows.choice_R))
 
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:

@@ -40,8 +40,7 @@ def stack_layers(model: nn.Module) -> Grouping:
     """Stack the decoder's layers where they repeat, in place. The model must be on meta.
 
     Raises:
-        ValueError: the model has no list of layers, or its decoder can't be followed; says why. The model is then
-            unchanged.
+        ValueError: the decoder has no layer list or can't be followed; says why. The model is then unchanged.
     """
     name = find_layers(model)
     found = group(model, name)
@@ -73,10 +72,9 @@ def number_layers(model: nn.Module) -> None:
 
 
 class DecoderLayers(nn.ModuleList):
-    """The layer list of a decoder, which yields a callable for each of its layers.
+    """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
 
     Args:
-        name: the list's dotted name in the model.
         layers: the layers, on meta if they are grouped. The first of each stack is changed.
         grouping: the layers to stack; None: none.
     """

@@ -29,10 +29,8 @@ UNUSED, UNLIKE = "", "?"  # no path is such
 class LayerOutput:
     """The structure of a layer's output, without values.
 
-    Args:
-        leaves: of the flattened output: for a tensor the path of an argument of the same shape and dtype; without such
-            an argument :data:`UNLIKE`, or :data:`UNUSED` if nobody uses it; None for a leaf that is no tensor.
-        spec: the pytree structure.
+    The ``leaves`` of the flattened output: for a tensor the path of an argument of the same shape and dtype; without
+    such an argument :data:`UNLIKE`, or :data:`UNUSED` if nobody uses it; None for a leaf that is no tensor.
     """
 
     leaves: tuple[str | None, ...]
@@ -61,8 +59,7 @@ class Seen:
 def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]) -> list[Seen]:
     """Record the inputs and outputs of each layer of the list ``name`` of ``model``, which is not changed.
 
-    Args:
-        watched: called beforehand with each layer of the copy that is run, and its number.
+    ``watched`` is called beforehand with each layer of the copy that is run, and its number.
 
     Raises:
         ValueError: the decoder does not call its layers once each, in order.
@@ -98,7 +95,6 @@ class _Notes:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the output."""
         return [leaf for leaf in self.output if isinstance(leaf, torch.Tensor)]
 
 

@@ -19,17 +19,14 @@ Flat = list[torch.Tensor]
 class LayerGraph:
     """The graphs of ``function``, which maps a list of tensors to a list of tensors.
 
-    Args:
-        inputs: tensors like those of later calls. The backward computes gradients for those that require one.
-        partition: splits the joint graph.
+    The backward computes gradients for those of ``inputs`` that require one. ``partition`` splits the joint graph.
 
     Attributes:
         saved: how many tensors the forward keeps for the backward.
         aliases: position among the saved tensors → position of the input that it is, unchanged.
         differentiable: whether each output has a gradient; integers, and outputs of no input that requires one, have
             none.
-        values: the values that the forward could keep, if the remat policy chooses among them
-            (:class:`shardwright.models.layers.remat.Keep`).
+        values: the values that the forward could keep, if the remat policy chooses among them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which of a decoder's layers repeat, found by comparing their structure and the calls that they get.
+"""Groups of a decoder's layers that repeat, found by comparing their structure and the calls that they get.
 
 No family is named. Two layers are alike if they have the same modules, settings and shapes and are called alike. A
 float that differs between them may become data; a differing integer (most often the layer's own number) is ignored if
@@ -34,7 +34,6 @@ class Repetition:
 
     @property
     def stop(self) -> int:
-        """The number of the layer after the last."""
         return self.start + self.period * self.count
 
 
@@ -44,7 +43,6 @@ class Grouping:
 
     Args:
         runs: in order, all layers in one of them.
-        seen: each layer's call.
         floats: attributes that become data, because they differ between layers that are else alike.
         apart: number of a layer → why it is not run with any other.
     """
@@ -95,9 +93,8 @@ def group(model: nn.Module, name: str) -> Grouping:
 def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Repetition]:
     """Divide layers into runs with the fewest layers to trace.
 
-    Args:
-        signatures: of each layer; equal if they are alike.
-        chains: how each layer takes the output of the one before; None: they can't be in one run.
+    ``signatures`` are equal for layers that are alike. ``chains`` tell how each layer takes the output of the one
+    before; None: they can't be in one run.
     """
     return list(_cut(signatures, chains, 0, len(signatures)))
 

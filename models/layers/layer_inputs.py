@@ -21,8 +21,7 @@ class LoopChanged(ValueError):
 class Call:
     """The arguments that the decoder's loop gives one layer.
 
-    Args:
-        promised: id of a tensor that the layer before returned → its number among that layer's output tensors.
+    ``promised`` maps the id of a tensor that the layer before returned to its number among that layer's output tensors.
     """
 
     def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
@@ -32,7 +31,6 @@ class Call:
         self.shared = shared_in(args, kwargs)
 
     def settings(self) -> list[Any]:
-        """All leaves, with None for each tensor."""
         return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
 
 
@@ -60,13 +58,12 @@ class Input:
 
 @dataclass
 class Sorted:
-    """The tensors of a run's calls.
+    """The tensors of a run's calls; ``inputs`` and ``own`` are for each layer of the period.
 
     Args:
-        inputs: for each layer of the period.
         slots: the first layer's arguments that for the others are outputs of the layer before.
         loop: for each slot the number of the tensor in the output of the period's last layer.
-        own: for each layer of the period; stacked over the turns if there is more than one.
+        own: stacked over the turns if there is more than one.
     """
 
     inputs: list[list[Input]]
@@ -117,8 +114,7 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
 def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: list[int | None]) -> None:
     """Add the argument at position ``at`` of layer ``j`` of the period: one tensor a turn.
 
-    Args:
-        chain: for each turn its number among the tensors of the layer before's output, if it is one.
+    ``chain`` has for each turn its number among the tensors of the layer before's output, if it is one.
     """
     if not any(known is not None for known in chain):
         if all(t is column[0] for t in column):

@@ -59,11 +59,7 @@ class LayerPart:
 
 
 class LayerRun:
-    """A run of a decoder's layers: the layers of ``parts``, ``count`` times over.
-
-    Args:
-        first: the number of the run's first layer among the decoder's.
-    """
+    """A run of a decoder's layers, from layer ``first``: the layers of ``parts``, ``count`` times over."""
 
     def __init__(self, parts: Sequence[LayerPart], first: int, count: int = 1) -> None:
         self.parts, self.first, self.count = tuple(parts), first, count
@@ -150,7 +146,6 @@ class LayerRun:
         return output
 
     def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
-        """Trace each of the period's layers on the inputs that ``tensors`` has for it."""
         traced = []
         for j, part in enumerate(self.parts):
             if self.size == 1:
@@ -175,15 +170,13 @@ class LayerRun:
 
 
 class _Traced:
-    """A traced layer.
+    """A traced layer; ``outputs`` are the numbers of the wanted output tensors, None for all.
 
     Args:
-        outputs: the numbers of the output tensors that are wanted; None: all.
         single: whether it is a run by itself, so that it may store tensors for later layers.
 
     Attributes:
         keyed: whether its last input is a key of random numbers. Only a layer that draws has one.
-        training: whether the layer was in training mode.
     """
 
     def __init__(
@@ -221,11 +214,9 @@ class _Traced:
         return tree_unflatten(flat, self._specs[1])
 
     def output(self, last: Flat, loop: Sequence[int] | None) -> tuple[Any, list[dict[Any, Any]]]:
-        """Return the layer's output, and the entries that it stores for later layers.
+        """Return the layer's output, and the entries that it stores for later layers, from the tensors ``last``.
 
-        Args:
-            last: tensors of both.
-            loop: the numbers of those; None: all are there. The others, which nobody uses, become NaN.
+        ``loop`` are the numbers of those; None: all are there. The others, which nobody uses, become NaN.
         """
         numbers = self.outputs if loop is None else loop
         assert numbers is not None
@@ -273,7 +264,6 @@ class _Traced:
     def _run_once(
         self, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any, prepare: Prepare
     ) -> tuple[Any, Any]:
-        """Return the layer's output and side outputs, after preparing ``weights``."""
         prefix = f"{self.part.name}."
         named = prepare({prefix + key: weight for key, weight in weights.items()})
         prepared = {name.removeprefix(prefix): t for name, t in named.items()}
@@ -284,13 +274,10 @@ class _Traced:
 
 @dataclass(frozen=True)
 class _Number:
-    """The place of a tensor in a layer's output."""
-
     number: int
 
 
 def _add_state(tensors: Sorted, j: int, part: LayerPart) -> None:
-    """Add the parameters and buffers of the period's layer ``j`` to its inputs."""
     parameters: Tensors = dict(part.layer.named_parameters())
     for name, parameter in (parameters | partial_gradients.of(parameters)).items():
         tensors.give(j, parameter, "weight", name)

@@ -1,7 +1,4 @@
-"""Remat policies: partitioners that split AOTAutograd's joint graph of a layer into forward and backward.
-
-A partitioner decides what the forward saves and what the backward computes again.
-"""
+"""Remat policies: partitioners that split AOTAutograd's joint graph of a layer into forward and backward."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ class Value:
     Args:
         module: its module, as ``model.layers.*.self_attn.q_proj``.
         kind: the operation, as ``mm`` or ``attention``.
-        shape: of its largest result, on all devices together.
-        bytes: its size, on all devices together.
+        shape, bytes: of its largest result, and of all, on all devices together.
         flops: the cost of computing it again.
         kept: from the forward; else it is computed again.
     """

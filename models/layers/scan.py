@@ -22,11 +22,9 @@ Gradients = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Stage:
-    """One layer of a run's period.
+    """One layer of a run's period, with the inputs of its graph.
 
-    Args:
-        inputs: of the graph, in order.
-        outputs: the numbers of the layer's output tensors that the graph returns first, before side outputs.
+    ``outputs`` are the numbers of the layer's output tensors that the graph returns first, before side outputs.
     """
 
     graph: LayerGraph
@@ -37,8 +35,7 @@ class Stage:
 def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:
     """Run the period's ``stages`` on ``tensors``: scanned, if ``known``, a cache of these stages' loops, is given.
 
-    Returns:
-        the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
+    Return the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
     """
     program = _Program(stages, tensors, known)
     flat = [*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own)]
@@ -57,7 +54,6 @@ class _Program:
         self._lengths = [len(tensors.slots), len(tensors.learned), len(tensors.fixed), *map(len, tensors.own)]
 
     def split(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
-        """Split into slots, learned, fixed, and each stage's own."""
         parts, at = [], 0
         for length in self._lengths:
             parts.append(list(flat[at : at + length]))
@@ -65,7 +61,6 @@ class _Program:
         return parts[0], parts[1], parts[2], parts[3:]
 
     def by_stage(self, sides: Flat) -> list[Flat]:
-        """Split side outputs by stage."""
         counts = [len(stage.graph.differentiable) - len(stage.outputs) for stage in self.stages]
         given = iter(sides)
         return [[next(given) for _ in range(count)] for count in counts]
@@ -88,14 +83,11 @@ class _Program:
         gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
         given: tuple[Flat, Flat, list[Flat], list[Flat]],
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
-        """Run one turn.
+        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own.
 
         Args:
             gradients: of the last layer's outputs, of ``learned`` so far, and of each stage's side outputs.
             given: ``learned``, ``fixed``, each stage's own, and the tensors that its forward kept.
-
-        Returns:
-            gradients of the slots, of ``learned``, and of each stage's own.
         """
         last, of_learned, of_sides = gradients
         learned, fixed, own, kept = given
@@ -135,9 +127,9 @@ class _Program:
 
 
 class _Run(torch.autograd.Function):
-    """A program's forward and backward. torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are.
+    """A program's forward and backward.
 
-    Here `prepare` has done so already.
+    torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are. Here `prepare` has done so already.
     """
 
     @staticmethod

@@ -48,7 +48,6 @@ def given(real: torch.Tensor | None) -> Iterator[None]:
 
 
 def real_tokens() -> torch.Tensor | None:
-    """The mask of the innermost :func:`given`."""
     return _real.get()
 
 
@@ -95,9 +94,8 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 def replay(sides: Sequence[SideOutputs], count: int) -> None:
     """Append the values of :func:`collect` to the active collectors; those of transformers in layer order.
 
-    Args:
-        sides: of each layer of a period.
-        count: how many turns the period had; if more than one, tensors are stacked along dimension 0.
+    ``sides`` are those of each layer of a period. With a ``count`` of turns above 1, tensors are stacked along
+    dimension 0.
     """
     captured, metrics = _active_collector.get(), _metrics.get()
     for name in dict.fromkeys(name for side in sides for name in side["captured"] if captured is not None):

@@ -27,9 +27,8 @@ _exactly = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def delta_rule(v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: Array, *, normalise: bool) -> Array:
     """Return every token's output, [B, T, H, V], computed in float32.
 
-    Args:
-        g: the logarithm of each token's decay, at most 0: [B, T, H], or [B, T, H, K] for each channel of the keys.
-        normalise: whether queries and keys are made unit vectors first.
+    ``g`` is the logarithm of each token's decay, at most 0: [B, T, H], or [B, T, H, K] for each channel of the keys.
+    With ``normalise`` queries and keys are made unit vectors first.
     """
     B, T, H, V = v_BTHV.shape
     if g.ndim == 4:  # each head decays the keys in its own way: no two share them

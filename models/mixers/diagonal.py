@@ -1,8 +1,7 @@
 """Recurrences of single numbers, and the short convolution that goes before most of them.
 
-They are Mamba's selective scan (arXiv:2312.00752), the RG-LRU (arXiv:2402.19427) and RWKV's attention
-(arXiv:2305.13048). Inside a segment the tokens are combined in a tree (`jax.lax.associative_scan`), between segments
-one by one.
+Mamba's selective scan (arXiv:2312.00752), the RG-LRU (arXiv:2402.19427) and RWKV's attention (arXiv:2305.13048) combine
+the tokens of a segment in a tree (`jax.lax.associative_scan`), and segments one by one.
 
 Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers of a channel's state.
 """
@@ -46,11 +45,8 @@ def linear_recurrence(x_BTD: Array, a_BTD: Array) -> Array:
 def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
     """RWKV-4's mean of the values so far, weighted by exp(k), each token's weight decayed; [B, T, D] in float32.
 
-    Sums are kept divided by exp of the largest exponent in them.
-
-    Args:
-        decay_D: the change of an exponent with each token, at most 0.
-        first_D: added to the token's own exponent.
+    Sums are kept divided by exp of the largest exponent in them. ``decay_D``, at most 0, is the change of an exponent
+    with each token; ``first_D`` is added to the token's own exponent.
     """
 
     def combine(early: tuple[Array, ...], late: tuple[Array, ...]) -> tuple[Array, ...]:

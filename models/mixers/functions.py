@@ -113,8 +113,7 @@ def lightning_attention(
 ) -> torch.Tensor:
     """Linear attention with a constant decay for each head: [batch, tokens, heads, width].
 
-    Args:
-        slope: the decay of a token's weight with each later token, as a logarithm: one number for each head.
+    ``slope`` is the decay of a token's weight with each later token, as a logarithm: one number for each head.
     """
     decay = -slope.float().reshape(-1).expand(value.shape[:3])
     return apply(decayed_attention, value, query, key, decay, torch.ones_like(decay))

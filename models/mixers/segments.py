@@ -24,9 +24,7 @@ Array = Any
 def apply(function: Callable[..., Array], *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return ``function(*arrays, **options)``, with gradients for every tensor.
 
-    Args:
-        function: a module-level JAX function, whose result has the shape and dtype of its first argument.
-        **options: plain values.
+    ``function`` is a module-level JAX function, whose result has the shape and dtype of its first argument.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     return _mix(name, as_text(tuple(options.items())), list(tensors))
@@ -58,7 +56,6 @@ def over_segments(
 
 
 def _gradients(*arrays: Array, kernel: Callable[..., Array], **options: Any) -> tuple[Array, ...]:
-    """Return the gradients of all arrays but the last, which is the result's gradient."""
     *inputs, gradient = arrays
     _, pull = jax.vjp(lambda *given: kernel(*given, **options), *inputs)
     return pull(gradient)

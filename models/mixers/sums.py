@@ -35,7 +35,6 @@ def between(g: Array) -> Array:
 
 
 def lower(size: int, diagonal: int = 0) -> Array:
-    """True up to a diagonal of a square matrix."""
     return jnp.tril(jnp.ones((size, size), bool), diagonal)
 
 

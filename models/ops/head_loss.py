@@ -26,10 +26,9 @@ class TokenLayout:
     """The layout of tokens [R, S] on the mesh.
 
     Args:
-        axes: (name, size) of every mesh axis, in mesh order.
+        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`.
         rows: the axes that split the rows.
         sequence: the axis that splits the tokens of a row.
-        order: the device ids in mesh order; None: 0, 1, 2, …
         ignored: the target that is not scored.
     """
 
@@ -46,7 +45,6 @@ class TokenLayout:
 
     @property
     def tokens(self) -> Spec:
-        """The layout of a tensor [R, S]."""
         return (self.rows or None, self.sequence)
 
     def head(self, words: int) -> Spec:
@@ -69,7 +67,6 @@ def head_loss(
 def _loss(
     hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, layout_text: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss, the hits, and each token's logsumexp [R, S]."""
     layout: TokenLayout = from_text(layout_text)
     manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), (), layout.tokens), layout.order)
     loss, hits, logsumexp = jax_call(_forward, hidden, head, targets, manual=manual, layout=layout)

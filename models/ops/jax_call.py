@@ -140,7 +140,6 @@ def _computation(
     static: tuple[tuple[str, Any], ...],
     platform: str,
 ) -> Any:
-    """Lower ``function`` for ``platform``, to a computation that torch_xla can call."""
     run = functools.partial(function, **dict(static))
 
     def flat(*arrays: Any) -> tuple[Any, ...]:

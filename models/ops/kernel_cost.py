@@ -20,9 +20,8 @@ _LANES = 128  # a row's logarithm of its sum of exponents is put out once for ev
 class Work:
     """The cost of one run of a kernel on one chip.
 
-    Args:
-        kind: ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing.
-        width: the narrowest dimension of its matrix products that the kernel can't choose, such as a head's.
+    ``kind`` is ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing;
+    ``width`` the narrowest dimension of its matrix products that the kernel can't choose, such as a head's.
     """
 
     kind: str
@@ -34,9 +33,8 @@ class Work:
 def met_blocks(count: int, reach: int | None) -> int:
     """Count the pairs of a query block and a key block that attention computes, for ``count`` blocks of each.
 
-    Args:
-        reach: how many blocks before its own a query block sees under a causal mask; without a window ``count - 1``.
-            None: there is no mask (two pieces of a row, one before the other).
+    A query block sees ``reach`` blocks before its own under a causal mask; without a window ``count - 1``. None: there
+    is no mask (two pieces of a row, one before the other).
     """
     if reach is None:
         return count**2
@@ -50,9 +48,7 @@ class Heads:
     Args:
         rows: sequences times query heads (B × H).
         length: tokens of a sequence, padded to whole blocks (S).
-        width: of a head's queries and keys (D).
-        value_width: of a head's values (E).
-        itemsize: bytes of an element.
+        width, value_width: of a head's queries and keys (D), and of its values (E).
     """
 
     rows: int
@@ -63,15 +59,10 @@ class Heads:
 
 
 def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
-    """The cost of splash attention's forward, or of one of its two backward kernels.
+    """The cost of splash attention's ``phase``: ``forward``, ``dq`` (the query's gradient) or ``dkv`` (key's and value's).
 
     In the forward and in ``dq`` a query block stays in VMEM while the key and value blocks it needs pass by; in ``dkv``
-    a key and value block stays.
-
-    Args:
-        phase: ``forward``, ``dq`` (the query's gradient) or ``dkv`` (those of key and value).
-        block: tokens of a block.
-        reach: see :func:`met_blocks`.
+    a key and value block stays. A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
     """
     blocks = heads.rows * met_blocks(heads.length // block, reach)
     query, value = _PRODUCTS[phase]
@@ -88,12 +79,10 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
 
 @dataclass(frozen=True)
 class Tiles:
-    """The largest tiles of a grouped product.
+    """The largest tiles of a grouped product: rows, and for each kernel two widths.
 
-    Args:
-        rows: of both kernels.
-        gmm: the widths along the contracted dimension and along the result's columns.
-        tgmm: the widths along the result's two dimensions. Its float32 sums take VMEM too.
+    ``gmm`` has those along the contracted dimension and along the result's columns, ``tgmm`` those along the result's
+    two dimensions. Its float32 sums take VMEM too.
     """
 
     rows: int
@@ -137,12 +126,8 @@ def tile_width(width: int, most: int) -> int:
 def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
     """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group.
 
-    The rows are read again for each tile of columns, and a whole matrix in each visit.
-
-    Args:
-        rows: all rows of the call, including those behind the last group.
-        visits: the largest number of pairs of a row tile and a group.
-        most: see :func:`tiles`.
+    The rows, including those behind the last group, are read again for each tile of columns, and a whole matrix in each
+    of at most ``visits`` pairs of a row tile and a group.
     """
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer

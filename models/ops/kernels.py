@@ -14,7 +14,6 @@ from shardwright.models.ops.jax_call import target
 
 
 def kernels() -> Any:
-    """The kernel module for the graph that is being built."""
     # imported on demand: a TPU's are large
     name = "tpu_kernels" if target() == "tpu" else "plain_kernels"
     return importlib.import_module(f"shardwright.models.ops.{name}")

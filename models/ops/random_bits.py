@@ -83,8 +83,7 @@ def keep_factors(
 ) -> torch.Tensor:
     """The float32 factors that :func:`dropout` multiplies a tensor of ``shape`` by: 0 or ``1 / (1 - rate)``.
 
-    Args:
-        rows: the wanted rows of square matrices [..., S, S], [C] integers; ``shape`` is then [..., C, S].
+    ``rows``, [C] integers, are the wanted rows of square matrices [..., S, S]; ``shape`` is then [..., C, S].
     """
     given = [key] if rows is None else [key, rows]
     return _call(_factors, *given, shape=tuple(shape), site=site, rate=rate)

@@ -29,12 +29,7 @@ _active: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 class UnknownDraw(ValueError):
-    """A model drew random numbers in a place or way that has no replacement.
-
-    Args:
-        what: the operation.
-        why: the reason.
-    """
+    """A model drew random numbers by operation ``what`` in a place or way that has no replacement."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}{_place()}: {why}")
@@ -43,8 +38,7 @@ class UnknownDraw(ValueError):
 class Draws(TorchFunctionMode):
     """Replaces, while active, the operations by which models draw.
 
-    Args:
-        key: int32 [2], on the device that computes; None: a draw is an error.
+    ``key`` is int32 [2], on the device that computes; None: a draw is an error.
 
     Attributes:
         drawn: whether anything has been drawn.
@@ -113,7 +107,6 @@ class OtherDraws:
         self._host, self._device = torch.get_rng_state(), _calls()
 
     def check(self) -> None:
-        """Raise :class:`UnknownDraw` if there was a draw."""
         if not torch.equal(self._host, torch.get_rng_state()):
             raise UnknownDraw("torch's generator on the host", "its state has changed")
         for counter, count in _calls().items():
@@ -123,7 +116,6 @@ class OtherDraws:
 
 
 def _is_random(name: str) -> bool:
-    """Whether torch's operation ``name`` draws from a generator."""
     operation = getattr(torch.ops.aten, name, None)
     overloads = [getattr(operation, overload) for overload in operation.overloads()] if operation else []
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)

@@ -24,21 +24,16 @@ _WORD = 4  # bytes: narrower values are packed, row on row
 def as_stored(weight: torch.Tensor, manual: Manual, layers: int = 0) -> torch.Tensor:
     """Constrain ``weight`` to the order in which each device stores its share; its gradient is not touched.
 
-    Args:
-        manual: its layout on the mesh, as the one input and the one output.
-        layers: how many are stacked in the tensor that it is a slice of; 0: it is a tensor of its own.
+    ``manual`` is its layout on the mesh, as the one input and the one output. It is a slice of a stack of ``layers``;
+    0: a tensor of its own.
     """
     return _as_stored(weight, as_text(manual), layers)
 
 
 def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The dimensions of an array of at least two as a TPU stores it, the outermost first.
+    """The dimensions of one device's share, an array of at least two, as a TPU stores it, the outermost first.
 
     The last two are padded to tiles; the pair with the least padding is last (on a tie, the last in ``shape``).
-
-    Args:
-        shape: of one device's share.
-        itemsize: bytes of a value.
     """
 
     def padded(pair: tuple[int, int]) -> tuple[int, int, int]:

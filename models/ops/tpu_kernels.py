@@ -71,8 +71,7 @@ def attention_backward(
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of query, key and value.
 
-    Args:
-        rows: for each query its logsumexp, and the dot product of its output with the output's gradient.
+    ``rows`` are each query's logsumexp, and the dot product of its output with the output's gradient.
     """
 
     def run(tensors: Any, rows: Any, grad_out: Array, segments: Any) -> tuple[Array, Array, Array]:

@@ -64,8 +64,7 @@ class Turn:
         order: the places of these among all inputs.
         hoisted: tensors that the turn uses beside its arguments, such as the numbers in its formulas.
         closed: whether all hoisted tensors are numbers, and none is the random seed.
-        results: shape and dtype of each y.
-        specs: of the returned carry, and of y.
+        results, specs: shape and dtype of each y; the specs of the returned carry and of y.
     """
 
     computation: Any
@@ -78,11 +77,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Loop:
-    """A lowered loop.
+    """A lowered loop of ``count`` turns.
 
-    Args:
-        computation: takes the first turn's number, the carry, ``xs``, the stacks of results, and the hoisted tensors.
-        count: of turns.
+    ``computation`` takes the first turn's number, the carry, ``xs``, the stacks of results, and the hoisted tensors.
     """
 
     computation: Any
@@ -90,7 +87,6 @@ class Loop:
     count: int
 
     def __call__(self, carry: Flat, parts: Flat) -> tuple[Any, Any]:
-        """Return the carry after the last turn, and the stacks."""
         given = _arguments(self.turn, self.count, carry, parts)
         out = torch_xla._XLAC._xla_user_computation("xla::scan", given, self.computation)
         _, after, _, stacks, _ = _split(out, self.turn, len(carry), len(parts))
@@ -99,7 +95,6 @@ class Loop:
 
 
 def _arguments(turn: Turn, count: int, carry: Flat, parts: Flat) -> Flat:
-    """The arguments of a loop's computation."""
     device = torch_xla.device()
     stacks = [torch.zeros((count, *shape), dtype=dtype, device=device) for shape, dtype in turn.results]
     return [torch.tensor(0, device=device), *carry, *parts, *stacks, *turn.hoisted]
