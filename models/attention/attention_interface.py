@@ -195,7 +195,7 @@ class Attention:
             site=site,
         )
         bias = _bias(module, query, key.shape[2], asked)
-        if self.layout.sequence_axis is not None and not self.masked:  # masks are made for a row in one piece
+        if self.layout.sequence_axis is not None and not self.masked:  # masks cover whole rows
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
             return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None

@@ -44,7 +44,7 @@ def chosen_keys(
 
     positions = torch.arange(T, device=seen_BST.device)
     first_BS1 = torch.where(seen_BST, positions, T).amin(-1, keepdim=True)
-    full_BS1 = seen_BST.sum(-1, keepdim=True) // size * size  # how many keys lie in full blocks
+    full_BS1 = seen_BST.sum(-1, keepdim=True) // size * size  # keys in full blocks
     offset_BST = positions - first_BS1
     begins_BST = (offset_BST >= 0) & (offset_BST % size == 0) & (offset_BST < full_BS1)
     best = scores_BST.masked_fill(~begins_BST, -torch.inf).topk(min(indexer.block_topk, T), -1).indices

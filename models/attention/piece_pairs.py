@@ -24,10 +24,9 @@ NOTHING = -1e30
 class PiecePair:
     """A piece of queries [B, H, P, D], and one of keys [B, K, P, D] with values [B, K, P, E].
 
-    Args:
-        segments: of the queries and of the keys, int32 [B, P] each; None: there is one.
-        distance: how many tokens the first query comes after the first key, a 0-d int32; all queries come after all
-            keys. None: both are the same piece.
+    ``segments`` are those of the queries and of the keys, int32 [B, P] each; None: there is one. ``distance``, a 0-d
+    int32, is how many tokens the first query comes after the first key; all queries then come after all keys. None:
+    both are the same piece.
     """
 
     query: jax.Array

@@ -278,7 +278,7 @@ def _backward(
 
     turns = settings.layout.sequence_shards - 1
     (_, (grad_query, *others)), _ = jax.lax.scan(turn, (keys.sent_on(settings), grads), None, length=turns)
-    grad_key, grad_value = (_next(x, settings) for x in others)  # home
+    grad_key, grad_value = (_next(x, settings) for x in others)  # back to the keys' own device
     grad_key, grad_value = grad_key.astype(key.dtype), grad_value.astype(value.dtype)
     return grad_query.astype(query.dtype), grad_key, grad_value, grad_sinks[..., None]
 

@@ -251,7 +251,6 @@ def _lengthen(x: jax.Array, sizes: BlockSizes) -> jax.Array:
 def _optional(
     optional: Sequence[jax.Array], extra: str, sizes: BlockSizes
 ) -> tuple[SegmentIds | None, jax.Array | None]:
-    """Return the lengthened segments and the sinks, among the tensors that ``extra`` names."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("b"), named.get("h")
     return (

@@ -37,9 +37,7 @@ class _Value:
 class Activation:
     """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps.
 
-    Args:
-        steps: for each step its operation, its positional and its keyword arguments. The last step gives the result.
-        width: of the result.
+    Each step is an operation, its positional and its keyword arguments; the last gives the result, of ``width``.
     """
 
     steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]

@@ -65,7 +65,7 @@ class Capacity:
         M = E * C
         x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
         real_RS = real_tokens()
-        if real_RS is not None:  # padding chooses expert E, which there is none of: it takes no token's slot
+        if real_RS is not None:  # padding chooses expert E, which does not exist: it takes no token's slot
             index_Tk = torch.where(real_RS.reshape(T, 1) > 0, index_Tk, torch.full_like(index_Tk, E))
         # choice-major: every token's first choice is seated before any token's second
         index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
@@ -137,7 +137,7 @@ def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tenso
 
 
 def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Array:
-    # rows out of bounds are filled with zeros as they are written: to append a row of zeros would copy x
+    # rows out of bounds are written as zeros: to append a row of zeros would copy x
     how: Any = {"mode": "fill", "fill_value": 0} if checked else {"mode": "promise_in_bounds"}
     return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
 

@@ -144,7 +144,6 @@ class Dropless:
     def _manual(
         self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.ExpertShards, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Manual, Manual]:
-        """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
         tokens: Spec = (self.batch_axes + rest, None)
         held: Spec = (self.expert_axes or None,)
@@ -180,9 +179,8 @@ def _activation(experts: Any, width: int) -> activation.Activation:
 class _Call:
     """The parameters of a kernel call besides its tensors.
 
-    Args:
-        manual: the layouts of the forward and of the backward; None: one device.
-        kept: the shapes of the forward's saved arrays, with the devices' shares one after another.
+    ``manual`` has the layouts of the forward and of the backward; None: one device. ``kept`` are the shapes of the
+    forward's saved arrays, with the devices' shares one after another.
     """
 
     local: dropless_rows.ExpertShards
@@ -274,7 +272,7 @@ def _run(
     if device.type != "xla":
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
     manual = call.manual[function is dropless_rows.backward] if call.manual else None
-    # a device reads from this which experts it holds; its position in the mesh does not follow from its id
+    # tells a device which experts it holds: its position in the mesh does not follow from its id
     experts = torch.arange(len(shards[0]), dtype=torch.int32, device=device)
     return jax_call(function, *rows, index_Tk, weight_Tk, experts, *shards, manual=manual, local=call.local)
 

@@ -107,7 +107,7 @@ class ExpertShards:
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> BlockPlan:
-        """Plan the crossing of a device's tokens to its ``experts``, and the number of rows that are multiplied at once.
+        """Plan the crossing of a device's tokens to its ``experts``, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
         for all. More rows than that take more blocks, or more rounds where one is planned. ``hidden_bytes`` and
@@ -133,7 +133,6 @@ class ExpertShards:
         return BlockPlan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0, rest=rest)
 
     def _one_block(self, crossing: exchange.ExchangePlan, top_k: int, experts: int) -> BlockPlan:
-        """The plan of a round whose rows are one block."""
         balanced = crossing.window * top_k
         tiles = grouped_matmul.tiles_for(balanced, experts, self.flops_a_byte)
         block = -(-exchange.random_pairs(balanced, top_k, self.expert_shards) // tiles.rows) * tiles.rows
@@ -355,10 +354,8 @@ def _experts_backward(
 ) -> tuple[Array, Array, Sums]:
     """Return the gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added.
 
-    Args:
-        sums: None for a parameter that has none yet.
-        kept: the forward's results of the first projection, and perhaps of the activation, and the round; or None.
-            Values that were not kept are computed again.
+    A sum is None for a parameter that has none yet. ``kept`` are the forward's results of the first projection, and
+    perhaps of the activation, and the round; or None. Values that were not kept are computed again.
     """
     dtype = parameters[0].dtype
     weight_N = weight_Tk.T.reshape(-1)

@@ -144,8 +144,8 @@ def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Ar
     """Return ``kept``, or ``make(given)`` if ``needed`` (None: never).
 
     It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader
-    of the program that the planned number is none. The barrier makes ``given`` depend on the turn: else the compiler
-    would hoist the work out of the loop, and always do it.
+    of the program that none is planned. The barrier makes ``given`` depend on the turn: else the compiler would hoist
+    the work out of the loop, and always do it.
     """
     if needed is None:
         return kept
@@ -281,7 +281,7 @@ class _Gathered:
         self.shards = planned.rows // planned.window
         # with overlapping rounds a window behind the last is sent too
         windows = planned.rounds + (planned.rounds > 1)
-        fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # tokens of an expert that nobody has
+        fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # index of an expert that no device has
         self.tensors = [
             jnp.pad(t, ((0, windows * planned.window - len(t)), (0, 0)), constant_values=fill)
             for t, fill in zip(tensors, fills, strict=True)
@@ -372,7 +372,7 @@ class _ByNeed:
         rows = []
         for choice in range(self.top_k):
             shard_W1 = shard_Wk[:, choice, None]
-            again_W = (shard_Wk[:, :choice] == shard_W1).any(1)  # it went there for an earlier choice
+            again_W = (shard_Wk[:, :choice] == shard_W1).any(1)  # the token went there for an earlier choice
             row_W = jnp.where(shard_W1 == jnp.arange(self.shards), row_Wn, 0).sum(1)
             rows.append((row_W, among_W & ~again_W))
         return rows

@@ -213,7 +213,7 @@ class _Scoring(TorchFunctionMode):
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the router's scores of ``logits``, without the selection bias."""
         if self._function is None and self._gathered is not None and self._gathered.shape == logits.shape:
-            return self._gathered.to(torch.float32)  # a function of its own
+            return self._gathered.to(torch.float32)  # the router's own scoring function
         return (self._function or _softmax)(logits)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-_DEEPEST = 6  # of objects in objects
-# nn.Module's own, which its parameters, buffers, submodules and hooks stand in
+_DEEPEST = 6  # levels of nested objects
+# nn.Module's own attributes, which hold parameters, buffers, submodules and hooks
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 
 

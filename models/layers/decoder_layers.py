@@ -74,9 +74,8 @@ def number_layers(model: nn.Module) -> None:
 class DecoderLayers(nn.ModuleList):
     """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
 
-    Args:
-        layers: the layers, on meta if they are grouped. The first of each stack is changed.
-        grouping: the layers to stack; None: none.
+    ``layers`` are on meta if they are grouped; ``grouping`` says which to stack (None: none), and the first of each
+    stack is changed.
     """
 
     def __init__(self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None) -> None:

@@ -21,8 +21,8 @@ from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.layers import kv_sharing  # noqa: F401  # its mappings are flattened here
 from shardwright.models.layers.comparing import described
 
-ROWS, LENGTH = 3, 16  # of the tokens that the decoder is tried on
-UNUSED, UNLIKE = "", "?"  # no path is such
+ROWS, LENGTH = 3, 16  # shape of the trial run's tokens
+UNUSED, UNLIKE = "", "?"  # neither is a path
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Seen:
     Args:
         given: its arguments, without the values of tensors.
         chain: path of an argument → its number among the tensors that the layer before returned.
-        shape: of its output.
         follows: whether it can run in one scan with the layer before: nothing else uses that one's output.
         alone: why it can't run in one scan with any other layer; empty if it can.
     """
@@ -123,7 +122,7 @@ class _Loop(TorchFunctionMode):
         notes.changed = spec != notes.argument_spec or [*map(id, after)] != [*map(id, notes.arguments.values())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype is no value
+        if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype has no values
             for leaf in tree_flatten((args, kwargs or {}))[0]:
                 if isinstance(leaf, torch.Tensor):
                     for index, number in self._sources(leaf):

@@ -42,7 +42,6 @@ class Grouping:
     """The division of a decoder's layers into runs.
 
     Args:
-        runs: in order, all layers in one of them.
         floats: attributes that become data, because they differ between layers that are else alike.
         apart: number of a layer → why it is not run with any other.
     """

@@ -67,7 +67,7 @@ class LayerRun:
         self.partition: Callable[..., Any] = REMAT["none"]
         # the period's traced layers, for each kind of call
         self.graphs: dict[Any, list[_Traced]] = {}
-        self.loops: dict[Any, Known] = {}  # and their loops, by platform and flags too
+        self.loops: dict[Any, Known] = {}  # and their loops, also by platform and compiler flags
         self._calls: list[Call] = []
         # The output of the last called layer, a stand-in until it is computed: id -> number among its tensors
         self._promised: dict[int, int] = {}
@@ -170,13 +170,10 @@ class LayerRun:
 
 
 class _Traced:
-    """A traced layer; ``outputs`` are the numbers of the wanted output tensors, None for all.
+    """A traced layer, of which the output tensors ``outputs`` are wanted (None: all).
 
-    Args:
-        single: whether it is a run by itself, so that it may store tensors for later layers.
-
-    Attributes:
-        keyed: whether its last input is a key of random numbers. Only a layer that draws has one.
+    A ``single`` one is a run by itself, and may store tensors for later layers. A ``keyed`` one draws, and its last
+    input is a key of random numbers.
     """
 
     def __init__(

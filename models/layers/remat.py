@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwright.models.ops.kernels import kernels
 
-VALUES = "values"  # where the forward of a split layer notes them
+VALUES = "values"  # key in the `meta` of a split layer's forward
 
 
 def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:

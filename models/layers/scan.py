@@ -85,9 +85,8 @@ class _Program:
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
         """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own.
 
-        Args:
-            gradients: of the last layer's outputs, of ``learned`` so far, and of each stage's side outputs.
-            given: ``learned``, ``fixed``, each stage's own, and the tensors that its forward kept.
+        ``gradients`` are of the last layer's outputs, of ``learned`` so far, and of each stage's side outputs;
+        ``given`` are ``learned``, ``fixed``, each stage's own, and the tensors that its forward kept.
         """
         last, of_learned, of_sides = gradients
         learned, fixed, own, kept = given

@@ -19,7 +19,7 @@ from shardwright.models.ops.jax_call import jax
 jnp, lax = jax.numpy, jax.lax
 
 _CHUNK = 64
-_CHUNKS = 8  # of a segment: they are solved side by side, and one state is kept for them
+_CHUNKS = 8  # in a segment: they are solved side by side and share one kept state
 # a chunk's corrections build on each other: a TPU's usual single pass in bfloat16 loses them
 _exactly = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 

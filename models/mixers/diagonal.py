@@ -14,7 +14,7 @@ from shardwright.models.ops.jax_call import jax
 jnp, lax = jax.numpy, jax.lax
 
 _SEGMENT = 128
-_LEAST = -1e38  # what a maximum over no tokens is
+_LEAST = -1e38  # the maximum over no tokens
 
 
 def selective_scan(x_BTD: Array, dt_BTD: Array, a_DN: Array, b_BTN: Array, c_BTN: Array) -> Array:

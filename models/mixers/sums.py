@@ -11,7 +11,7 @@ from shardwright.models.ops.jax_call import jax
 
 jnp = jax.numpy
 
-LEAF = 8  # tokens; smaller blocks would be worse filled than saved
+LEAF = 8  # tokens; smaller blocks would fill a TPU worse than they save work
 
 
 def until(g: Array, axis: int = -1) -> Array:

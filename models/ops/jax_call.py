@@ -117,9 +117,8 @@ def jax_call(
     It is not differentiable. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.
 
     Args:
-        function: a module-level JAX function, lowered once for each set of shapes, dtypes and options.
+        function: a module-level JAX function, lowered once for each set of shapes, dtypes and (hashable) options.
         manual: layouts to run it on each device's shards; None: it runs on whole arrays, which the partitioner splits.
-        **static: hashable options.
     """
     # jax has no 64-bit integers here (Pallas kernels break with them)
     tensors = tuple(t.to(torch.int32) if t.dtype == torch.int64 else t for t in tensors)
@@ -192,7 +191,7 @@ def _reorder(text: str, order: tuple[int, ...]) -> str:
         return ",".join(map(str, ids[positions.transpose(transpose or None).ravel()]))
 
     def groups(match: re.Match[str]) -> str:
-        if match[2].startswith('"0x'):  # as a long list is written
+        if match[2].startswith('"0x'):  # the format of a long list
             found = np.frombuffer(bytes.fromhex(match[2][3:-1]), "<i8")
             return match[1] + '"0x' + ids[found].astype("<i8").tobytes().hex().upper() + '"' + match[3]
         return match[1] + re.sub(r"\d+", lambda number: str(ids[int(number[0])]), match[2]) + match[3]

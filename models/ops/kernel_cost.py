@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # for a block of queries and keys: the number of products over the query's width, and over the value's width
-# of a block of queries and keys: how many products contract or put out (the query's width, the value's width)
 _PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-_LANES = 128  # a row's logarithm of its sum of exponents is put out once for every lane of a vector
+_LANES = 128  # a row's logsumexp is written once for every lane of a vector
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Heads:
 
 
 def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
-    """The cost of splash attention's ``phase``: ``forward``, ``dq`` (the query's gradient) or ``dkv`` (key's and value's).
+    """The cost of one kernel of splash attention: ``forward``, ``dq`` (query's gradient) or ``dkv`` (key's and value's).
 
     In the forward and in ``dq`` a query block stays in VMEM while the key and value blocks it needs pass by; in ``dkv``
     a key and value block stays. A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
@@ -70,7 +69,7 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
     both = (heads.width + heads.value_width) * heads.itemsize
     tokens = heads.rows * heads.length
     stays = {"forward": both, "dq": both + heads.width * heads.itemsize, "dkv": 2 * both}[phase]
-    # the logarithms are float32; the backward reads them, and another number a row, beside each block of queries
+    # logsumexps are float32; the backward reads them, and another number a row, with each block of queries
     rows = {"forward": tokens * _LANES * 4, "dq": tokens * 8, "dkv": blocks * block * 8}[phase]
     kind = "attention_forward" if phase == "forward" else "attention_backward"
     width = min(heads.width, heads.value_width)

@@ -45,11 +45,9 @@ _active: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("partial_gradients"
 def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
     """``torch.func.functional_call`` that sends weight gradients to partial gradients where it can.
 
-    An operation on a number of rows that D does not divide sends its gradient to the parameter.
-
-    Args:
-        tensors: parameters by name; and for each one with a partial gradient a leaf [D, *parameter shape], under its
-            name with :data:`SUFFIX`. The leaf's gradient is the partial gradient; its values are never read.
+    ``tensors`` are parameters by name; and for each one with a partial gradient a leaf [D, *parameter shape], under its
+    name with :data:`SUFFIX`. The leaf's gradient is the partial gradient; its values are never read. An operation on a
+    number of rows that D does not divide sends its gradient to the parameter.
     """
     parameters = {name: t for name, t in tensors.items() if not name.endswith(SUFFIX)}
     partials = {id(p): tensors[name + SUFFIX] for name, p in parameters.items() if name + SUFFIX in tensors}

@@ -19,7 +19,7 @@ Array = Any
 Tiling = tuple[int, int, int]
 
 COMPUTE_DTYPE = "float32"
-_MASKED = -1e30  # a score of what is not seen; infinity less infinity is no number
+_MASKED = -1e30  # the score of a hidden key; finite, because infinity less infinity is NaN
 
 
 def TO_HOST(x: Any) -> Any:

@@ -107,7 +107,7 @@ def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jax.num
 def _factors(
     key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jax.numpy
 ) -> Array:
-    least = min(round(rate * _WORD), _WORD - 1)  # of the numbers that keep their element
+    least = min(round(rate * _WORD), _WORD - 1)  # of the random words that keep their element
     scale = 1 / (1 - rate) if rate < 1 else 0.0
     return xp.where(_bits(key, rows, shape, site, xp) >= xp.uint32(least), xp.float32(scale), xp.float32(0))
 

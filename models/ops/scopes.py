@@ -83,7 +83,6 @@ def scoped(partition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _insert_scopes(module: torch.fx.GraphModule) -> None:
-    """Make a graph open and close the scopes that its nodes' metadata names."""
     graph, current = module.graph, ""
     for node in list(graph.nodes):
         stack = node.meta.get(_FORWARD) or node.meta.get(_BACKWARD) or {}
