@@ -26,12 +26,10 @@ SCALE = "lora_scale"
 
 @dataclass(frozen=True)
 class Lora:
-    """The weights of a model that have factors, and the factors' size.
+    """The weights that have factors, by their names in ``named_parameters``, and the factors' rank ``r``.
 
-    Args:
-        alpha: the product of the factors is multiplied by alpha / r.
-        rslora: it is multiplied by alpha / sqrt(r) instead (rank-stabilised, arXiv:2312.03732).
-        targets: the names of the weights, as ``named_parameters`` gives them.
+    The factors' product is multiplied by alpha / r, or by alpha / sqrt(r) if ``rslora`` (rank-stabilised,
+    arXiv:2312.03732).
     """
 
     r: int

@@ -127,10 +127,9 @@ class Attention:
     Tensors on XLA get the kernel. Others get the portable operations, and so do dropout and biases, which the kernel
     lacks. Both support everything else that :meth:`__call__` accepts, at any length and head dimension.
 
-    Args:
-        layout: of the kernel's inputs. Without one every device would do all the work: the partitioner can't split a
-            kernel.
-        masked: whether masks are accepted, which then alone decide what a token sees: memory quadratic in the sequence.
+    ``layout`` is that of the kernel's inputs: the partitioner can't split a kernel, so without one every device would
+    do all the work. ``masked`` accepts masks, which then alone decide what a token sees: memory quadratic in the
+    sequence.
     """
 
     layout: KernelLayout = ONE_DEVICE

@@ -1,4 +1,4 @@
-"""The layout of query, key and value on the mesh while an attention kernel runs."""
+"""The layout of an attention kernel's inputs."""
 
 from __future__ import annotations
 

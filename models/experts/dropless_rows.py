@@ -1,8 +1,7 @@
 """The work of dropless experts on one device, in JAX: sort, multiply, combine.
 
-See `shardwright.models.experts.dropless`. Shape suffixes: T tokens (of a device, or of a round), H hidden width, k
-experts a token, N = T*k (token, choice) pairs, E experts held by a device, R rows in whole blocks, B rows of a block, F
-and I widths of the first projection's result and of the activation's.
+See `shardwright.models.experts.dropless`. Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I
+are the widths of the first projection's result and of the activation's.
 """
 
 from __future__ import annotations
@@ -412,5 +411,5 @@ def _row_products(a_BI: Array, b_BI: Array) -> Array:
 
 
 def _scale(x_BI: Array, weight_B1: Array) -> Array:
-    """Multiply ``x`` by ``weight`` in float32, and return the dtype of ``x``."""
+    """Multiply ``x`` by ``weight`` in float32, with the result in the dtype of ``x``."""
     return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)

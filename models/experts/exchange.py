@@ -127,7 +127,7 @@ class Round:
     """A round, and its part of an array that keeps values of each planned round, one after another.
 
     Rounds beyond the plan come first, so that planned ones overwrite their values. ``place`` is the number among the
-    planned rounds, 0 for one beyond the plan. ``more`` is whether it is beyond the plan; None: there is no such round.
+    planned rounds, 0 for one beyond the plan; ``more`` tells the latter, and is None if there can be none.
     """
 
     place: Array

@@ -35,10 +35,7 @@ SplitRows = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Counted:
-    """The way an experts module's load is recorded.
-
-    With one of ``groups`` a batch shard, counting needs no communication.
-    """
+    """The way an experts module's load is recorded; with one group a batch shard, counting needs no communication."""
 
     name: str = ""
     groups: int = 1

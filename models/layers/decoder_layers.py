@@ -74,8 +74,7 @@ def number_layers(model: nn.Module) -> None:
 class DecoderLayers(nn.ModuleList):
     """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
 
-    ``layers`` are on meta if they are grouped; ``grouping`` says which to stack (None: none), and the first of each
-    stack is changed.
+    Where ``grouping`` stacks layers, which are on meta, the first of each stack is changed; None: none are stacked.
     """
 
     def __init__(self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None) -> None:

@@ -41,9 +41,8 @@ class Repetition:
 class Grouping:
     """The division of a decoder's layers into runs.
 
-    Args:
-        floats: attributes that become data, because they differ between layers that are else alike.
-        apart: number of a layer → why it is not run with any other.
+    ``floats`` are attributes that become data, because they differ between layers that are else alike. ``apart`` maps
+    the number of a layer to the reason why it is not run with any other.
     """
 
     runs: tuple[Repetition, ...]

@@ -19,10 +19,7 @@ class LoopChanged(ValueError):
 
 
 class Call:
-    """The arguments that the decoder's loop gives one layer.
-
-    ``promised`` maps the id of a tensor that the layer before returned to its number among that layer's output tensors.
-    """
+    """The decoder's arguments for one layer; ``promised`` maps id → number of each output tensor of the layer before."""
 
     def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
         found, self.spec = tree_flatten_with_path((args, kwargs))
@@ -112,7 +109,7 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
 
 
 def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: list[int | None]) -> None:
-    """Add the argument at position ``at`` of layer ``j`` of the period: one tensor a turn.
+    """Add argument ``at`` of layer ``j`` of the period, one tensor a turn.
 
     ``chain`` has for each turn its number among the tensors of the layer before's output, if it is one.
     """

@@ -23,13 +23,10 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The layout of tokens [R, S] on the mesh.
+    """The layout of tokens [R, S] on the mesh: ``rows`` and ``sequence`` are the axes that split R and S.
 
-    Args:
-        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`.
-        rows: the axes that split the rows.
-        sequence: the axis that splits the tokens of a row.
-        ignored: the target that is not scored.
+    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; ``ignored`` is the target that is
+    not scored.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -42,13 +42,7 @@ def met_blocks(count: int, reach: int | None) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of a call of attention on one chip.
-
-    Args:
-        rows: sequences times query heads (B × H).
-        length: tokens of a sequence, padded to whole blocks (S).
-        width, value_width: of a head's queries and keys (D), and of its values (E).
-    """
+    """The shape of a call of attention on one chip: B × H rows, S tokens padded to whole blocks, widths D and E."""
 
     rows: int
     length: int
@@ -58,7 +52,7 @@ class Heads:
 
 
 def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
-    """The cost of one kernel of splash attention: ``forward``, ``dq`` (query's gradient) or ``dkv`` (key's and value's).
+    """The cost of a kernel of splash attention: ``forward``, ``dq`` (query's gradient) or ``dkv`` (key's and value's).
 
     In the forward and in ``dq`` a query block stays in VMEM while the key and value blocks it needs pass by; in ``dkv``
     a key and value block stays. A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.

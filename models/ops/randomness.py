@@ -38,11 +38,8 @@ class UnknownDraw(ValueError):
 class Draws(TorchFunctionMode):
     """Replaces, while active, the operations by which models draw.
 
-    ``key`` is int32 [2], on the device that computes; None: a draw is an error.
-
-    Attributes:
-        drawn: whether anything has been drawn.
-        layer: the decoder layer that runs, if it has no :class:`Draws` of its own; None outside of layers.
+    ``key`` is int32 [2], on the device that computes; None: a draw is an error. ``drawn`` tells whether there was one.
+    ``layer`` is the decoder layer that runs, if it has no :class:`Draws` of its own; None outside of layers.
     """
 
     def __init__(self, key: torch.Tensor | None) -> None:
