@@ -11,7 +11,7 @@ from shardwright.models.experts.routing import count, weights_of_all
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
-    """Sum the E experts' outputs for tokens [T, H], weighted by the router, at E/k times the FLOPs that the routing needs."""
+    """Sum all E experts' outputs for tokens [T, H], weighted by the router, at E/k times the routing's FLOPs."""
     count(experts, index_Tk)
     E = experts.num_experts
     y_ETH = mlp(experts, x_TH.expand(E, -1, -1))

@@ -19,7 +19,7 @@ class LoopChanged(ValueError):
 
 
 class Call:
-    """The decoder's arguments for one layer; ``promised`` maps id → number of each output tensor of the layer before."""
+    """The decoder's arguments for one layer; ``promised`` maps id → number of each tensor that the layer before returned."""
 
     def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
         found, self.spec = tree_flatten_with_path((args, kwargs))
@@ -111,7 +111,7 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
 def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: list[int | None]) -> None:
     """Add argument ``at`` of layer ``j`` of the period, one tensor a turn.
 
-    ``chain`` has for each turn its number among the tensors of the layer before's output, if it is one.
+    ``chain`` has for each turn the tensor's number in the output of the layer before; None: it is from elsewhere.
     """
     if not any(known is not None for known in chain):
         if all(t is column[0] for t in column):

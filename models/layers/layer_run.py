@@ -91,7 +91,7 @@ class LayerRun:
         """Return the output of layer ``offset`` of the run: the last layer's result, or a stand-in for another's.
 
         Raises:
-            LoopChanged: the decoder's loop differs from the one when the layers were grouped.
+            LoopChanged: the decoder's loop differs from the one recorded when the layers were grouped.
         """
         if offset == 0:
             self._calls, self._promised, self._kept = [], {}, []
