@@ -19,7 +19,7 @@ class LoopChanged(ValueError):
 
 
 class Call:
-    """The decoder's arguments for one layer; ``promised`` maps id → number of each tensor of the layer before's output."""
+    """The arguments of one layer; ``promised`` maps id → number of each tensor that the layer before returned."""
 
     def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
         found, self.spec = tree_flatten_with_path((args, kwargs))
