@@ -1,5 +1,5 @@
-"""Kernels and model surgery that plug into transformers' own registries.
+"""Kernels and model surgery that plug into transformers' own registries; no modeling file is forked.
 
-They give every family static shapes, one scanned layer instead of many, and kernels that a TPU runs well; no modeling
-file is forked. Nothing here imports Shardwright's other packages.
+They give every family static shapes, one scanned layer instead of many, and kernels that a TPU runs well. Nothing here
+imports Shardwright's other packages.
 """

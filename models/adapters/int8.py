@@ -1,20 +1,19 @@
-"""Frozen weights as integers of 8 bits with a scale for each row (LLM.int8's absmax, arXiv:2208.07339): half of
-bfloat16's bytes.
+"""Frozen weights as int8 with a scale for each row (LLM.int8's absmax, arXiv:2208.07339), in half of bfloat16's bytes.
 
-They are multiplied out just before use, so a product is the one of a weight that was rounded.
+They are multiplied by their scales just before use, so a product is that of a rounded weight.
 """
 
 from __future__ import annotations
 
 import torch
 
-# what follows a weight's name in the name of its scales
+# appended to a weight's name to name its scales
 SCALE = "_scale"
 _LARGEST = 127
 
 
 def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight`` [..., n] as int8 of its shape, and scales [..., 1] in float32; a value is off by half a scale at most.
+    """Return ``weight`` [..., n] as int8, and float32 scales [..., 1]; a value is off by at most half a scale.
 
     Raises:
         ValueError: a value is not finite.
@@ -28,5 +27,5 @@ def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_int8(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight that ``values`` [..., n] and ``scale`` [..., 1] stand for, rounded once, to ``dtype``."""
+    """Return the weight of ``values`` [..., n] and ``scale`` [..., 1], rounded once, to ``dtype``."""
     return (values.to(torch.float32) * scale).to(dtype)

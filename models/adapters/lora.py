@@ -1,7 +1,7 @@
-"""LoRA (arXiv:2106.09685): a frozen weight W acts as W + scale·B·A, with two small factors A and B that are trained.
+"""LoRA (arXiv:2106.09685): a frozen weight W acts as W + scale·B·A, with two small trained factors A and B.
 
 The product B·A is never made: a token goes through A and then through B. A factor is a parameter of the module that
-holds the weight, and its name is the weight's with a suffix, so layers that repeat stack it as they stack any other.
+holds the weight, named like the weight with a suffix, so layers that repeat stack it like any other.
 
 Shape suffixes: r rank, E experts. A is [r, in] or [E, r, in], and B is [out, r] or [E, out, r], however the family
 stores its weight.
@@ -20,19 +20,16 @@ import torch.nn.functional as F
 from torch import nn
 
 A, B = "_lora_A", "_lora_B"
-# the attribute of a module with factors that holds what their product is multiplied by
+# the attribute of a module with factors that holds the factor on their product
 SCALE = "lora_scale"
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which weights of a model have factors, and how large those are.
+    """The weights that have factors, by their names in ``named_parameters``, and the factors' rank ``r``.
 
-    Args:
-        r: the rank.
-        alpha: the product of the factors is multiplied by alpha / r.
-        rslora: it is multiplied by alpha / sqrt(r) instead (rank-stabilised, arXiv:2312.03732).
-        targets: the names of the weights, as ``named_parameters`` gives them.
+    The factors' product is multiplied by alpha / r, or by alpha / sqrt(r) if ``rslora`` (rank-stabilised,
+    arXiv:2312.03732).
     """
 
     r: int
@@ -51,13 +48,13 @@ def base_of(name: str) -> str | None:
 
 
 def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name → parameter of what a run with ``model`` learns and keeps: the factors, or all where there are none."""
+    """Name → parameter that a run with ``model`` learns and keeps: the factors, or all where there are none."""
     named = dict(model.named_parameters())
     return {name: p for name, p in named.items() if base_of(name) is not None} or named
 
 
 def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Name → (rows, columns) in the sense of [out, in] of each weight that can have factors; E in front for experts.
+    """Name → (rows, columns), as in [out, in], of each weight that can have factors; those of experts have E in front.
 
     They are the weights of linear layers, and the fused ones of the ``experts`` modules.
     """
@@ -66,7 +63,7 @@ def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, 
         if isinstance(module, nn.Linear):
             found[f"{name}.weight"] = tuple(module.weight.shape)
         elif name in experts:
-            # what transformers' `use_experts_implementation` sets on every experts module
+            # transformers' `use_experts_implementation` sets this on every experts module
             turned = bool(module.is_transposed)
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() == 3 and key.endswith("_proj"):
@@ -76,11 +73,7 @@ def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, 
 
 
 def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Give the targets in ``model``, which is on meta, their factors, in place, and freeze everything else.
-
-    Args:
-        shapes: of :func:`adaptable`.
-    """
+    """Add factors of :func:`adaptable`'s ``shapes`` to the targets in ``model``, on meta, in place; freeze all else."""
     model.requires_grad_(False)
     for name in lora.targets:
         owner, _, key = name.rpartition(".")
@@ -94,8 +87,6 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 class _LoraLinear(nn.Module):
-    """A linear layer's forward, with what its factors add."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         this: Any = self
         return super().forward(x) + F.linear(F.linear(x, this.weight_lora_A), this.weight_lora_B) * this.lora_scale
@@ -103,5 +94,5 @@ class _LoraLinear(nn.Module):
 
 @functools.cache
 def _with_factors(original: type) -> type:
-    """The class ``original`` with the forward above; one class however often, so that layers stay equal."""
+    """The class ``original`` with the forward above, made once, so that layers stay equal."""
     return type(original.__name__, (_LoraLinear, original), {})

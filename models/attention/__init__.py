@@ -1,5 +1,5 @@
-"""Causal attention, under one name in transformers' attention interface.
+"""Causal attention, registered in transformers' attention interface.
 
-It is jax's splash attention, or plain tensor operations where that can't do what is asked. Both need memory linear in
+It runs jax's splash attention, or plain tensor operations for features that splash lacks. Both need memory linear in
 the sequence.
 """

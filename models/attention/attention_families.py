@@ -1,4 +1,4 @@
-"""Families whose attention needs more than its structure: one entry a line, by the name of a class of transformers'."""
+"""Families whose attention needs a forward of its own, one line each, by the name of transformers' class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.models.attention.block_indexer import chosen_keys
 
-# class of a module → the forward that it has under our attention: its own numbers, in a way that XLA can run
+# class of a module → its forward under our attention: the same numbers, in operations that XLA can run
 FORWARDS: dict[str, Callable[..., Any]] = {
     "Qwen4ExpTextQSAIndexer": chosen_keys,
 }

@@ -1,13 +1,11 @@
 """Causal attention for transformers' attention interface, under the names ``shardwright`` and ``shardwright_masked``.
 
-Both are registered once, at import. Under the first, models build no mask, and causality, windows and chunks are said
-by numbers. Under the second they build transformers' own masks, as tensors ``[batch, 1, sequence, keys]``, and make of
-them what they like: an indexer's choice of keys, a bias of their own, keys beyond the sequence's.
+Both are registered once, at import. Under the first, models build no mask, and numbers describe causality, windows and
+chunks. Under the second they build transformers' own masks, ``[batch, 1, sequence, keys]``, and may change them: an
+indexer's choice of keys, a bias of their own, keys beyond the sequence's.
 
- How the kernel's inputs lie on the mesh is said by an attribute of the attention
-module (:func:`bind`), so models with different layouts can live in one process. A graph built for a TPU gets the Pallas
-kernel of :mod:`shardwright.models.attention.splash`, any other the tensor operations of
-:mod:`shardwright.models.attention.portable`.
+An attribute of the attention module holds the layout of the kernel's inputs (:func:`bind`), so models with different
+layouts can live in one process.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring, portable
 from shardwright.models.ops.randomness import active
 
-# The first name stays out of transformers' mask registry, so that models build no mask: it has as many numbers as the
-# sequence's square. An `attention_mask` given to a model is therefore not seen here: padding is said by `segment_ids`.
+# The first name stays out of transformers' mask registry, so that models build no mask, whose size is the sequence's
+# square. An `attention_mask` given to a model therefore doesn't arrive here: `segment_ids` describe padding.
 NAME = "shardwright"
 MASKED = "shardwright_masked"
 ONE_DEVICE = KernelLayout()
-# attributes of a module: its kernel layout, and the positions of a chunk in its layer (0: all are one)
+# attributes of a module: its kernel layout, and the chunk size of its layer (0: no chunks)
 _LAYOUT = "_shardwright_kernel_layout"
 _CHUNK = "_shardwright_chunk"
 # keyword arguments that reach every attention function and change no score
@@ -59,16 +57,16 @@ _UNDERSTOOD = {
     "is_causal",
     "output_attentions",
 }
-# the documents of the rows that a model runs on, for the masks that it builds
+# the documents of the model's rows, for the masks that it builds
 _segments: ContextVar[torch.Tensor | None] = ContextVar("segments", default=None)
 
 
 class Unsupported(ValueError):
-    """Attention was asked for something that changes its numbers and that ours does not do."""
+    """A call of attention asked for something that changes its numbers and that ours lacks."""
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Make ``model`` run the attention ``name``, of ours or of transformers' own."""
+    """Make ``model`` run the attention ``name``, ours or transformers' own."""
     model.set_attn_implementation(name)
     mark_chunks(model.modules())
     for module in model.modules():
@@ -84,10 +82,9 @@ def _with_our_forward(family: Any) -> Any:
 
 
 def mark_chunks(modules: Iterable[Any]) -> None:
-    """Note on each module of a layer how many positions attend to each other alone, which no argument ever says.
+    """Store on each module of a layer its chunk size, which no argument carries; it also distinguishes layers.
 
-    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``. As an attribute it
-    also tells apart layers that are equal in all else.
+    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``.
     """
     for module in modules:
         config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -97,23 +94,21 @@ def mark_chunks(modules: Iterable[Any]) -> None:
 
 
 def bind(model: nn.Module, layout: KernelLayout) -> None:
-    """Make our attention of ``model`` run its kernel under ``layout``. A copy of the model keeps it.
+    """Make our attention of ``model`` run its kernel under ``layout``; unbound, it runs as on one device.
 
-    A model that is not bound runs as on one device.
+    A copy of the model keeps the layout.
     """
-    for module in model.modules():  # all of them: families don't mark which of their modules are attention
+    for module in model.modules():  # all: families don't mark which modules are attention
         setattr(module, _LAYOUT, layout)
 
 
 @contextmanager
 def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
-    """Inside, transformers builds masks without reading a value back, and those of ``portable_masked`` by segments.
+    """Inside, transformers builds masks without reading values back; those of ``portable_masked`` have ``segment_ids``.
 
-    Otherwise it asks the device on every step whether positions are packed and whether anything is padding. That costs
-    a graph of its own and a transfer. Under a compiler it does not ask, so this says that there is one.
-
-    Args:
-        segment_ids: ``[batch, sequence]``, those that the model is given; None: one segment a row, no padding.
+    Otherwise it asks the device on every step whether positions are packed and whether anything is padding, at the cost
+    of a separate graph and a transfer. It does not ask under a compiler, so this pretends to be one. ``segment_ids``
+    are ``[batch, sequence]``, as the model gets them; None: one segment a row, no padding.
     """
     token = _segments.set(segment_ids)
     own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
@@ -127,16 +122,14 @@ def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[Non
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal self-attention as transformers calls it; softmax in float32, result in the query's dtype.
+    """Causal self-attention with transformers' signature; softmax in float32, result in the query's dtype.
 
-    Tensors on XLA get the kernel; those that are not get the portable operations, and so do dropout and biases, which
-    the kernel has not. Both support all else that :meth:`__call__` accepts, at any length and head dimension.
+    Tensors on XLA get the kernel. Others get the portable operations, and so do dropout and biases, which the kernel
+    lacks. Both support everything else that :meth:`__call__` accepts, at any length and head dimension.
 
-    Args:
-        layout: how the kernel's inputs lie on the mesh. The partitioner cannot split a kernel: without a layout every
-            device would do all of the work. The portable operations don't use it.
-        masked: accept masks, which then say alone what a token sees. They are tensors [batch, heads or 1, sequence,
-            keys]: memory quadratic in the sequence. The portable operations run them.
+    ``layout`` is that of the kernel's inputs: the partitioner can't split a kernel, so without one every device would
+    do all the work. ``masked`` accepts masks, which then alone decide what a token sees: memory quadratic in the
+    sequence.
     """
 
     layout: KernelLayout = ONE_DEVICE
@@ -158,35 +151,34 @@ class Attention:
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of one layer.
+        """Compute attention of one layer.
 
         Args:
             module: the attention layer. Its ``is_causal`` and ``config`` are checked.
             query: ``[batch, query heads, sequence, head dimension]``.
             key: ``[batch, key heads, sequence, head dimension]``; key heads divide query heads.
             value: ``[batch, key heads, sequence, value dimension]``.
-            attention_mask: ``[batch or 1, query heads or 1, sequence, keys]``, what is added to the scores (or bool:
-                whether a query sees a key); keys may outnumber the sequence. None unless ``masked``. Padding and
-                packing are said by ``segment_ids``.
+            attention_mask: ``[batch or 1, query heads or 1, sequence, keys]``, added to the scores (or bool: whether a
+                query sees a key); keys may outnumber the sequence. None unless ``masked``.
             scaling: factor on the scores; None: ``head dimension ** -0.5``.
-            dropout: the probability with which a weight is left out, and the others divided by 1 minus it. Above 0, the
-                call must stand inside :func:`shardwright.models.ops.randomness.drawing`.
+            dropout: the probability of dropping a weight; the others are divided by 1 minus it. Above 0, the call must
+                be inside :func:`shardwright.models.ops.randomness.drawing`.
             segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally
                 within their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
             softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
             s_aux: ``[query heads]``, logits that take part in the softmax and have no value (GPT-OSS's sinks).
             sinks: ``[batch, query heads, sequence, 1]``, likewise, one for each query (Inkling 2).
             **kwargs: ``sliding_window``: how many positions a token sees, itself included (None or 0: all).
-                ``position_bias``: like a mask that is added, but causality and the window hold beside it; it gets a
-                gradient. ``indices``: ``[batch, sequence, n]``, the only keys that a query sees (an indexer's choice).
-                ``block_indices``: ``[batch, heads, sequence, n]``, likewise, for each group of heads blocks of
-                ``module.indexer.block_size`` keys; -1 is none.
+                ``position_bias``: an additive mask, on top of causality and the window; it gets a gradient.
+                ``indices``: ``[batch, sequence, n]``, the only keys that a query sees (an indexer's choice).
+                ``block_indices``: ``[batch, heads, sequence, n]``, likewise blocks of ``module.indexer.block_size``
+                keys for each group of heads; -1 is none.
 
         Returns:
             ``[batch, sequence, query heads, value dimension]``, and None for the attention weights.
 
         Raises:
-            Unsupported: something was asked that changes the numbers and is not supported.
+            Unsupported: the call asks for something that changes the numbers and is not supported.
         """
         asked = {**kwargs, "segment_ids": segment_ids, "attention_mask": attention_mask}
         _refuse_unsupported(module, query, key, asked, masked=self.masked)
@@ -202,7 +194,7 @@ class Attention:
             site=site,
         )
         bias = _bias(module, query, key.shape[2], asked)
-        if self.layout.sequence_axis is not None and not self.masked:  # masks are made for a row in one piece
+        if self.layout.sequence_axis is not None and not self.masked:  # masks cover whole rows
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
             return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
@@ -221,7 +213,6 @@ class Attention:
         s_aux: torch.Tensor | None,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attention of tokens that lie in `pieces` order: in a ring; off XLA, in a row's own order."""
         if query.device.type == "xla":
             settings = splash.Settings(scoring, self.layout)
             return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
@@ -232,7 +223,6 @@ class Attention:
 
 
 def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls: :class:`Attention` under the module's own layout."""
     return Attention(getattr(module, _LAYOUT, ONE_DEVICE))(module, *args, **kwargs)
 
 
@@ -255,7 +245,7 @@ AttentionMaskInterface.register(MASKED, _mask)
 
 
 def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, Any]) -> torch.Tensor | None:
-    """What is added to the scores, ``[batch or 1, query heads or 1, sequence, keys]``, of all that was asked."""
+    """Combine masks, biases and chosen keys into one bias, ``[batch or 1, query heads or 1, sequence, keys]``."""
     mask, bias, lowest = asked["attention_mask"], asked.get("position_bias"), torch.finfo(query.dtype).min
     indices, block_indices = asked.get("indices"), asked.get("block_indices")
     if mask is not None and mask.dtype == torch.bool:
@@ -276,7 +266,7 @@ def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, An
 
 
 def _named(index: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of ``count`` numbers are in the last dimension of ``index``; the others there are -1."""
+    """Mark which of ``count`` numbers are in the last dimension of ``index``, where -1 is none."""
     named = torch.zeros(*index.shape[:-1], count + 1, dtype=torch.int32, device=index.device)
     index = torch.where(index < 0, count, index).long()
     return named.scatter(-1, index, torch.ones_like(index, dtype=torch.int32))[..., :count] > 0
@@ -290,7 +280,7 @@ def _refuse_unsupported(
     *,
     masked: bool,
 ) -> None:
-    """Raise :class:`Unsupported` for what :class:`Attention` was asked and lacks; what changes no number passes."""
+    """Raise :class:`Unsupported` for a feature that :class:`Attention` lacks, unless it changes no number."""
     length, mask, segment_ids = query.shape[2], kwargs["attention_mask"], kwargs["segment_ids"]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -322,7 +312,7 @@ def _refuse_unsupported(
     known = _HARMLESS | _UNDERSTOOD
     for name in sorted(kwargs.keys() - known):
         checks.append((kwargs[name] is not None, repr(name), "it may change the scores; use 'eager' for this model"))
-    # some families say their window by the mask alone
+    # some families express their window only as a mask
     unsaid = {"sliding_window"} - kwargs.keys() | ({"attention_chunk_size"} if not hasattr(module, _CHUNK) else set())
     for name in sorted(unsaid):
         limit = getattr(getattr(module, "config", None), name, None)

@@ -1,4 +1,4 @@
-"""An indexer that chooses blocks of keys, with static shapes: transformers' own looks at each query in turn.
+"""An indexer that chooses blocks of keys, with static shapes: transformers' own loops over queries.
 
 Shape suffixes: B batch, S queries, T keys (T = S), h the indexer's heads, D their width.
 """
@@ -20,15 +20,16 @@ def chosen_keys(
     attention_mask: torch.Tensor,
     past_key_values: None = None,
 ) -> torch.Tensor:
-    """Which keys each query attends to, ``[B, 1, S, T]``: those of the best blocks, and those behind the last full one.
+    """Qwen4-Exp's indexer: the keys that each query attends to, ``[B, 1, S, T]``.
 
-    The keys that a query sees must be successive. Its blocks begin at the first of them. A block's score is that of its
-    keys' mean, which here is computed for blocks that begin at any key. It is the forward of Qwen4-Exp's indexer.
+    They are those of its best blocks, and those behind its last full block. The keys that a query sees must be
+    successive, and its blocks begin at the first of them. A block's score is that of the mean of its keys, computed
+    here for blocks that begin at any key.
 
     Args:
         hidden_states: ``[B, S, width]``.
         position_embeddings: cosine and sine, ``[B, S, rotated width]``.
-        attention_mask: ``[B, 1, S, T]``: whether a query sees a key, or what is added to its score.
+        attention_mask: ``[B, 1, S, T]``, bool (whether a query sees a key) or added to its score.
     """
     size, D = indexer.compress_ratio, indexer.index_head_dim
     seen_BST = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
@@ -43,7 +44,7 @@ def chosen_keys(
 
     positions = torch.arange(T, device=seen_BST.device)
     first_BS1 = torch.where(seen_BST, positions, T).amin(-1, keepdim=True)
-    full_BS1 = seen_BST.sum(-1, keepdim=True) // size * size  # how many keys lie in full blocks
+    full_BS1 = seen_BST.sum(-1, keepdim=True) // size * size  # keys in full blocks
     offset_BST = positions - first_BS1
     begins_BST = (offset_BST >= 0) & (offset_BST % size == 0) & (offset_BST < full_BS1)
     best = scores_BST.masked_fill(~begins_BST, -torch.inf).topk(min(indexer.block_topk, T), -1).indices
@@ -53,7 +54,7 @@ def chosen_keys(
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` with RoPE on as many of its first numbers as ``cos`` has."""
+    """Apply RoPE to as many of the first numbers of ``x`` as ``cos`` has."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)

@@ -1,4 +1,4 @@
-"""How query, key and value lie on the mesh while an attention kernel runs."""
+"""The layout of an attention kernel's inputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from shardwright.models.ops.jax_call import Axes, Manual, Spec
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """How query, key and value lie on the mesh while the kernel runs.
+    """The layout of query, key and value on the mesh while the kernel runs.
 
     Args:
-        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
+        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
         batch_axes: the axes that split the batch. Their sizes divide it.
         head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
             If they do not divide the key heads, these are repeated until they do, and devices that share a key head
             each hold a copy.
-        order: the device ids in mesh order; None: 0, 1, 2, …
-        sequence_axis: the axis that splits the tokens of a row, which lie in the order of
+        sequence_axis: the axis that splits the tokens of a row, in the order of
             :mod:`shardwright.models.attention.pieces`; None: rows are whole.
     """
 
@@ -42,12 +41,10 @@ class KernelLayout:
         return shards if heads % shards == 0 else 1
 
     def manual(self, heads: int, inputs: str, outputs: str) -> Manual | None:
-        """Where tensors lie when there are ``heads`` query heads; None on one device.
+        """The layouts of tensors for ``heads`` query heads; None on one device.
 
-        Args:
-            inputs: a word for each input, with a letter for each of its leading dimensions: ``"bhs b h"`` is
-                [batch, heads, sequence, …], [batch, …] and [heads, …].
-            outputs: likewise for each output.
+        ``inputs`` and ``outputs`` have a word for each tensor, with a letter for each of its leading dimensions:
+        ``"bhs b h"`` is [batch, heads, sequence, …], [batch, …] and [heads, …].
         """
         if not self.axes:
             return None
@@ -60,7 +57,7 @@ class KernelLayout:
         return Manual(self.axes, specs(inputs), specs(outputs), self.order)
 
     def shared_heads(self, heads: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Key and value ``[B, K, S, D]`` for ``heads`` query heads, repeated until the axes divide their heads."""
+        """Repeat the heads of key and value ``[B, K, S, D]`` until the axes divide them, for ``heads`` query heads."""
         keys, shards = tensors[0].shape[1], self.split(heads)
         assert heads % keys == 0
         copies = shards // math.gcd(keys, shards)

@@ -1,7 +1,7 @@
-"""Attention of a piece of queries to a piece of keys, in JAX: what a ring is made of.
+"""Attention between one piece of queries and one piece of keys, the unit of a ring, in JAX.
 
-Results of several pieces of keys are merged by the logarithms of their sums of exponents; given that of all keys, each
-pair's gradients are right by themselves.
+Results for several pieces of keys are merged by their logsumexp; given that of all keys, each pair's gradients are
+independent.
 
 Shape suffixes: as in :mod:`shardwright.models.attention.splash`, with P tokens in a piece.
 """
@@ -16,21 +16,17 @@ from shardwright.models.attention import splash, splash_masks
 import jax
 import jax.numpy as jnp
 
-# the logarithm of a sum of no exponents; infinity less infinity is no number
+# the logsumexp of no scores; finite, because infinity less infinity is NaN
 NOTHING = -1e30
 
 
 @dataclass(frozen=True)
 class PiecePair:
-    """A piece of queries and one of keys.
+    """A piece of queries [B, H, P, D], and one of keys [B, K, P, D] with values [B, K, P, E].
 
-    Args:
-        query: [B, H, P, D].
-        key: [B, K, P, D].
-        value: [B, K, P, E].
-        segments: of the queries and of the keys, int32 [B, P] each; None: there is one.
-        distance: how many tokens the first query comes after the first key, a 0-d int32; None: it is the same piece.
-            Otherwise all queries come after all keys.
+    ``segments`` are those of the queries and of the keys, int32 [B, P] each; None: there is one. ``distance``, a 0-d
+    int32, is how many tokens the first query comes after the first key; all queries then come after all keys. None:
+    both are the same piece.
     """
 
     query: jax.Array
@@ -41,7 +37,7 @@ class PiecePair:
 
 
 def forward(pair: PiecePair, settings: splash.Settings) -> tuple[jax.Array, jax.Array]:
-    """The output [B, H, P, E], and the logarithm of each query's sum of exponents [B, H, P]; float32."""
+    """Return the output [B, H, P, E] and each query's logsumexp [B, H, P], in float32."""
     mask, segments = _masked(pair, settings)
     out, logsumexp = splash.forward((pair.query, pair.key, pair.value), segments, None, mask, settings)
     logsumexp = jnp.maximum(logsumexp, NOTHING)
@@ -51,7 +47,7 @@ def forward(pair: PiecePair, settings: splash.Settings) -> tuple[jax.Array, jax.
 def backward(
     pair: PiecePair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array, settings: splash.Settings
 ) -> tuple[jax.Array, ...]:
-    """The gradients of query, key and value in float32; ``rows`` as :func:`splash.backward`."""
+    """Return the float32 gradients of query, key and value; ``rows`` as in :func:`splash.backward`."""
     mask, segments = _masked(pair, settings)
     grads = splash.backward((pair.query, pair.key, pair.value), rows, grad_out, segments, mask, settings)
     return tuple(grad.astype(jnp.float32) for grad in grads)
@@ -66,5 +62,5 @@ def _masked(pair: PiecePair, settings: splash.Settings) -> tuple[splash_masks.Ma
 
 
 def without_chunk(settings: splash.Settings) -> splash.Settings:
-    """``settings`` where chunks are said by the segments."""
+    """Drop the chunk from ``settings``, for segments that include it."""
     return replace(settings, scoring=replace(settings.scoring, chunk=None))

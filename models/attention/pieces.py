@@ -1,7 +1,7 @@
-"""The order in which a row's tokens lie on the devices of an axis that splits rows.
+"""The token order of a row that is split over devices.
 
 Under a causal mask a row's last tokens have the most work. So a row is cut into 2·n pieces for n devices, and device i
-holds pieces i and 2n-1-i: together they see equally many tokens on every device.
+holds pieces i and 2n-1-i: every device's two pieces see equally many tokens.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 
 
 def to_pieces(row: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
-    """``row`` with the tokens of dimension ``dim`` in the devices' order; 2 · ``devices`` divides their number."""
+    """Put the tokens of dimension ``dim`` of ``row`` into the devices' order; 2 · ``devices`` divides their number."""
     parts = _parts(row, (2 * devices,), dim)
     first, last = parts.split(devices, dim)
     return torch.stack([first, last.flip(dim)], dim + 1).reshape(row.shape)
 
 
 def from_pieces(pieces: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
-    """The inverse of :func:`to_pieces`."""
+    """Invert :func:`to_pieces`."""
     first, last = _parts(pieces, (devices, 2), dim).unbind(dim + 1)
     return torch.cat([first, last.flip(dim)], dim).reshape(pieces.shape)
 

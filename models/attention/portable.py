@@ -1,23 +1,23 @@
 """Causal attention in plain tensor operations, for any platform, with memory linear in the sequence.
 
-Queries go in blocks against all keys. The backward computes a block's scores again, so no scores are
-saved, and no more than ``[batch, heads, sequence, block]`` of them exist at once (Rabe and Staats, "Self-attention does
-not need O(n^2) memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same
-size at any length.
+Blocks of queries meet all keys. The backward recomputes a block's scores, so none are saved, and at most
+``[batch, heads, sequence, block]`` of them exist at once (Rabe and Staats, "Self-attention does not need O(n^2)
+memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same size at any
+length.
 
-No query sees a later key. So queries are cut into a few bands first, and each meets the keys up to its own end: four
-bands compute 5/8 of the scores. Each is a loop of its own, and longer to compile; so they are few, and not short.
+No query sees a later key. So queries are first cut into a few bands, and each meets the keys up to its own end: four
+bands compute 5/8 of the scores. Each is a loop of its own to compile; so they are few, and not short.
 
-Scores are as many as a step has of anything, so they are passed over seldom: what they are multiplied with is divided
-by their total, and not they. They have a row for each key and a column for each query: so sums and maxima over keys are
-of many queries at a time, and products over keys read scores in the order in which they lie.
+Scores are the largest tensor of a step, so passes over them are few: the product with the values is divided by their
+total, not the scores themselves. They have a row for each key and a column for each query, so that sums and maxima over
+keys run for many queries at a time, and products over keys read scores in memory order.
 
-Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, of which no While
-can be built. It keeps a custom op whole, and the op builds its loop when it runs.
+Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, which can't build a
+While. It keeps a custom op whole, and the op builds its loop when it runs.
 
 Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence,
-N blocks of queries, C queries in a block, T keys (T = S, but for keys that a mask alone speaks of), D head dimension of
-query and key, E that of value; b, k, g: B, K and G, or 1 where all share one.
+N blocks of queries, C queries in a block, T keys (T = S, unless a mask covers more keys), D head dimension of query and
+key, E that of value; b, k, g: B, K and G, or 1 where all share one.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ from shardwright.models.ops.while_loop import run_turns
 
 # queries in a block
 BLOCK = 512
-# queries in a band, at least, and bands, at most
+# the least number of queries in a band, and the largest number of bands
 BAND, BANDS = 64, 4
 _MASKED = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are computed and masked, the same for every head.
+    """The computation and masking of scores, the same for every head.
 
     Args:
-        scale: factor on the products of query and key.
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: no cap.
         window: how many positions a token sees, itself included; None: all.
         chunk: a token sees only positions of its own chunk of so many; None: all.
-        causal: a token sees none after it. If not, window and chunk are None too, and what it sees is said by a bias.
-        dropout: the probability with which a weight is left out; the others are divided by 1 minus it.
-        site: the number of the place that draws the weights to leave out.
+        causal: a token sees none after it. If False, window and chunk are None, and a bias decides what it sees.
+        dropout: the probability of dropping a weight; the others are divided by 1 minus it.
+        site: the number of the place that draws the dropped weights.
     """
 
     scale: float
@@ -76,13 +75,11 @@ def portable(
     random_key: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """From query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` or ``BHS1`` to ``BSHE``.
+    """Map query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` or ``BHS1`` to ``BSHE``.
 
-    ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient. It is held whole, with its
-    gradient where one is wanted: memory quadratic in the sequence. Without it, T = S. Segments take T = S too.
-
-    With dropout, ``random_key`` and the scoring's site draw the weights to leave out: the same as
-    :func:`shardwright.models.ops.random_bits.dropout` would of the weights as one tensor ``BHST``.
+    ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient: memory quadratic in the sequence.
+    Without it, or with segments, T = S. With dropout, ``random_key`` and the scoring's site draw the dropped weights,
+    as :func:`shardwright.models.ops.random_bits.dropout` would for the weights as one tensor ``BHST``.
     """
     B, _, S, _ = query.shape
     T = key.shape[2]
@@ -101,9 +98,9 @@ def portable(
 
 
 def _bands(S: int, T: int, scoring: Scoring, bias: torch.Tensor | None) -> list[tuple[int, int, int]]:
-    """Queries in bands, ``(first, end, keys)``: a band meets no key that is later than its last query.
+    """Cut queries into bands, ``(first, end, keys)``: a band meets no key that is later than its last query.
 
-    One band meets all keys where a bias says what is seen, and where dropout draws for all weights.
+    There is one band, which meets all keys, if a bias is the mask, or if dropout draws for all weights.
     """
     if not scoring.causal or scoring.dropout or bias is not None:
         return [(0, S, T)]
@@ -124,11 +121,11 @@ def _band(
     scoring: Scoring,
     random_key: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``BSHE`` of queries of which the first stands at position ``start``."""
+    """The output ``BSHE`` of queries that begin at position ``start``."""
     B, H, S, D = query.shape
     K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
     N = -(-S // C)
-    rest = N * C - S  # padding that fills the last block
+    rest = N * C - S  # padding of the last block
     out_NBKGCE = _attention(
         pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
         key,
@@ -145,7 +142,7 @@ def _band(
 
 
 def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
-    """What goes with scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``, with a C of 1 for an S of 1."""
+    """Lay out a tensor beside the scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``; C is 1 where S is 1."""
     b, heads, length, width = x.shape
     split = (b, *((1, 1) if heads == 1 else (K, heads // K)))
     if length == 1:
@@ -171,8 +168,10 @@ def _attention(
     bias: torch.Tensor | None,
     scoring_text: str,
 ) -> torch.Tensor:
-    """From query ``NBKGCD``, key ``BKTD``, value ``BKTE``, sinks ``Nbk1gC``, segments ``BT``, positions ``NC``,
-    query segments ``NBC`` and bias ``NbkTgC`` to ``NBKGCE``."""
+    """Map query ``NBKGCD``, key ``BKTD``, value ``BKTE`` and bias ``NbkTgC`` to ``NBKGCE``.
+
+    Sinks are ``Nbk1gC``, segments ``BT``, positions ``NC``, query segments ``NBC``.
+    """
     scoring: Scoring = from_text(scoring_text)
 
     def body(
@@ -207,10 +206,7 @@ def _attention_backward(
     scoring_text: str,
     with_bias: bool,
 ) -> list[torch.Tensor]:
-    """From grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value and sinks.
-
-    And last, if ``with_bias``, the bias's.
-    """
+    """Map grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value, sinks and bias."""
     scoring: Scoring = from_text(scoring_text)
 
     def body(
@@ -223,7 +219,7 @@ def _attention_backward(
         weights, sink, slope = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights, scoring)
         out_BKEGC, total_BK1GC = _product(weights, sink, value_BKTE, kept)
-        # `weights` are not divided by their total, so what they are multiplied with is
+        # `weights` are not divided by their total, so their factor is
         grad_BKGCE = grad_blocks.float() / _queries_first(total_BK1GC)
         mean_BKGC1 = (grad_BKGCE * _queries_first(out_BKEGC / total_BK1GC)).sum(-1, keepdim=True)
         mean_BK1GC = mean_BKGC1.permute(0, 1, 4, 2, 3)
@@ -271,15 +267,14 @@ _attention.register_autograd(_differentiate, setup_context=_save_inputs)
 
 @register_flop_formula(torch.ops.shardwright.attention)
 def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Every query's products with all keys and values: a block computes also what its mask takes away."""
+    """Every query's products with all keys and values: a block also computes what its mask hides."""
     return 2 * math.prod(query_NBKGCD[:-1]) * key[2] * (key[3] + value[3])
 
 
 def _weights(
     constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One block's attention weights ``BKTGC`` before they are divided by their total, the same of its sinks, ``BK1GC``,
-    and the soft cap's slope at each score."""
+    """One block's undivided weights ``BKTGC``, those of its sinks ``BK1GC``, and the soft cap's slope at each score."""
     key_BKTD, _, segments_BT = constants[:3]
     query_BKGCD, positions_C, segments_BC, sinks_bk1gC, *bias = x
     scores = torch.einsum("bktd,bkgcd->bktgc", key_BKTD.float(), query_BKGCD.float()) * scoring.scale
@@ -292,8 +287,8 @@ def _weights(
     seen = _seen(positions_C, segments_BC, segments_BT, scoring)
     scores = torch.where(seen, scores, _MASKED)
     sinks = sinks_bk1gC.float()
-    # A row that sees nothing has weights of zero: here exp(-1e38), for the top is at least half of what is masked.
-    # A bias may itself be as low as that, all along a row; then what is not seen is made zeros.
+    # A row that sees nothing gets weights of zero: exp(-1e38), for the top is at least half of the masked score.
+    # A bias may itself be as low as that, along a whole row; then hidden weights are set to zero.
     top = torch.maximum(scores.amax(2, keepdim=True), sinks).clamp(min=_MASKED if bias else _MASKED / 2)
     weights = torch.exp(scores - top)
     return torch.where(seen, weights, 0.0) if bias else weights, torch.exp(sinks - top), slope
@@ -302,21 +297,20 @@ def _weights(
 def _product(
     weights_BKTGC: torch.Tensor, sink_BK1GC: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights' product with the values, ``BKEGC``, and their total, ``BK1GC``, by which it is not divided yet."""
+    """The weights' product with the values, ``BKEGC``, not yet divided by their total, and that total, ``BK1GC``."""
     out = apart(torch.einsum("bkte,bktgc->bkegc", value_BKTE.float(), _times(weights_BKTGC, kept)))
     # in a row that sees something the largest weight is 1: the clamp changes no such row
     return out, (weights_BKTGC.sum(2, keepdim=True) + sink_BK1GC).clamp(min=1.0)
 
 
 def _queries_first(x_BKEGC: torch.Tensor) -> torch.Tensor:
-    """As ``BKGCE``."""
     return x_BKEGC.permute(0, 1, 3, 4, 2)
 
 
 def _kept(
     constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], weights_BKTGC: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor | None:
-    """What dropout multiplies a block's weights by, ``BKTGC``; None: there is no dropout."""
+    """Dropout's factors for a block's weights, ``BKTGC``; None without dropout."""
     if not scoring.dropout:
         return None
     B, K, T, G, C = weights_BKTGC.shape
@@ -350,7 +344,7 @@ def _given(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def _summed(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``grad`` summed over the dimensions along which ``like`` was repeated, in its dtype."""
+    """Sum ``grad`` over the dimensions along which ``like`` was repeated, in its dtype."""
     repeated = [i for i in range(grad.dim()) if like.shape[i] < grad.shape[i]]
     return (grad.sum(repeated, keepdim=True) if repeated else grad).to(like.dtype)
 
@@ -363,8 +357,8 @@ def _loop(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
 
-    On XLA this is a While, whose body may use its arguments alone: a tensor that it closes over would be computed
-    again inside, with everything that led to it. So the constants are part of the carry.
+    On XLA this is a While, whose body may use only its arguments: a tensor from outside would be computed again inside,
+    with everything that led to it. So the constants are part of the carry.
     """
     count, fixed = xs[0].shape[0], len(constants)
     if count == 1 or xs[0].device.type != "xla":

@@ -1,11 +1,11 @@
-"""Causal attention where a row's tokens are split over devices: keys and values go round, each device to the next.
+"""Causal ring attention: a row's tokens are split over devices, and keys and values pass from each device to the next.
 
-Tokens lie in the order of :mod:`shardwright.models.attention.pieces`, two pieces a device. Of the keys that arrive, one
-device sees two of four pairs of pieces, whole, and so does every other; the pairs that the mask empties are not
-computed. Keys and values are sent on while they are used. In the backward their gradients follow them, one device
-behind (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the
-balanced order: Brandon et al., "Striped Attention", 2023, and the zigzag order in use since). Nothing is saved but the
-inputs, the output and the logarithm of each row's sum of exponents: memory is linear in a device's tokens.
+Tokens lie in the order of :mod:`shardwright.models.attention.pieces`, two pieces a device. Of the arriving keys every
+device sees two of four pairs of pieces, whole; the pairs that the mask empties are not computed. Keys and values are
+sent on while they are used. In the backward their gradients follow them, one device behind (Liu, Zaharia and Abbeel,
+"Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et al.,
+"Striped Attention", 2023, and the zigzag order in use since). Only the inputs, the output and each row's logsumexp are
+saved: memory is linear in a device's tokens.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), D head
 dimension of query and key, E that of value.
@@ -38,7 +38,7 @@ def attend(
     sinks_H: torch.Tensor | None,
     settings: Settings,
 ) -> torch.Tensor:
-    """Attention ``[B, H, S, E]``, differentiable in query, key, value and sinks, of tokens in the pieces' order.
+    """Return attention ``[B, H, S, E]`` of tokens in pieces' order, differentiable in query, key, value and sinks.
 
     Segment 0 is padding: rows of zeros, with zero gradients. Twice the layout's `sequence_shards` divides S.
     """
@@ -55,7 +55,7 @@ def attend(
     out_BHSE, _ = _ring(query_BHSD, key_BKSD, value_BKSE, starts, segments, sinks_H, as_text(without_chunk(settings)))
     if segments_BS is None:
         return out_BHSE
-    # as in splash.attend: to the ring padding is a segment, and no comparison here
+    # as in splash.attend: the ring treats padding as a segment, and a comparison can't be used here
     present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
     return out_BHSE * present_BS[:, None, :, None]
 
@@ -70,7 +70,7 @@ def _ring(
     sinks: torch.Tensor | None,
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
+    """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
     settings: Settings = from_text(settings_text)
     extra, letters = present(segments, sinks, "bs")
     manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs s {letters}", "bhs bhs")
@@ -99,7 +99,7 @@ def _ring_backward(
     sinks: torch.Tensor | None,
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, and what each device's tokens add to that of the sinks, ``[B, H, n]``."""
+    """Return the gradients of query, key and value, and each device's part of the sinks' gradient, ``[B, H, n]``."""
     settings: Settings = from_text(settings_text)
     extra, letters = present(segments, sinks, "bs")
     manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs bhs bhs bhs s {letters}", "bhs bhs bhs bhs")
@@ -136,7 +136,7 @@ def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *othe
 
 
 class _Keys(NamedTuple):
-    """What goes round: two pieces of keys with their values and segments, and the pieces' first positions [2]."""
+    """The tensors that go round: two pieces of keys, their values, first positions [2] and segments."""
 
     key: jax.Array
     value: jax.Array
@@ -150,13 +150,13 @@ class _Keys(NamedTuple):
 
 
 def _next(x: jax.Array, settings: Settings) -> jax.Array:
-    """``x`` of the device before, in the ring."""
+    """Receive ``x`` from the previous device of the ring."""
     axis, count = settings.layout.sequence_axis, settings.layout.sequence_shards
     return jax.lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
 
 
 class _Rows(NamedTuple):
-    """What stays: queries ``BHSD``, the pieces' first positions [2], segments ``BS``."""
+    """The tensors that stay: queries ``BHSD``, the pieces' first positions [2], segments ``BS``."""
 
     query: jax.Array
     starts: jax.Array
@@ -168,7 +168,7 @@ class _Rows(NamedTuple):
         return [self._pair(keys, 0, 0, None), self._pair(keys, 1, 1, None), self._pair(keys, 1, 0, later)]
 
     def others(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, PiecePair]]:
-        """The pairs with another device's keys: of a device before, its first piece; of one behind, both."""
+        """The pairs with another device's keys: the first piece of an earlier device, both pieces of a later one."""
         behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
         distance = self.starts[behind] - keys.starts[behind]
         return [
@@ -248,7 +248,6 @@ def _backward(
     extra: str,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The gradients that `_ring_backward` returns."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("bs"), named.get("h")
     rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
@@ -272,14 +271,14 @@ def _backward(
 
     def turn(carry: tuple[_Keys, Grads], _: None) -> tuple[Any, None]:
         keys, (grad_query, *behind) = carry
-        # those of the keys that are here now: they come while this device's part is computed
+        # the gradients of the current keys arrive while this device's part is computed
         arrived = [_next(x, settings) for x in behind]
         grad_query, own_key, own_value = added((grad_query, zeros[1], zeros[2]), rows.others(keys))
         return (keys.sent_on(settings), (grad_query, arrived[0] + own_key, arrived[1] + own_value)), None
 
     turns = settings.layout.sequence_shards - 1
     (_, (grad_query, *others)), _ = jax.lax.scan(turn, (keys.sent_on(settings), grads), None, length=turns)
-    grad_key, grad_value = (_next(x, settings) for x in others)  # home
+    grad_key, grad_value = (_next(x, settings) for x in others)  # back to the keys' own device
     grad_key, grad_value = grad_key.astype(key.dtype), grad_value.astype(value.dtype)
     return grad_query.astype(query.dtype), grad_key, grad_value, grad_sinks[..., None]
 

@@ -1,8 +1,8 @@
-"""Causal attention in blocks, the "splash attention" of jax, as two operations of the torch graph.
+"""Causal attention in blocks, jax's "splash attention", as two operations of the torch graph.
 
-Blocks of queries meet blocks of keys, and those that the mask empties are skipped. On a TPU scores exist in VMEM alone,
-so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies. What meets is
-computed by a device's own kernel (`shardwright.models.ops.kernels`).
+Blocks of queries meet blocks of keys, and pairs that the mask empties are skipped. On a TPU scores exist only in VMEM,
+so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies. The device's
+own kernel (`shardwright.models.ops.kernels`) computes each pair.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -22,7 +22,7 @@ from shardwright.models.attention.portable import Scoring
 from shardwright.models.attention.splash_masks import BlockSizes, Mask, causal
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 
-# sets jax up: it must come before jax itself
+# configures jax: it must come before jax itself
 from shardwright.models.ops.jax_call import jax_call
 from shardwright.models.ops.kernels import kernels
 
@@ -33,8 +33,8 @@ import jax.numpy as jnp
 # semi-private: splash_attention_kernel.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-# Tokens of a block of queries and of keys, and how many keys are multiplied at once. A block twice as large overflows
-# VMEM on v4, v5e, v5p and v6e. In float32 (v5p) and with heads wider than 128 (v4) this block does too, and is halved.
+# Tokens of a block of queries and of keys, and keys that are multiplied at once. A block twice as large overflows VMEM
+# on v4, v5e, v5p and v6e. In float32 (v5p) and with heads wider than 128 (v4) this block does too, and is halved.
 BLOCK = 1024
 COMPUTE = 512
 # lanes of a TPU's vector registers; every block is a multiple of them
@@ -43,7 +43,7 @@ LANES = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call of the kernel must know besides its tensors."""
+    """The parameters of a kernel call besides its tensors."""
 
     scoring: Scoring
     layout: KernelLayout
@@ -57,10 +57,10 @@ def attend(
     sinks_H: torch.Tensor | None,
     settings: Settings,
 ) -> torch.Tensor:
-    """Attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
+    """Return attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
 
-    The query is multiplied by the scale in its own dtype. In bfloat16, and unless the scale is a power of two, this
-    rounds once more than scaling the scores would. Segment 0 is padding: rows of zeros, with zero gradients.
+    The query is multiplied by the scale in its own dtype. In bfloat16 this rounds once more than scaling the scores
+    would, unless the scale is a power of two. Segment 0 is padding: rows of zeros, with zero gradients.
     """
     key_BKSD, value_BKSE = settings.layout.shared_heads(query_BHSD.shape[1], key_BKSD, value_BKSE)
     if segments_BS is not None:
@@ -68,7 +68,7 @@ def attend(
     out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, as_text(settings))
     if segments_BS is None:
         return out_BHSE
-    # to the kernel padding is a segment, so that none of its sums is empty
+    # the kernel treats padding as a segment, so that none of its sums is empty
     # (no comparison here: torch_xla's scan cannot differentiate a function with bools)
     present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
     return out_BHSE * present_BS[:, None, :, None]
@@ -83,7 +83,7 @@ def _splash(
     sinks: torch.Tensor | None,
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[B, H, S, E]``, and the logarithm of each row's sum of exponents, ``[B, H, S]``, for the backward."""
+    """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
     settings: Settings = from_text(settings_text)
     extra, letters = present(segments, sinks)
     manual = settings.layout.manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
@@ -111,7 +111,7 @@ def _splash_backward(
     sinks: torch.Tensor | None,
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, and what each sequence adds to that of the sinks, ``[B, H]``."""
+    """Return the gradients of query, key and value, and each sequence's part of the sinks' gradient, ``[B, H]``."""
     settings: Settings = from_text(settings_text)
     extra, letters = present(segments, sinks)
     manual = settings.layout.manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
@@ -150,8 +150,7 @@ def _flops(
 
 
 def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -> int:
-    """Every query's products with the keys and values that it may see, half a sequence or a window; given the shapes
-    of query and value."""
+    """Count the FLOPs of every query with the keys that it may see: half a sequence, or a window."""
     batch, heads, length, width = query
     seen = min(length / 2, scoring.window or length, scoring.chunk or length)
     return int(2 * batch * heads * length * seen * (width + value[3]))
@@ -160,7 +159,7 @@ def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -
 def present(
     segments: torch.Tensor | None, sinks: torch.Tensor | None, word: str = "b"
 ) -> tuple[list[torch.Tensor], str]:
-    """The optional tensors that there are, and their words for :meth:`KernelLayout.manual`: ``word``, "h" or both."""
+    """Return the tensors that are given, and their words for :meth:`KernelLayout.manual`: ``word``, "h" or both."""
     pairs = [(t, letter) for t, letter in ((segments, word), (sinks, "h")) if t is not None]
     return [t for t, _ in pairs], " ".join(letter for _, letter in pairs)
 
@@ -180,9 +179,9 @@ def forward(
     mask: Mask,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output of query, key and value of one length, and the logarithm of each row's sum of exponents.
+    """Return the output for query, key and value of one length, and each row's logsumexp.
 
-    A query that meets no block of keys has NaN for an output, and -inf for that logarithm.
+    A query that meets no block of keys gets an output of NaN and a logsumexp of -inf.
     """
     length, sizes, scoring = tensors[0].shape[2], mask.sizes, settings.scoring
     query, key, value = (_lengthen(x, sizes) for x in (_scaled(tensors[0], scoring.scale), *tensors[1:]))
@@ -194,7 +193,7 @@ def forward(
 def _backward(
     grad_out: jax.Array, out: jax.Array, logsumexp: jax.Array, *inputs: jax.Array, settings: Settings, extra: str
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The gradients that `_splash_backward` returns; ``inputs`` are those of :func:`_forward`."""
+    """``inputs`` are those of :func:`_forward`."""
     query_BHSD, key, value, *optional = inputs
     sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
@@ -215,11 +214,10 @@ def backward(
     mask: Mask,
     settings: Settings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query, key and value.
+    """Return the gradients of query, key and value.
 
-    Args:
-        rows: for each query the logarithm of its sum of exponents, over all keys that it sees, these or others; and
-            its output times the output's gradient.
+    ``rows`` are each query's logsumexp over all keys that it sees, these or others, and the dot product of its output
+    with the output's gradient.
     """
     length, scoring, sizes = tensors[0].shape[2], settings.scoring, mask.sizes
     query = _scaled(tensors[0], scoring.scale)
@@ -232,7 +230,7 @@ def backward(
 
 
 def sizes_of(query_BHSD: jax.Array) -> BlockSizes:
-    """The sizes with as few blocks as hold the sequence, and for that number of blocks the least padding."""
+    """The sizes with the fewest blocks that hold the sequence, and the least padding for that number."""
     length, width = query_BHSD.shape[2:]
     whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
     count = -(-length // (BLOCK if whole else BLOCK // 2))
@@ -246,14 +244,13 @@ def _scaled(query: jax.Array, scale: float) -> jax.Array:
 
 
 def _lengthen(x: jax.Array, sizes: BlockSizes) -> jax.Array:
-    """``x``, ``[…, S, width]``, with zeros after its last position. Under a causal mask no token sees them."""
+    """Append zeros to ``x``, ``[…, S, width]``, along S. Under a causal mask no token sees them."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
 def _optional(
     optional: Sequence[jax.Array], extra: str, sizes: BlockSizes
 ) -> tuple[SegmentIds | None, jax.Array | None]:
-    """Segments, lengthened, and sinks, of the tensors that ``extra`` says are there."""
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("b"), named.get("h")
     return (
@@ -263,10 +260,9 @@ def _optional(
 
 
 def segment_ids(queries: jax.Array, keys: jax.Array, sizes: BlockSizes) -> SegmentIds:
-    """The segments [B, S] of queries and of keys, lengthened."""
     return SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
 
 
 def _precision(query: jax.Array) -> Any:
-    """Full precision for float32 inputs, which a TPU multiplies as bfloat16 otherwise."""
+    """Full precision for float32 inputs, which a TPU otherwise multiplies as bfloat16."""
     return jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")

@@ -1,8 +1,8 @@
-"""What the blocks of splash attention's kernel see of each other: lists of blocks, and functions of positions, in JAX.
+"""Masks of splash attention's kernel in JAX: lists of blocks that meet, and functions of positions.
 
-The public function of jax makes its lists of blocks by evaluating the mask block by block: 25 s for each of three
-kernels at 131,072 tokens, where :func:`_blocks` takes none. The lists are [blocks, blocks] in scalar memory, so without
-a window the compiler refuses sequences of more than about 500 blocks.
+jax's public function makes its lists by evaluating the mask block by block: 25 s for each of three kernels at 131,072
+tokens, where :func:`_blocks` takes none. The lists are [blocks, blocks] in scalar memory, so without a window the
+compiler refuses sequences of more than about 500 blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardwright.models.attention.portable import Scoring
 
-# sets jax up: it must come before jax itself
+# configures jax: it must come before jax itself
 from shardwright.models.ops.jax_call import jax
 
 # isort: split
@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 
 
 class BlockSizes(NamedTuple):
-    """Numbers of tokens: in the padded sequence, in a block, and in the part of a block that is multiplied at once."""
+    """Token counts: of the padded sequence, of a block, and of the part of a block that is multiplied at once."""
 
     length: int
     block: int
@@ -31,9 +31,9 @@ class BlockSizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What queries see of keys: a function of positions, and the blocks that are not empty, for each kind of block.
+    """The keys that queries see: a function of positions, and the nonempty blocks for each block of queries or keys.
 
-    To the function a key's position is its place among the keys; a query's is what ``positions`` of the lists say.
+    The function takes a key's index among the keys, and a query's entry in ``positions`` of the lists.
     """
 
     sizes: BlockSizes
@@ -43,15 +43,14 @@ class Mask(NamedTuple):
 
 
 def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
-    """Of a whole sequence, or a piece of one and its own keys."""
+    """The mask of a whole sequence, or of a piece of one and its own keys."""
     return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
 
 
 def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
-    """What ``length`` queries see of as many keys that all come before them, by a window alone.
+    """The mask of ``length`` queries over as many keys that all come before them: a window, if there is one.
 
-    Args:
-        distance: how many tokens the first query comes after the first key, a 0-d int32.
+    ``distance`` is how many tokens the first query comes after the first key, a 0-d int32.
     """
     count, window = sizes.length // sizes.block, scoring.window
     own = jnp.arange(count, dtype=jnp.int32)
@@ -71,15 +70,15 @@ def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax
 
 
 def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
-    """For each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
+    """List, for each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
 
-    All lists have one length. A shorter one is filled up in front, with its first block, which is not run there.
+    All lists have one length. A shorter one is filled up in front with its first block, which is not run there.
     """
     count = sizes.length // sizes.block
-    # no token of a chunk lies further back than the chunk is long
+    # no token of a chunk lies further back than the chunk's length
     window = min(filter(None, (scoring.window, scoring.chunk)), default=None)
     reach = count - 1 if window is None else min(-(-(window - 1) // sizes.block), count - 1)
-    # computed in the graph: a numpy array would be a constant in its text, as large as the lists
+    # computed in the graph: a numpy array would be a constant in the graph's text, as large as the lists
     own = jnp.arange(count, dtype=jnp.int32)[:, None]
     first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
     first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
@@ -93,8 +92,6 @@ def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
 
 
 def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function of positions: whether the query sees the key."""
-
     def sees(query: jax.Array, key: jax.Array) -> jax.Array:
         seen = query >= key
         if scoring.window is not None:

@@ -2,7 +2,7 @@
 
 The activation of an experts module is a few pointwise operations (silu, clamp, a product of two halves), and each
 family has its own. It is traced once, on two rows, into a list of ATen operations, which are replayed with JAX's. So a
-kernel in JAX computes what the model's code says, and an operation that is not known here is an error, not a guess.
+JAX kernel computes the model's own function, and an unknown operation is an error, not a guess.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ class _Value:
 class Activation:
     """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps.
 
-    Args:
-        steps: for each step its operation, its positional and its keyword arguments. The last step gives the result.
-        width: the width of a row of the result.
+    Each step is an operation, its positional and its keyword arguments; the last gives the result, of ``width``.
     """
 
     steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
     width: int
 
     def __call__(self, x: Any) -> Any:
-        """The result for a JAX array, in its dtype. (In float32, a TPU would keep the whole array in float32.)"""
+        """Apply to a JAX array, in its dtype. (In float32, a TPU would keep the whole array in float32.)"""
         values = [x]
 
         def known(argument: Any) -> Any:
@@ -58,12 +56,12 @@ class Activation:
 
 
 def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activation:
-    """``function`` of a tensor [rows, ``width``], which must treat all rows alike, as an :class:`Activation`.
+    """Trace ``function`` of a tensor [rows, ``width``], which must treat all rows alike.
 
     Raises:
-        ValueError: it has an operation that is not known here (names it).
+        ValueError: it has an unknown operation (names it).
     """
-    with _disable_current_modes():  # the layer around may just be traced
+    with _disable_current_modes():  # the layer around may be in tracing
         example = torch.zeros(2, width)
         graph = make_fx(lambda x: function(x))(example).graph
         result = function(example)
@@ -88,7 +86,7 @@ def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activ
 
 
 def _plain(args: Any) -> Any:
-    """``args`` with tuples in place of lists, so that they can be hashed."""
+    """Replace lists in ``args`` by tuples, which can be hashed."""
     return tuple(map(_plain, args)) if isinstance(args, list | tuple) else args
 
 
@@ -106,10 +104,10 @@ def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, Any]:
 
 
 def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
-    """The gradients beside each other, each written in its place: a TPU would make a concatenation of its own.
+    """Write each gradient into its place: a TPU would run a concatenation as an operation of its own.
 
-    Nothing else may take a gradient, or the compiler would make it by itself and copy it into its place: so the place
-    is made after the input's ``first`` row.
+    Nothing else may read a gradient, or the compiler would materialise it and copy it into its place: so the result is
+    allocated after the input's ``first`` row.
     """
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)

@@ -1,8 +1,8 @@
 """Experts with a capacity: each takes a fixed number of tokens, and tokens beyond it are dropped.
 
-Shapes are static, and nothing waits for the device. A kernel is called as transformers calls experts functions,
-``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's
-own router has normalised. ``experts`` is typed Any, because its attributes are the family's.
+Shapes are static, and nothing waits for the device. transformers calls a kernel as ``f(experts, hidden[T, H],
+top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's own router has normalised.
+``experts`` is typed Any, because its attributes are the family's.
 
 Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts a token, N = k*s (token, choice)
 pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
@@ -23,7 +23,7 @@ from shardwright.models.experts.routing import count
 from shardwright.models.layers.side_outputs import real_tokens
 from shardwright.models.ops.jax_call import Axes, jax, jax_call
 
-# (tensor, mesh axes of each dimension) -> the tensor laid out by them, and in the backward its gradient likewise
+# (tensor, mesh axes of each dimension) -> the tensor laid out by them; in the backward its gradient too
 Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
 
 
@@ -32,8 +32,8 @@ class Capacity:
     """The experts function that dispatches tokens to slots, under one layout.
 
     Args:
-        factor: an expert has ``factor`` times as many slots as it gets tokens when routing is balanced (GShard's
-            capacity factor). At E/k or more no token can be dropped.
+        factor: an expert's slots over its tokens under balanced routing (GShard's capacity factor). At E/k or more no
+            token can be dropped.
         groups: how many groups tokens are dispatched in. With one a batch shard, dispatch needs no communication.
         batch_axes: mesh axes that split the groups.
         expert_axes: mesh axes that split the experts. Tokens cross them by all-to-all.
@@ -47,25 +47,25 @@ class Capacity:
     constrain: Constrain = lambda tensor, axes: tensor
 
     def slots(self, tokens: int, top_k: int, experts: int) -> int:
-        """How many slots an expert has in a group of ``tokens`` tokens: no more than one a token, which fills them."""
+        """The number of an expert's slots in a group of ``tokens`` tokens, at most one a token."""
         return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
 
     def __call__(
         self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens [T, H] with routing indices and weights [T, k] to [T, H], by GShard's dispatch (arXiv:2006.16668).
+        """Map tokens [T, H] with routing indices and weights [T, k] to [T, H], by GShard's dispatch (arXiv:2006.16668).
 
         Tokens beyond an expert's capacity are dropped, first choices last. Only integers are scattered. Activations
         move by gathers, in the backward too: for a scatter of them the partitioner would gather the global batch.
         """
         (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], experts.num_experts, self.groups
         s = T // G
-        # evaluation drops nothing, so its loss is what the exported model gives elsewhere
+        # evaluation drops nothing, so its loss equals the exported model's elsewhere
         C = self.slots(s, k, E) if experts.training else s
         M = E * C
         x = self.constrain(x_TH.reshape(G, s, H), (self.batch_axes, (), ()))
         real_RS = real_tokens()
-        if real_RS is not None:  # padding chooses expert E, which there is none of: it takes no token's slot
+        if real_RS is not None:  # padding chooses expert E, which does not exist: it takes no token's slot
             index_Tk = torch.where(real_RS.reshape(T, 1) > 0, index_Tk, torch.full_like(index_Tk, E))
         # choice-major: every token's first choice is seated before any token's second
         index_GN = index_Tk.reshape(G, s, k).transpose(1, 2).reshape(G, k * s)
@@ -97,7 +97,7 @@ def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
 
 @torch.library.custom_op("shardwright::owners", mutates_args=())
 def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
-    """The inverse of :func:`_slots`: the (token, choice) in 0..N-1 that is in each slot; N where the slot is empty."""
+    """Invert :func:`_slots`: the (token, choice) in 0..N-1 that is in each slot; N where the slot is empty."""
     G, N = slot_GN.shape
     if slot_GN.device.type == "xla":
         return jax_call(_invert, slot_GN, M=M)[0].to(slot_GN.dtype)
@@ -112,7 +112,7 @@ def _(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
 
 
 def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
-    """:func:`_owners` in JAX, as a batched scatter: of torch's the partitioner gathers the slots of all groups."""
+    """:func:`_owners` in JAX, as a batched scatter: for torch's the partitioner gathers the slots of all groups."""
     N = slot_GN.shape[1]
     empty, order = jax.numpy.full(M, N, slot_GN.dtype), jax.numpy.arange(N, dtype=slot_GN.dtype)
     return jax.vmap(lambda slot_N: empty.at[slot_N].set(order, mode="drop"))(slot_GN)
@@ -120,7 +120,7 @@ def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
 
 @torch.library.custom_op("shardwright::rows", mutates_args=())
 def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
-    """The rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R stands for a row of zeros.
+    """Return the rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R gives a row of zeros.
 
     On XLA it is a batched gather, which the partitioner keeps within a group. `torch.gather` would build an index as
     large as its output, and with advanced indexing the partitioner gathers the rows of all groups.
@@ -137,8 +137,7 @@ def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tenso
 
 
 def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Array:
-    """:func:`_rows` in JAX."""
-    # rows out of bounds are filled with zeros as they are written: to append a row of zeros would copy x
+    # rows out of bounds are written as zeros: to append a row of zeros would copy x
     how: Any = {"mode": "fill", "fill_value": 0} if checked else {"mode": "promise_in_bounds"}
     return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
 
@@ -150,7 +149,7 @@ def _scatter_rows(x_GsH: torch.Tensor, owner_GM: torch.Tensor, pairs: int) -> to
 
 
 def _gather_sums(y_GMH: torch.Tensor, slot_GN: torch.Tensor, k: int) -> torch.Tensor:
-    """slots [G, M, H] -> the sum of each token's k slots, [G, s, H]. A choice that was dropped adds zeros."""
+    """slots [G, M, H] -> the sum of each token's k slots, [G, s, H]. A dropped choice adds zeros."""
     choices = _rows(y_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
     return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
 

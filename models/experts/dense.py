@@ -11,14 +11,7 @@ from shardwright.models.experts.routing import count, weights_of_all
 
 
 def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
-    """The sum of all experts' outputs, weighted by the router, at E/k times the FLOPs that the routing needs.
-
-    Args:
-        experts: the family's experts module, with E experts.
-        x_TH: T tokens of hidden width H.
-        index_Tk: the k experts of each token.
-        weight_Tk: their routing weights.
-    """
+    """Sum all E experts' outputs for tokens [T, H], weighted by the router, at E/k times the routing's FLOPs."""
     count(experts, index_Tk)
     E = experts.num_experts
     y_ETH = mlp(experts, x_TH.expand(E, -1, -1))

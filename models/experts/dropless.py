@@ -1,27 +1,25 @@
-"""Experts that drop no token: exact for any routing, with static shapes, and with no work for rows that don't exist.
+"""Experts that drop no token: exact for any routing, with static shapes and no work for rows that don't exist.
 
 Each device sorts its (token, choice) pairs by expert, multiplies the sorted rows by their experts' weights
-(`shardwright.models.experts.grouped_matmul`) and gathers every token's k results. Activations move by gathers alone, in
+(`shardwright.models.experts.grouped_matmul`) and gathers every token's k results. Activations move only by gathers, in
 the backward too.
 
-What crosses devices is written out (`jax.shard_map`), not left to the partitioner:
+Communication is explicit (`jax.shard_map`), not left to the partitioner:
 
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
   are reduce-scattered to that layout.
-- Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`): by need, or
-  gathered where that sends less. Each device adds up what its experts make of a token, and sends it back. So the
-  largest buffer is a round's, whatever the routing: if all tokens want one expert, its device takes longer and holds no
-  more.
+- Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`). Each device sums
+  its experts' outputs for a token, and sends the sum back. So the largest buffer is a round's, whatever the routing: if
+  all tokens want one expert, its device takes longer and holds no more.
 
-The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others; a token goes through one and
-then through the other. A weight that is frozen has no gradient, and no product is made for one.
+The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others. A frozen weight has no
+gradient, and no product is made for one.
 
-The forward saves its inputs alone, and the backward computes the first projection again. Or, where it is told to, it
-keeps what that gives, and the tokens that came from other devices, which are then not sent again. Shapes are static, so
-there is room for the rows of a balanced routing and some more; of what exceeds it nothing is kept. What the activation
-gives and gathered weights can be kept too. The second
-projection is not computed again for the router's gradient: that is the product of an expert's output with the output's
-gradient, and the same number is the product of the second projection's input with the gradient taken back through it.
+The forward saves only its inputs, and the backward computes the first projection again. With ``keep`` it saves that
+projection's result, and the tokens received from other devices, which are then not sent again. Shapes are static, so
+there is room for a balanced routing's rows and some more; rows beyond are not kept. The second projection is not
+computed again for the router's gradient: that is the product of an expert's output with the output's gradient, and
+equals the product of the second projection's input with the gradient taken back through it.
 
 Shape suffixes: T tokens, H hidden width, k experts a token.
 """
@@ -52,18 +50,16 @@ class Dropless:
     """The dropless experts function under one layout. It is called like `shardwright.models.experts.capacity.Capacity`.
 
     Args:
-        axes: (name, size) of every mesh axis, in mesh order; empty: one device.
+        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
         batch_axes: axes that split the tokens outside. Inside, all axes split them, so no two devices do the same work.
         expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
         weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
-        order: the device ids in mesh order; None: 0, 1, 2, …
-        keep: keep what the first projection gives until the backward, which then need not compute it again.
-        keep_all: and what the activation gives, and gathered weights, which then need not be gathered again.
-        flops_a_byte: that a chip does while a byte crosses between HBM and VMEM: it decides how large tiles and rounds
-            are. 0: it is not known.
-        buffer_bytes: bound on the largest buffer of rows; a few such buffers exist at once. It holds for a round's rows
-            of hidden width, and for a block's rows of the first projection's width
-            (`shardwright.models.ops.kernel_cost.buffer_bytes`).
+        keep: save the first projection's result for the backward, instead of computing it again.
+        keep_all: also save the activation's result, and gathered weights.
+        flops_a_byte: a chip's FLOPs per byte between HBM and VMEM: it decides how large tiles and rounds are. 0:
+            unknown.
+        buffer_bytes: bound on a round's rows of hidden width, and on a block's rows of the first projection's width
+            (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -79,7 +75,7 @@ class Dropless:
     def __call__(
         self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.
+        """Map tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.
 
         Raises:
             ValueError: the devices don't divide the tokens, or the layout or the experts module is not supported.
@@ -119,7 +115,7 @@ class Dropless:
         return _dropless(x_TH, index_Tk, weight_Tk, parameters, call)
 
     def in_rings(self, longest: int) -> Dropless:
-        """The same with the axes along which weights are gathered cut into rings of at most ``longest`` devices."""
+        """Split the axes along which weights are gathered into rings of at most ``longest`` devices."""
         cut = {name: {name: n} if name in self.expert_axes else rings(name, n, longest) for name, n in self.axes}
 
         def inside(axes: str | Axes | None) -> Axes:
@@ -148,7 +144,6 @@ class Dropless:
     def _manual(
         self, specs: Sequence[tuple[Axes, ...]], local: dropless_rows.ExpertShards, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[Manual, Manual]:
-        """The layouts of the forward's and of the backward's inputs and outputs."""
         rest = tuple(axis for axis, _ in self.axes if axis not in self.batch_axes)
         tokens: Spec = (self.batch_axes + rest, None)
         held: Spec = (self.expert_axes or None,)
@@ -163,7 +158,6 @@ class Dropless:
 
 
 def _parameter_names(experts: Any) -> list[str]:
-    """The names of the first and second projection, of their biases if the family has them, and of their factors."""
     if experts.has_post_expert_norm:
         raise ValueError(f"dropless experts know no norm after an expert, which {type(experts).__name__} has")
     names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
@@ -183,11 +177,10 @@ def _activation(experts: Any, width: int) -> activation.Activation:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call of the kernel must know besides its tensors.
+    """The parameters of a kernel call besides its tensors.
 
-    Args:
-        manual: the layouts of the forward and of the backward; None: one device.
-        kept: the shapes of what the forward keeps, each device's share behind that of the one before.
+    ``manual`` has the layouts of the forward and of the backward; None: one device. ``kept`` are the shapes of the
+    forward's saved arrays, with the devices' shares one after another.
     """
 
     local: dropless_rows.ExpertShards
@@ -219,7 +212,7 @@ def _dropless_kept(
     parameters: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """The output, and what the backward takes beside it (`shardwright.models.experts.dropless_rows.forward`)."""
+    """Return the output, and the backward's saved arrays."""
     return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
 
 
@@ -233,12 +226,12 @@ def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
 
 @register_flop_formula(torch.ops.shardwright.dropless_kept)
 def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequence[Any], *__: Any, **___: Any) -> int:
-    """The first projection's: by them the remat policies choose what is worth keeping."""
+    """The first projection's FLOPs, by which the remat policies choose the values to keep."""
     return 2 * math.prod(index) * math.prod(parameters[0][1:])
 
 
 def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
-    """The width of the first projection's result, and of what the second takes."""
+    """The width of the first projection's result, and of the second's input."""
     first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
     return first[0], second[1]
 
@@ -253,7 +246,6 @@ def _dropless_backward(
     kept: Sequence[torch.Tensor],
     call_text: str,
 ) -> list[torch.Tensor]:
-    """The gradients of the tokens, of the routing weights and of each parameter that is trained."""
     return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, [*parameters, *kept], call_text))
 
 
@@ -275,13 +267,12 @@ def _run(
     shards: Sequence[torch.Tensor],
     call_text: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward or the backward of `dropless_rows` on ``rows``, tensors of hidden width."""
     call: _Call = from_text(call_text)
     device = rows[0].device
     if device.type != "xla":
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
     manual = call.manual[function is dropless_rows.backward] if call.manual else None
-    # a device reads from this which experts it holds; its position in the mesh does not follow from its id
+    # tells a device which experts it holds: its position in the mesh does not follow from its id
     experts = torch.arange(len(shards[0]), dtype=torch.int32, device=device)
     return jax_call(function, *rows, index_Tk, weight_Tk, experts, *shards, manual=manual, local=call.local)
 

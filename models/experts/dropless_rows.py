@@ -1,9 +1,7 @@
-"""The work of dropless experts on one device's shards, in JAX: sort, multiply, combine (see
-`shardwright.models.experts.dropless`).
+"""The work of dropless experts on one device, in JAX: sort, multiply, combine.
 
-Shape suffixes: T tokens (of a device, or of a round), H hidden width, k experts a token, N = T*k (token, choice) pairs,
-E experts held by a device, R rows in whole blocks, B rows of a block, F and I widths of the first
-projection's result and of the activation's.
+See `shardwright.models.experts.dropless`. Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I
+are the widths of the first projection's result and of the activation's.
 """
 
 from __future__ import annotations
@@ -26,27 +24,22 @@ jnp, lax = jax.numpy, jax.lax
 # a jax.Array, when it is traced
 Array = Any
 
-# Of several rounds a block has room for 1/8 more rows than a balanced routing gives.
+# With several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
 
 
 @dataclass(frozen=True)
 class ExpertShards:
-    """All that a device must know of its part of the experts besides its arrays.
+    """A device's part of the experts, except its arrays. Fields not listed are those of `Dropless`.
 
     Args:
         names: of the parameters, in order: the two projections, their biases, factors of LoRA.
         out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
-        lora_scale: what the product of two factors is multiplied by.
+        lora_scale: factor on the product of two LoRA factors.
         trained: of each parameter, whether it has a gradient.
         axes: all axes of the mesh.
-        expert_axes: the axes that split the experts.
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
-        buffer_bytes: see `shardwright.models.experts.dropless.Dropless`.
-        flops_a_byte: see `shardwright.models.experts.dropless.Dropless`.
-        keep: whether the forward returns what :meth:`kept` says too, and the backward takes it.
-        keep_all: whether what the activation gives and gathered weights are kept too.
     """
 
     activation: activation.Activation
@@ -64,14 +57,14 @@ class ExpertShards:
     keep_all: bool = False
 
     def whole(self, shard: Array, spec: tuple[Axes, ...]) -> Array:
-        """A whole parameter of the experts held here, gathered from its shards; perhaps turned (see `turned`)."""
+        """Gather a whole parameter of the experts held here from its shards, perhaps transposed (see `turned`)."""
         for dim, axes in self._gathered(spec):
             for axis in reversed(axes):  # one at a time: over a whole torus at once libtpu would run an all-reduce
                 shard = lax.all_gather(shard, axis, axis=dim, tiled=True)
         return shard.swapaxes(1, 2) if self.turned(spec) else shard
 
     def reduced(self, gradient: Array, spec: tuple[Axes, ...], dtype: Any) -> Array:
-        """The sum of the devices' gradients of a whole parameter, laid out as the parameter is, in ``dtype``."""
+        """Sum the devices' gradients of a whole parameter, into the parameter's own layout and ``dtype``."""
         gradient, turned = gradient.astype(dtype), self.turned(spec)
         if turned:
             # scattered along the minor dimension it would be copied first, and libtpu may run an all-reduce
@@ -84,7 +77,7 @@ class ExpertShards:
             for axis in axes:
                 gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
         if turned:
-            # or the optimizer's state, which it meets next, would be copied into its layout and out of it
+            # or the optimizer's state, the gradient's next reader, would be copied into its layout and back
             gradient = grouped_matmul.row_major(gradient).swapaxes(1, 2)
             gradient = grouped_matmul.row_major(gradient)
         split = {axis for axes in spec for axis in axes} | set(self.expert_axes)
@@ -105,7 +98,6 @@ class ExpertShards:
         return out_first != self.turned(self.specs[number])
 
     def place(self, name: str) -> int | None:
-        """The number of the parameter ``name``; None if there is none."""
         return self.names.index(name) if name in self.names else None
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
@@ -114,14 +106,11 @@ class ExpertShards:
         return [(dim, a) for dim, a in enumerate(axes) if a]
 
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> BlockPlan:
-        """How a device's tokens get to the experts, and how many rows are multiplied at once.
+        """Plan the crossing of a device's tokens to its ``experts``, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. If there are more rows still, there are more blocks, or more rounds where one is planned.
-
-        Args:
-            experts: of a device.
-            hidden_bytes, first_bytes: of a row of hidden width, and of the first projection's.
+        for all. More rows than that take more blocks, or more rounds where one is planned. ``hidden_bytes`` and
+        ``first_bytes`` are those of a row of hidden width and of the first projection's.
         """
         fit = self.buffer_bytes // first_bytes
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
@@ -143,21 +132,17 @@ class ExpertShards:
         return BlockPlan(crossing, block, tiles, at_once, room=block * blocks if self.keep else 0, rest=rest)
 
     def _one_block(self, crossing: exchange.ExchangePlan, top_k: int, experts: int) -> BlockPlan:
-        """The plan of a round whose rows are one block."""
         balanced = crossing.window * top_k
         tiles = grouped_matmul.tiles_for(balanced, experts, self.flops_a_byte)
         block = -(-exchange.random_pairs(balanced, top_k, self.expert_shards) // tiles.rows) * tiles.rows
         return BlockPlan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
 
     def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.ExchangePlan:
-        """How a device's tokens get to the experts: in one round, if its rows fit into one block.
+        """Plan the crossing of a device's tokens to the experts: one round, if its rows fit into one block.
 
-        Several read and write the sums of all gradients in each. They pay where there would be several blocks anyway,
-        but for a chip that waits for bytes: it has as few rounds as leave each one block.
-
-        Args:
-            most: tokens that a device can hold in a round.
-            fit: rows of the first projection's width that a device can hold.
+        Several rounds each read and write the sums of all gradients. They pay where there would be several blocks
+        anyway; but a bandwidth-limited chip gets the fewest rounds that leave each one block. A device can hold
+        ``most`` tokens in a round, and ``fit`` rows of the first projection's width.
         """
         shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
         if fast and shards > 1:
@@ -168,10 +153,10 @@ class ExpertShards:
         return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
 
     def kept(self, planned: BlockPlan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
-        """The shapes of what a device's forward keeps of the tokens that came, if tokens cross, and of their rows.
+        """The shapes of a device's saved arrays: received tokens, if tokens cross, and values of their rows.
 
-        Args:
-            hidden, first, second: the hidden width, that of the first projection's result, that of the second's input.
+        ``hidden``, ``first`` and ``second`` are the widths of tokens, of the first projection's result, and of the
+        second's input.
         """
         rounds = planned.crossing.rounds
         came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
@@ -179,7 +164,7 @@ class ExpertShards:
         return [*came, *((rounds * planned.room, width) for width in widths)] if self.keep else []
 
     def came_and_made(self, kept: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """What is kept of the tokens that came, if they cross, and of what is made of their rows."""
+        """Split saved arrays into received tokens, if they cross, and values of their rows."""
         crosses = 1 if self.expert_shards > 1 else 0
         return tuple(kept[:crosses]), tuple(kept[crosses:])
 
@@ -194,20 +179,16 @@ class ExpertShards:
 
 
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
-    """The experts' output for this device's tokens, [T, H].
+    """Return the experts' output for this device's tokens, [T, H], from ``held``, the numbers [E] of its experts.
 
-    With ``local.keep`` also what :meth:`ExpertShards.kept` says, of each planned round
+    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, for each planned round
     (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`ExpertShards.kept_weights`.
-
-    Args:
-        held: the numbers of the experts held here, [E].
-        shards: this device's shard of each parameter.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.at_once and not gathers_beside():
-        # libtpu runs a gather alone where there is nothing but kernels beside it, as behind the first product, or where
-        # tokens cross at the same time
+        # libtpu runs a gather alone if only kernels could overlap with it, as behind the first product, or if tokens
+        # cross at the same time
         if planned.rest is None:
             parameters = lax.optimization_barrier(parameters)
         else:
@@ -235,10 +216,9 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: ExpertShards
 ) -> tuple[Array, ...]:
-    """The gradients of the tokens, of the routing weights and of each trained parameter, from the output's gradient.
+    """Return the gradients of the tokens, of the routing weights and of each trained parameter.
 
-    Args:
-        given: this device's shard of each parameter; behind them, with ``local.keep``, what the forward kept.
+    ``given`` are this device's shard of each parameter; then, with ``local.keep``, the arrays that the forward kept.
     """
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
@@ -250,7 +230,7 @@ def backward(
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
-    # of a frozen parameter nothing is summed, and nothing is returned; what is all needs no zeros to be added to
+    # a frozen parameter has neither sum nor result; a sum that is complete at once needs no zeros to be added to
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
@@ -280,17 +260,12 @@ def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: Expe
 
 
 def _widths(parameters: Sequence[Array], local: ExpertShards) -> tuple[int, int]:
-    """The width of the first projection's result, and of what the second takes."""
     first, second = (local.contract_last(number) for number in (0, 1))
     return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
 
 
 class _Projection:
-    """One of an expert's two projections: its weight, its bias and its factors, as far as there are any.
-
-    Args:
-        number: 0 or 1, of the projection among the parameters.
-    """
+    """Projection ``number`` (0 or 1) of an expert: its weight, and its bias and LoRA factors, if any."""
 
     def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
@@ -304,14 +279,13 @@ class _Projection:
         return y_B if self.bias is None else y_B + block.bias(self.parameters[self.bias])
 
     def back(self, block: Block, grad_B: Array) -> Array:
-        """The gradient of the input from that of the result."""
         grad_x = self._times(block, grad_B, self.number, back=True)
         if self.a is None:
             return grad_x
         return grad_x + self._times(block, self._low(block, grad_B), self.a, back=True)
 
     def add_gradients(self, block: Block, sums: list[Any], grad_B: Array, x_B: Array) -> None:
-        """Adds to ``sums``, in place, what these rows add to the gradients of what is trained."""
+        """Add these rows' part of the trained parameters' gradients to ``sums``, in place."""
         self._add(block, sums, self.number, grad_B, x_B)
         if self.bias is not None and self.local.trained[self.bias]:
             sums[self.bias] = block.add_rows(sums[self.bias], grad_B)
@@ -320,7 +294,7 @@ class _Projection:
             self._add(block, sums, self.a, self._low(block, grad_B), x_B)
 
     def _low(self, block: Block, grad_B: Array) -> Array:
-        """The gradient of what lies between the factors."""
+        """The gradient of the value between the factors."""
         return self._times(block, self._scaled(grad_B), self.b, back=True)
 
     def _scaled(self, x_B: Array) -> Array:
@@ -346,10 +320,9 @@ def _experts(
     local: ExpertShards,
     kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The output of the experts held here for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
+    """Return the held experts' output for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
 
-    Args:
-        kept: room for what the first projection gives, and perhaps the activation, and which round this is; or None.
+    ``kept`` is room for the results of the first projection, and perhaps the activation, and the round; or None.
     """
     dtype = parameters[0].dtype
 
@@ -378,18 +351,15 @@ def _experts_backward(
     local: ExpertShards,
     kept: tuple[tuple[Array, ...], Round] | None,
 ) -> tuple[Array, Array, Sums]:
-    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` plus those of the parameters.
+    """Return the gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added.
 
-    Args:
-        sums: None for a parameter that has none yet.
-        kept: what the forward kept of the first projection, and perhaps of the activation, and which round this is; or
-            None. What was not kept is computed again.
+    A sum is None for a parameter that has none yet. ``kept`` are the forward's results of the first projection, and
+    perhaps of the activation, and the round; or None. Values that were not kept are computed again.
     """
     dtype = parameters[0].dtype
     weight_N = weight_Tk.T.reshape(-1)
 
     def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:
-        """``make(given)``, or what was kept of it."""
         if kept is None or number >= len(kept[0]):
             return make(given)
         return block.kept(kept[0][number], kept[1], make, given)
@@ -411,8 +381,8 @@ def _experts_backward(
         grad_weight_B = _row_products(grad_BI, a_BI)
         if second.bias is not None:
             grad_weight_B += _row_products(grad_BH, block.bias(parameters[second.bias]))
-        # behind a barrier the activation is computed again: otherwise the compiler keeps what both computations share,
-        # several float32 arrays of the first projection's width
+        # the barrier makes the compiler compute the activation again: otherwise it keeps the two computations' common
+        # values, several float32 arrays of the first projection's width
         _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
         first.add_gradients(block, new, grad_BF, x_BH)
@@ -427,10 +397,10 @@ def _experts_backward(
 
 
 def _after(x: Any, gradients: Any) -> Any:
-    """``x``, for what is computed from it after the weights' ``gradients``, and these.
+    """Order computations from ``x`` after the weights' ``gradients``; return both.
 
-    Weights that cross beside what is computed have time until then, and the gradients' sums over devices from then on.
-    Left to itself the compiler puts the products that make gradients last, and nothing beside the sums.
+    Until then weights cross beside compute, and from then on the gradients' sums over devices do. Left to itself the
+    compiler puts the products that make gradients last, and nothing beside the sums.
     """
     return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
 
@@ -441,5 +411,5 @@ def _row_products(a_BI: Array, b_BI: Array) -> Array:
 
 
 def _scale(x_BI: Array, weight_B1: Array) -> Array:
-    """``x`` times ``weight``, multiplied in float32, in the dtype of ``x``."""
+    """Multiply ``x`` by ``weight`` in float32, with the result in the dtype of ``x``."""
     return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)

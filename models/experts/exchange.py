@@ -1,18 +1,18 @@
-"""How tokens get to the devices that hold their experts, and what the experts make of them back, in JAX.
+"""The exchange of tokens with the devices that hold their experts, and of the experts' outputs back, in JAX.
 
-Tokens cross in rounds, each with a window of a device's tokens. In one of two forms:
+Tokens cross in rounds, each with a window of a device's tokens. There are two forms:
 
-- *gathered*: every device gets the whole window, and the sum of what devices make of it is scattered back: of a token
+- *gathered*: every device gets the whole window, and the sum of the devices' outputs is scattered back: for each token
   n-1 rows cross each way, where n devices share the experts;
-- *by need*: an all-to-all takes a token to those devices alone that hold an expert it chose, once to each. With k
-  choices spread evenly that are n·(1 - (1 - 1/n)^k) devices. Shapes are static, so a round has a number of slots for
-  each pair of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all
-  tokens want one device, windows are shorter and rounds are more.
+- *by need*: an all-to-all takes a token only to devices that hold an expert it chose, once to each. With k choices
+  spread evenly that are n·(1 - (1 - 1/n)^k) devices. Shapes are static, so a round has a number of slots for each pair
+  of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all tokens want
+  one device, windows are shorter and rounds are more.
 
-:func:`plan` takes the form that sends less. Of several rounds, while one's tokens are computed, the next one's are on
-their way there, and those of the last on their way back. If one is planned
-(`shardwright.models.experts.dropless_rows.ExpertShards.plan`), it stands before the loop, where the compiler has the
-rest of the layer to run beside what crosses, and what finds no slot in it crosses in smaller rounds.
+:func:`plan` takes the form that sends less. With several rounds, the next round's tokens come in, and the last round's
+results go back, while one round is computed. A single planned round
+(`shardwright.models.experts.dropless_rows.ExpertShards.plan`) stands before the loop, where the compiler overlaps the
+exchange with the rest of the layer, and tokens without a slot cross in smaller rounds.
 
 Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
 C slots for each of them, M = n*C.
@@ -31,33 +31,33 @@ jnp, lax = jax.numpy, jax.lax
 
 # a jax.Array, when it is traced
 Array = Any
-# where a window of a device's tokens starts, and where it ends
+# the start and the end of a window of a device's tokens
 Window = tuple[Array, Array]
 
-# So many rounds, if tokens are enough: the first exchange and the last have no products beside them, and with each
-# goes one that carries nothing.
+# The number of rounds, if tokens are enough: the first exchange and the last overlap with no products, and each goes
+# with one that carries nothing.
 _ROUNDS = 8
-# So many rows of each expert in a round at least. A round reads and writes every expert's sums of gradients, 8 bytes of
+# The least number of an expert's rows in a round. A round reads and writes every expert's sums of gradients, 8 bytes of
 # HBM for each 2 FLOPs a row: with fewer rows that takes longer than the products.
 _ROWS = 512
-# But two rounds, where that leaves an expert so many rows, a tile: with one, less is computed beside an exchange.
+# But there are two rounds if each expert gets a tile of rows: with one, less is computed beside an exchange.
 _FEWEST = 128
-# By how many standard deviations of a random routing a pair of devices may exceed its mean without a shorter window.
+# Standard deviations of a random routing by which a pair of devices may exceed its mean without a shorter window.
 _DEVIATIONS = 4
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How a device's tokens cross.
+    """The crossing of a device's tokens.
 
     Args:
-        rounds: how many there are at least; more only if windows must be shorter.
+        rounds: the least number; more only if windows must be shorter.
         window: tokens of a window (W).
-        slots: tokens that a window sends to each device at most (C); None: the window is gathered.
+        slots: the most tokens that a window sends to each device (C); None: the window is gathered.
         rows: tokens that a device gets in a round.
-        pairs: (token, choice) pairs that a window has for each device at most; None: any number.
-        rest: how those tokens cross that find no room in the one round that is planned, in smaller windows. Nothing is
-            kept of them. None: as all others.
+        pairs: the most (token, choice) pairs that a window has for each device; None: any number.
+        rest: the crossing, in smaller windows, of tokens without room in the one planned round, of which nothing is
+            kept. None: they cross like the others.
     """
 
     rounds: int
@@ -77,12 +77,11 @@ def plan(
     *,
     overlaps: bool = True,
 ) -> ExchangePlan:
-    """The form that sends less, with as many rounds as pay.
+    """Choose the form that sends less, with as many rounds as pay.
 
     Args:
-        tokens: of a device.
+        tokens, experts: of a device.
         shards: how many devices share the experts.
-        experts: of a device.
         most: tokens that a device can hold in a round.
         overlaps: whether devices exchange tokens beside their products, so that rounds pay.
     """
@@ -91,7 +90,7 @@ def plan(
         rows = tokens * top_k // experts
         rounds = max(rounds, min(_ROUNDS, rows // _ROWS), min(2, rows // _FEWEST))
     rounds = min(max(rounds, 1), tokens)
-    # rather somewhat more rounds that the tokens fill: else windows are padded, and their size suits no tile
+    # better a few more rounds, all full: else windows are padded, and their size suits no tile
     rounds = next((r for r in range(rounds, 2 * rounds) if tokens % r == 0), rounds)
     window = -(-tokens // rounds)
     rounds = -(-tokens // window)
@@ -102,57 +101,51 @@ def plan(
 
 
 def plan_rest(planned: ExchangePlan, top_k: int, shards: int) -> ExchangePlan:
-    """A plan for what finds no room in the one round that is planned: an eighth of its window at a time."""
+    """Plan the crossing of tokens without room in the one planned round: an eighth of its window at a time."""
     window = -(-planned.window // _ROUNDS)
     slots = min(_slots(window, top_k, shards), window)
     return ExchangePlan(1, window, slots, slots * shards)
 
 
 def _slots(window: int, top_k: int, shards: int) -> int:
-    """How many slots a random routing of a window fits into, for each pair of devices."""
-    share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens, that need a given device
+    """The number of slots for each pair of devices that a random routing of a window fits into."""
+    share = 1 - (1 - 1 / shards) ** top_k  # of a window's tokens that need a given device
     slots = window * share + _DEVIATIONS * math.sqrt(window * share * (1 - share))
     return math.ceil(slots / 8) * 8  # a TPU lays rows out in eights
 
 
 def random_pairs(balanced: int, top_k: int, shards: int) -> int:
-    """For how many pairs a device needs room, so that none of ``shards`` that send has more than its part of them.
+    """The room for pairs on a device that gets ``balanced`` of them in a balanced routing.
 
-    Args:
-        balanced: pairs that a device gets of a balanced routing.
+    In a random routing no sender then exceeds its equal part of the room.
     """
     return max(balanced + math.ceil(_DEVIATIONS * math.sqrt(balanced * shards)), top_k * shards)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round, and its part of an array that keeps something of each planned round, one behind the other.
+    """A round, and its part of an array that keeps values of each planned round, one after another.
 
-    Rounds that are more than planned come first, so that what they put is written over.
-
-    Args:
-        place: its number among the planned; of one that is not, the first's.
-        more: whether it is not planned; None: there is no such round.
+    Rounds beyond the plan come first, so that planned ones overwrite their values. ``place`` is the number among the
+    planned rounds, 0 for one beyond the plan; ``more`` tells the latter, and is None if there can be none.
     """
 
     place: Array
     more: Array | None
 
     def put(self, kept: Array, value: Array) -> Array:
-        """``kept`` with what there is of this round."""
         return lax.dynamic_update_slice_in_dim(kept, value.astype(kept.dtype), self.place * len(value), 0)
 
     def take(self, kept: Array, rows: int) -> Array:
-        """What was kept of this round."""
         return lax.dynamic_slice_in_dim(kept, self.place * rows, rows)
 
 
 def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Array) -> Array:
-    """``kept``, or ``make(given)`` where that is ``needed`` (None: never).
+    """Return ``kept``, or ``make(given)`` if ``needed`` (None: never).
 
-    It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison tells a reader
-    of the program that there is none. Behind the barrier what is given depends on the turn: else the compiler would
-    take the work out of the loop, and do it always.
+    It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader
+    of the program that none is planned. The barrier makes ``given`` depend on the turn: else the compiler would hoist
+    the work out of the loop, and always do it.
     """
     if needed is None:
         return kept
@@ -175,16 +168,16 @@ def in_rounds(
     axes: tuple[Axes, Axes],
     came: Array | None = None,
 ) -> tuple[Any, tuple[Array, ...]]:
-    """``carry`` after all rounds, and the results for this device's tokens.
+    """Return ``carry`` after all rounds, and the results for this device's tokens.
 
     Args:
-        compute: (carry, tensors of the tokens that came in, the round) -> (carry, results for each of them). The
-            results for a token are added up over the devices that it went to. Of ``planned.rest`` the round is None.
+        compute: (carry, tensors of the received tokens, the round) -> (carry, results for each of them). The results
+            for a token are summed over its devices. In ``planned.rest`` the round is None.
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
         held: the numbers of the experts held here.
         axes: those that split the experts, and all of the mesh.
-        came: of the tensor before these two, what came in the planned rounds, if that was kept: it is not sent again.
+        came: the received values, if kept, of the tensor before these two in the planned rounds: it is not sent again.
     """
     make = _Gathered if planned.slots is None else _ByNeed
     exchange = make(tensors, held, planned, *axes)
@@ -211,7 +204,7 @@ def in_rounds(
         return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
 
     def put(out: tuple[Array, ...], results: tuple[Array, ...], window: Window, exchange: Any = exchange) -> Any:
-        """``out`` with a window's results; what is behind the window's end is overwritten by the next."""
+        """Write a window's results into ``out``; the next window overwrites those behind its end."""
         back = exchange.back(results, window)
         return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
 
@@ -229,7 +222,7 @@ def in_rounds(
         return number + 1, following(now), carry, put(out, results, now)
 
     def rest_of(planned: ExchangePlan, carry: Any, out: tuple[Array, ...]) -> Any:
-        """``carry`` and ``out`` after what found no room in the first window."""
+        """Return ``carry`` and ``out`` after the tokens without room in the first window."""
         exchange = _ByNeed(tensors, held, planned, *axes)
         count = exchange.rounds(first[1])
 
@@ -240,7 +233,7 @@ def in_rounds(
             return number + 1, window[1], carry, put(out, results, window, exchange)
 
         def once(state: Any) -> Any:
-            # a loop of one turn or none: only in it there is room behind the last token
+            # a loop of one turn or none: only inside it is there room behind the last token
             number, carry, out = state
             out = tuple(jnp.pad(o, ((0, planned.window), (0, 0))) for o in out)
             _, _, carry, out = lax.while_loop(lambda s: s[0] < count, one, (zero, first[1], carry, out))
@@ -258,12 +251,12 @@ def in_rounds(
         return number + 1, ahead, carry, out, now, coming, results
 
     if planned.rest is not None:
-        # the planned round stands before the loop, where what crosses has the rest of the layer beside it
+        # the planned round stands before the loop, so that its exchange overlaps with the rest of the layer
         carry, results = work(carry, send(first), first, Round(zero, None))
         return rest_of(planned.rest, carry, exchange.back(results, first))
 
-    # The first comparison is always true where the second isn't: it tells a reader of the program how often a loop
-    # runs whose length depends on data.
+    # The first comparison implies the second: it shows a reader of the program the planned number of turns of a loop
+    # whose length depends on data.
     needed = exchange.rounds(zero)
 
     def more(state: Any) -> Array:
@@ -281,14 +274,14 @@ def in_rounds(
 
 
 class _Gathered:
-    """Every device gets the whole window."""
+    """Gives every device the whole window."""
 
     def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:
         self.planned, self.across = planned, across
         self.shards = planned.rows // planned.window
-        # a window ahead of the last is sent too, if rounds overlap
+        # with overlapping rounds a window behind the last is sent too
         windows = planned.rounds + (planned.rounds > 1)
-        fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # tokens of an expert that nobody has
+        fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # index of an expert that no device has
         self.tensors = [
             jnp.pad(t, ((0, windows * planned.window - len(t)), (0, 0)), constant_values=fill)
             for t, fill in zip(tensors, fills, strict=True)
@@ -309,13 +302,13 @@ class _Gathered:
             return results
         if self.planned.rounds == 1:
             return tuple(lax.psum_scatter(r, self.across, scatter_dimension=0, tiled=True) for r in results)
-        # as many bytes as a reduce-scatter, which libtpu runs alone: an all-to-all has products beside it
+        # as many bytes as a reduce-scatter, which libtpu runs alone: an all-to-all overlaps with products
         parts = (_all_to_all(r, self.across).reshape(self.shards, -1, r.shape[1]) for r in results)
         return tuple(p.sum(0, dtype=jnp.float32).astype(p.dtype) for p in parts)
 
 
 class _ByNeed:
-    """Each device gets the tokens that chose an expert of its own."""
+    """Gives each device the tokens that chose an expert of its own."""
 
     def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:
         self.tensors, self.across, self.every = tensors, across, every
@@ -324,14 +317,14 @@ class _ByNeed:
         self.pairs = planned.pairs
         self.tokens, self.top_k = tensors[-2].shape
         self.nobody = len(held) * self.shards
-        # behind the tokens is a window of such as need nobody
+        # behind the tokens is a window of tokens that need nobody
         self.shard_Tk = jnp.pad(tensors[-2] // len(held), ((0, self.window), (0, 0)), constant_values=self.shards)
         chosen_Tkn = self.shard_Tk[:, :, None] == jnp.arange(self.shards)
         self.need_Tn = chosen_Tkn.any(1)
         self.tokens_before_Tn, self.pairs_before_Tn = _before(self.need_Tn), _before(chosen_Tkn.sum(1))
 
     def rounds(self, start: Array) -> Array:
-        """How many rounds the device needs that needs most, from token ``start``; all devices run as many."""
+        """The largest number of rounds that a device needs, from token ``start``; all devices run as many."""
         _, count = lax.while_loop(
             lambda state: self.tokens - state[0] > 0,
             lambda state: (self.stop(state[0]), state[1] + 1),
@@ -348,7 +341,7 @@ class _ByNeed:
     def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
         number_W1 = lax.iota(jnp.int32, self.window)[:, None]
         number_Wn = jnp.where(self._needs(window), number_W1, self.window)
-        # the tokens for each device in their order; those that it does not get are behind them
+        # each device's tokens in their order; the others are behind them
         number_M = lax.sort(number_Wn.T, dimension=1, is_stable=False)[:, : self.slots].reshape(-1)
         token_M = jnp.minimum(window[0] + number_M, self.tokens - 1)
         parts = {i: at(self.tensors[i], token_M) for i in numbers}
@@ -368,7 +361,7 @@ class _ByNeed:
         return tuple(total(r) for r in arrived)
 
     def _rows(self, window: Window) -> list[tuple[Array, Array]]:
-        """(row of what comes back, whether there is one) of each token of a window, for each device it can go to."""
+        """(row among the returned, whether there is one) of each token of a window, for each device it can go to."""
         need_Wn = self._needs(window)
         row_Wn = self._counts(self.tokens_before_Tn, window[0]) - 1 + jnp.arange(self.shards) * self.slots
         row_Wn = jnp.where(need_Wn, row_Wn, 0)
@@ -379,18 +372,18 @@ class _ByNeed:
         rows = []
         for choice in range(self.top_k):
             shard_W1 = shard_Wk[:, choice, None]
-            again_W = (shard_Wk[:, :choice] == shard_W1).any(1)  # it went there for an earlier choice
+            again_W = (shard_Wk[:, :choice] == shard_W1).any(1)  # the token went there for an earlier choice
             row_W = jnp.where(shard_W1 == jnp.arange(self.shards), row_Wn, 0).sum(1)
             rows.append((row_W, among_W & ~again_W))
         return rows
 
     def _counts(self, before_Tn: Array, start: Array) -> Array:
-        """How many there are in the window from ``start`` for each device, up to each token, [W, n]."""
+        """The number up to each token of the window from ``start``, for each device, [W, n]."""
         before = lax.dynamic_slice_in_dim(before_Tn, start, self.window + 1)
         return before[1:] - before[0]
 
     def _needs(self, window: Window) -> Array:
-        """Which devices each token of a window needs, [W, n]."""
+        """The devices that each token of a window needs, as bools [W, n]."""
         among_W = lax.iota(jnp.int32, self.window) < window[1] - window[0]
         return lax.dynamic_slice_in_dim(self.need_Tn, window[0], self.window) & among_W[:, None]
 
@@ -401,10 +394,10 @@ def _before(count_Tn: Array) -> Array:
 
 
 def _all_to_all(x: Array, axes: Axes) -> Array:
-    """Rows in n equal parts, part i to device i; what came from device i is part i of the result."""
+    """Send the rows' n equal parts, part i to device i; the part received from device i is part i of the result."""
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def at(x: Array, index: Array) -> Array:
-    """``x[index]``, without a check: every index is in bounds."""
+    """``x[index]`` without a bounds check: every index must be in bounds."""
     return x.at[index].get(mode="promise_in_bounds")

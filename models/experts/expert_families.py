@@ -1,4 +1,4 @@
-"""Families whose experts need more than their structure: one entry a line, by the name of a class of transformers'."""
+"""Families whose experts need an adaptation, one line each, by the name of transformers' class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwright.models.experts import expert_loops, input_scaling
 
-# class of a block with experts → what puts these under transformers' experts interface, or makes their shapes static
+# class of a block with experts → the function that puts these under the experts interface, or makes shapes static
 EXPERTS: dict[str, Callable[[nn.Module], None]] = {
     "Llama4TextMoe": input_scaling.route,
     "DbrxExperts": partial(input_scaling.swap_methods, mixin=expert_loops.Glu),
@@ -20,7 +20,7 @@ EXPERTS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def adapt(model: nn.Module) -> None:
-    """Make all experts of ``model`` such as XLA can run. Parameters keep names and shapes, results their values."""
+    """Make XLA able to run all experts of ``model``. Parameters keep names and shapes, results their values."""
     for module in list(model.modules()):
         if entry := EXPERTS.get(type(module).__name__):
             entry(module)

@@ -1,7 +1,7 @@
-"""Experts that families run in loops over those that tokens chose: here with the same numbers in static shapes.
+"""Replacements of families' loops over the chosen experts: the same numbers in static shapes.
 
-Every expert sees all tokens here, so the FLOPs are E/k times those that the routing needs. No family of today's size
-needs these; one that does goes under the experts interface (:mod:`shardwright.models.experts.input_scaling`).
+Every expert sees all tokens here, at E/k times the FLOPs that the routing needs. No family of today's size needs these;
+one that does goes under the experts interface (:mod:`shardwright.models.experts.input_scaling`).
 
 Shape suffixes: T tokens, k experts a token, R = T·k rows, H hidden width, F experts' width, E experts.
 """
@@ -48,7 +48,7 @@ class SomeIdentity(nn.Module):
 class JetMoeRows(nn.Module):
     """The forward of `JetMoeTopKGating` (transformers 5.23) with rows in the tokens' order, k for each token.
 
-    It returns each row's place, its token and its weight, its expert (there: how many rows each has), and the logits.
+    It returns each row's place, token, weight and expert (there: each expert's number of rows), and the logits.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,7 @@
 """Experts for transformers' experts interface, under the names ``dense``, ``capacity`` and ``dropless``.
 
-They are registered once, at import, and serve every model under that interface (about 60 families). Which kernel a
-module runs is said by an attribute of the module (:func:`bind`), so models with different layouts can live in one
-process.
+They are registered once, at import, and serve every model under that interface (about 60 families). An attribute of the
+module holds its kernel (:func:`bind`), so models with different layouts can live in one process.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _KERNEL = "_shardwright_experts_kernel"
 
 
 def choose(model: PreTrainedModel, name: str) -> None:
-    """Have the experts of ``model`` run ``name``: ``dense``, ``capacity``, ``dropless`` or transformers' ``eager``.
-
-    transformers refuses a name that is not registered; who calls this has imported the module that registers it.
-    """
+    """Make the experts of ``model`` run ``name``: ``dense``, ``capacity``, ``dropless`` or transformers' ``eager``."""
     scaled = [module for module in model.modules() if isinstance(module, ScaledExperts)]
     for experts in scaled:
         experts.implementation = "dense" if name == "eager" else name  # exact too; transformers has no eager for them
@@ -39,16 +35,14 @@ def choose(model: PreTrainedModel, name: str) -> None:
 def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) -> None:
     """Make the experts modules ``names`` of ``model`` run ``kernel``. A copy of the model keeps it.
 
-    The model must also be told the kernel's name (:func:`choose`). A module that is not bound runs the kernel of that
-    name for one device, ``capacity`` with a capacity factor of 1.25.
+    The model must also be told the kernel's name (:func:`choose`). An unbound module runs the kernel of that name for
+    one device, ``capacity`` with a capacity factor of 1.25.
     """
     for name in names:
         setattr(model.get_submodule(name), _KERNEL, kernel)
 
 
 def _bound(name: str, default: Capacity | Dropless) -> Callable[..., torch.Tensor]:
-    """The experts function ``name`` that transformers calls: it calls the kernel of the module it is given."""
-
     def run(experts: Any, *args: torch.Tensor) -> torch.Tensor:
         kernel = getattr(experts, _KERNEL, default)
         if type(kernel) is not type(default):

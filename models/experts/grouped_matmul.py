@@ -1,6 +1,6 @@
 """Matrix products of sorted rows, where each group of consecutive rows has a matrix of its own, in JAX.
 
-The sizes of the groups are data, known on the device alone. So a product goes through *visits*: in a visit a tile of
+The sizes of the groups are data, known only on the device. So a product goes through *visits*: in a visit a tile of
 rows meets one group's matrix, and the rows of other groups are masked. Whatever the routing, the work is that of the
 groups' rows plus at most one tile a group. The products are a device's own (`shardwright.models.ops.kernels`).
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 
-# sets jax up: it must come before jax itself
+# configures jax: it must come before jax itself
 from shardwright.models.ops.kernels import kernels
 
 # isort: split
@@ -25,11 +25,7 @@ Array = Any
 
 
 def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
-    """The tiles for so many rows: of few rows if groups are small, because each group with rows in a tile visits it.
-
-    Args:
-        flops_a_byte: see `shardwright.models.ops.kernel_cost.tiles`.
-    """
+    """The tiles for so many rows; small groups get tiles of few rows, because a tile visits each group that it has."""
     most = tiles(flops_a_byte)
     size = most.rows
     while size > 128 and rows < 4 * size * groups:
@@ -38,12 +34,10 @@ def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
 
 
 def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
-    """The rows of each group g times ``w[g]``: [R, N], in the dtype of ``x``.
+    """Multiply the rows of each group g by ``w[g]``, [G, N, K] if ``contract_last``, else [G, K, N]: [R, N].
 
-    Args:
-        w_G: [G, N, K] if ``contract_last``, else [G, K, N].
-        sizes_G: how many rows each group has, in order, from row 0. The result for rows behind the last group is
-            arbitrary and must not be used.
+    The result has the dtype of ``x``. ``sizes_G`` are the groups' numbers of rows, in order, from row 0. The result for
+    rows behind the last group is arbitrary and must not be used.
     """
     K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
     tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
@@ -51,25 +45,23 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_l
 
 
 def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
-    """``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
+    """Return ``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
 
-    The result has the dtype of ``into``, or of ``a`` where that is None. Products are summed in float32. Rows behind
-    the last group are not read.
+    The result has the dtype of ``into``, or of ``a`` if that is None. Products are summed in float32. Rows behind the
+    last group are not read.
     """
     tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
     return kernels().grouped_outer(a_RK, b_RN, sizes_G, tiling, into_GKN)
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """An array whose entries are arbitrary, for callers that write every entry they read. A TPU writes no zeros.
+    """An array of arbitrary entries, for callers that write every entry they read. A TPU writes no zeros.
 
-    Args:
-        after: any small array of the loop that uses the result. It keeps the array inside the loop, where it is not
-            copied at each turn.
+    ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
     """
     return kernels().unwritten(shape, dtype, after)
 
 
 def row_major(x: Array) -> Array:
-    """``x``, laid out in memory with its dimensions in order, the last as the minor one."""
+    """Lay ``x`` out in memory with its dimensions in order, the last as the minor one."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

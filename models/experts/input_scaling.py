@@ -1,7 +1,7 @@
 """Blocks that scale a token by its router's score before an expert, put under transformers' experts interface.
 
 Their own forward gives every expert all tokens, scaled by zero where a token goes elsewhere: E times the work. Here an
-expert gets the tokens that go to it, by any of this package's kernels, and the numbers are the same.
+expert gets only its own tokens, by any of this package's kernels, and the numbers are the same.
 
 Shape suffixes: T tokens, H hidden width, k experts a token, E experts.
 """
@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 
 def route(block: nn.Module) -> None:
-    """Have ``block``, of the structure of Llama-4's `Llama4TextMoe`, route tokens to its experts, in place."""
+    """Make ``block``, of the structure of Llama-4's `Llama4TextMoe`, route tokens to its experts, in place."""
     swap_methods(block, ScaledBlock)
     swap_methods(block.get_submodule("experts"), ScaledExperts)
 
@@ -32,14 +32,14 @@ def swap_methods(module: nn.Module, mixin: type) -> None:
 
 @functools.cache
 def _with(mixin: type, original: type) -> type:
-    """The class ``original`` with the methods of ``mixin``; one class however often, so that layers stay equal."""
+    """The class ``original`` with the methods of ``mixin``, made once, so that layers stay equal."""
     return type(original.__name__, (mixin, original), {})
 
 
 class ScaledExperts(nn.Module):
-    """Experts with gate and up projections in one, [E, H, 2I], as the experts interface knows them."""
+    """Experts with gate and up projections in one, [E, H, 2I], with the attributes of the experts interface."""
 
-    # as `use_experts_implementation` says them (transformers/integrations/moe.py, transformers 5.23)
+    # the attributes that `use_experts_implementation` sets (transformers/integrations/moe.py, transformers 5.23)
     has_gate, has_bias, has_post_expert_norm = True, False, False
     is_transposed, is_concatenated = True, True
     _is_expert_parallel = False

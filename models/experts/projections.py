@@ -12,12 +12,9 @@ from shardwright.models.ops.fusion_barrier import apart
 
 
 def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:
-    """Each expert's output for its N rows, [E, N, H].
+    """Return each expert's output for its N rows, [E, N, H]; ``scale_EN1`` is a factor for each row of the result.
 
-    The attributes that are read here are set on every experts module by transformers' ``use_experts_implementation``.
-
-    Args:
-        scale_EN1: a factor for each row of the result.
+    transformers' ``use_experts_implementation`` sets the attributes that are read here on every experts module.
     """
 
     def project(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -42,7 +39,7 @@ def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None
 
 
 class _GradientApart(torch.autograd.Function):
-    """The identity, whose gradient is computed by itself, before it is used.
+    """The identity, with a fusion barrier around its gradient.
 
     A TPU takes nearly twice as long for a matrix product that is fused with the activation's gradient.
     """

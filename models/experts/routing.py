@@ -1,8 +1,8 @@
-"""What a router does, seen from outside: how many tokens each expert gets, and losses that the router's family adds.
+"""Observation of routers: the load of each expert, and losses beside those of the model's family.
 
-Experts functions report where tokens went (:func:`count`). Routers are watched by hooks (:func:`watch`), which find
-logits where transformers' own output collector finds them. Both record sums of few numbers, in the layer, and leave
-the sum over devices to whoever reads them: nothing crosses devices in a layer.
+Experts functions report where tokens went (:func:`count`). Hooks observe routers (:func:`watch`), and find logits where
+transformers' own output collector finds them. Both record small sums in the layer, and leave the sum over devices to
+the reader: nothing crosses devices in a layer.
 
 Shape suffixes: T tokens, k experts a token, E experts, R rows, S tokens of a row, G groups of tokens (one a batch
 shard).
@@ -22,25 +22,20 @@ from transformers import PreTrainedModel
 
 from shardwright.models.layers.side_outputs import real_tokens, record
 
-# what follows an experts module's name in the names of what is recorded of it
+# appended to an experts module's name to name its records
 LOAD, DROPPED = " load", " dropped"
-# names of what is recorded of every router, for the losses
+# names of every router's records, for the losses
 _Z, _SHARE, _PICKED = "router z", "router share", "router picked"
-# the attribute of an experts module that says how its load is recorded
+# the attribute of an experts module that holds its `Counted`
 _COUNTED = "_shardwright_counted"
 
-# a tensor whose dimension 0 the batch is split along -> the same, laid out so
+# a tensor whose dimension 0 the batch is split along -> the same in that layout
 SplitRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How an experts module's load is recorded.
-
-    Args:
-        name: the module's, in the model that runs.
-        groups: how many groups tokens are counted in. With one a batch shard, counting needs no communication.
-    """
+    """The way an experts module's load is recorded; with one group a batch shard, counting needs no communication."""
 
     name: str = ""
     groups: int = 1
@@ -49,14 +44,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Losses that are added to the model's own while it trains, each summed over layers.
+    """Losses that are added to the model's own in training, each summed over layers.
 
     Args:
         z: coefficient of the router z-loss, the mean square of logsumexp over a token's logits (ST-MoE,
             arXiv:2202.08906, equation 5).
         balance: coefficient of the balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): E times the sum
             over experts of their share of choices × their mean normalised score. Choices are the k highest scores,
-            without what is added to them for selection.
+            without the selection bias.
         batch_wide: the shares and means are the micro-batch's; else each row's, and the loss is the mean over rows.
     """
 
@@ -69,11 +64,9 @@ class RouterLosses:
         return bool(self.z or self.balance)
 
     def values(self, recorded: Mapping[str, Sequence[torch.Tensor]], real_RS: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``z`` and ``balance``, without their coefficients, of the routers that were watched.
+        """Return ``z`` and ``balance``, without their coefficients, of the watched routers.
 
-        Args:
-            recorded: by name, tensors [R, …], or [layers, R, …] of a stack.
-            real_RS: 1 for a token and 0 for padding.
+        ``recorded`` has tensors [R, …] by name, or [layers, R, …] of a stack; ``real_RS`` is 1 for a token, else 0.
         """
         zero = torch.zeros((), device=real_RS.device)
         z = sum((z_R.sum() for z_R in recorded.get(_Z, [])), zero) / real_RS.sum().clamp(min=1)
@@ -90,17 +83,13 @@ class RouterLosses:
 
 
 def mark(model: nn.Module, names: Sequence[str], groups: int, split_rows: SplitRows) -> None:
-    """Have the experts modules ``names`` of ``model`` record their load, each under its name. A copy keeps it."""
+    """Make the experts modules ``names`` of ``model`` record their load, each under its name. A copy keeps it."""
     for name in names:
         setattr(model.get_submodule(name), _COUNTED, Counted(name, groups, split_rows))
 
 
 def count(experts: Any, index_Tk: torch.Tensor, dropped_Tk: torch.Tensor | None = None) -> None:
-    """Record how many (token, choice) pairs go to each expert, [G, E], and how many are dropped, [G]; padding is none.
-
-    Args:
-        dropped_Tk: of the pairs, those that their expert has no room for; None: none can be dropped.
-    """
+    """Record the number of (token, choice) pairs for each expert, [G, E], and of dropped ones, [G], without padding."""
     how: Counted = getattr(experts, _COUNTED, Counted())
     chosen_TkE = index_Tk.unsqueeze(-1) == torch.arange(experts.num_experts, device=index_Tk.device)
     _record_groups(how, LOAD, chosen_TkE.to(torch.float32).sum(1))
@@ -109,7 +98,7 @@ def count(experts: Any, index_Tk: torch.Tensor, dropped_Tk: torch.Tensor | None 
 
 
 def _record_groups(how: Counted, what: str, values_T: torch.Tensor) -> None:
-    """Record sums over the tokens of each group, of ``values_T`` [T, …]."""
+    """Record the sums of ``values_T`` [T, …] over the tokens of each group."""
     real_RS = real_tokens()
     if real_RS is not None:
         values_T = values_T * real_RS.reshape(-1, *[1] * (values_T.dim() - 1))
@@ -119,13 +108,11 @@ def _record_groups(how: Counted, what: str, values_T: torch.Tensor) -> None:
 
 
 def selection_biases(model: nn.Module, experts: Sequence[str]) -> dict[str, str]:
-    """What routers add to their scores for selection alone: name → the experts module that they choose for.
+    """Map each bias that routers add to scores for selection only to the experts module that they choose for, by name.
 
     It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
-    and not trained by gradients (a buffer in most families, a frozen parameter in some).
-
-    Args:
-        experts: the names of ``model``'s experts modules; none is stacked.
+    and not trained by gradients (a buffer in most families, a frozen parameter in some). No module of ``experts`` is
+    stacked.
     """
     saved = model.state_dict().keys()
     frozen = {name: t for name, t in model.named_parameters() if not t.requires_grad}
@@ -141,7 +128,7 @@ def selection_biases(model: nn.Module, experts: Sequence[str]) -> dict[str, str]
 
 
 def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Each router of ``model``, and which of its outputs are its logits: what transformers' output collector knows."""
+    """Each router of ``model``, and the index of its logits among its outputs, by transformers' output collector."""
     found: dict[int, tuple[nn.Module, int]] = {}
     for part in model.modules():
         # semi-private: transformers/modeling_utils.py, transformers 5.23
@@ -157,7 +144,7 @@ def routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def watch(model: nn.Module, split_rows: SplitRows) -> None:
-    """Have the routers of ``model`` record, while they train, what :class:`RouterLosses` needs."""
+    """Make the routers of ``model`` record, in training, the values that :class:`RouterLosses` needs."""
     for router, index in routers(model):
         watches: list[_Scoring] = []
 
@@ -199,7 +186,7 @@ def _record_router(
 
 
 class _Scoring(TorchFunctionMode):
-    """Notes, while a router runs, how it makes scores of its logits."""
+    """Records, while a router runs, how it makes scores of its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,13 +204,13 @@ class _Scoring(TorchFunctionMode):
         return result
 
     def before(self, recorded: torch.Tensor) -> torch.Tensor:
-        """The logits: what is ``recorded`` as such, or where that are scores already, what they were made of."""
+        """Return the logits: ``recorded`` itself, or if those are scores, the tensor that they were made from."""
         return next((given for given, made in self._made if made is recorded), recorded)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """The router's scores of ``logits``, without what it adds to them for selection."""
+        """Return the router's scores of ``logits``, without the selection bias."""
         if self._function is None and self._gathered is not None and self._gathered.shape == logits.shape:
-            return self._gathered.to(torch.float32)  # a function of its own
+            return self._gathered.to(torch.float32)  # the router's own scoring function
         return (self._function or _softmax)(logits)
 
 
@@ -238,6 +225,6 @@ _SCORES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def weights_of_all(index_Tk: torch.Tensor, weight_Tk: torch.Tensor, E: int) -> torch.Tensor:
-    """The weight that each token gives to each of E experts, [T, E]: 0 to one that it does not choose."""
+    """The weight that each token gives to each of E experts, [T, E]: 0 for one that it does not choose."""
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=index_Tk.device)).to(weight_Tk.dtype)
     return (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)

@@ -28,15 +28,14 @@ Body = Callable[["Block", Sequence[Any], Any, Sums], tuple[Any, Sums]]
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How a device's rows are multiplied.
+    """The plan of a device's multiplications.
 
     Args:
         crossing: how tokens get to the experts.
         block: rows that are multiplied at once.
-        tile: see `shardwright.models.experts.grouped_matmul`.
-        at_once: whether one block is all that a device multiplies, or all that is planned.
-        room: rows of a round for which there is room where something is kept of them; whole blocks.
-        rest: how the rows of those tokens are multiplied that find no room in the planned round.
+        at_once: whether a single block is multiplied, or at least planned.
+        room: the rows of a round, in whole blocks, for whose kept values there is room.
+        rest: the plan for the tokens without room in the planned round.
     """
 
     crossing: exchange.ExchangePlan
@@ -47,16 +46,12 @@ class BlockPlan:
     rest: BlockPlan | None = None
 
     def of(self, round_: exchange.Round | None) -> BlockPlan:
-        """That of a planned round, or of the rest (None)."""
+        """The plan of a planned round, or of the rest (None)."""
         return self.rest if round_ is None and self.rest is not None else self
 
 
 def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -> SortedRows:
-    """The pairs of routing indices ``index_Tk`` in the planned order, those of the experts ``held`` [E] first.
-
-    Args:
-        all_held: whether every expert is held here. Then every pair matters.
-    """
+    """Sort the pairs of ``index_Tk`` into the planned order, those of the experts ``held`` [E] first."""
     (T, k), E = index_Tk.shape, len(held)
     N = T * k
     # choice-major: a TPU would pad k, as the minor dimension, to a whole tile
@@ -65,7 +60,7 @@ def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -
     _, choice_S = _sorted(expert_N, E)
     row_N, end_E = _places(expert_N, E)
     choice_R = jnp.pad(choice_S, (0, -N % planned.block))
-    if planned.crossing.pairs is not None:  # no more matter than a block holds
+    if planned.crossing.pairs is not None:  # at most one block matters
         choice_R = choice_R[: planned.block]
     return SortedRows(choice_R % T, choice_R, row_N.reshape(k, T), end_E, planned, all_held)
 
@@ -79,7 +74,6 @@ class SortedRows:
         choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
         row_kT: the inverse: the row of each pair; behind the last row that matters, if its expert is not held here.
         end_E: where each expert's rows end. The last entry is the number of rows that matter.
-        planned: how they are multiplied.
         all_held: whether every row matters. Then the number of blocks is static.
     """
 
@@ -93,9 +87,7 @@ class SortedRows:
     def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
         """``carry, sums`` after ``carry, sums = body(block, parameters, carry, sums)`` for each block that matters.
 
-        Args:
-            parameters: of the experts held here, [E, …] each.
-            sums: of what is added up for each expert, [E, …] each; None where nothing is, or where nothing was yet.
+        ``parameters`` and ``sums`` are [E, …] each; a sum is None for a parameter without one, or without one yet.
         """
         block = self.planned.block
         if len(self.token_R) == block:
@@ -103,7 +95,7 @@ class SortedRows:
         count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
 
         def turn(i: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
-            # from the last, if something is kept: what there is no room for is written over
+            # if values are kept, from the last: those without room are overwritten
             start = (count - 1 - i if self.planned.room else i) * block
             return body(Block(self, start), parameters, *state)
 
@@ -123,7 +115,7 @@ class SortedRows:
         return total
 
     def _found(self, value_R: Array, row: Array) -> Array:
-        """``value[row]``, or 0 where the row is behind the last that matters, and perhaps behind the last there is."""
+        """``value[row]``, or 0 where the row is behind the last that matters, even behind the last that exists."""
         found = exchange.at(value_R, jnp.minimum(row, len(value_R) - 1))
         has = (row < self.end_E[-1]).reshape(*row.shape, *(1,) * (value_R.ndim - 1))
         return jnp.where(has, found, 0)
@@ -147,11 +139,11 @@ class Block:
         return lax.dynamic_update_slice_in_dim(value_R, value_B.astype(value_R.dtype), self.start, 0)
 
     def keep(self, kept: Array, value_B: Array, round_: exchange.Round) -> Array:
-        """``kept``, [rounds * room, …], with what there is of this block."""
+        """Write this block's values into ``kept``, [rounds * room, …]."""
         return lax.dynamic_update_slice_in_dim(kept, value_B, self._place(round_), 0)
 
     def kept(self, kept: Array, round_: exchange.Round, make: Callable[..., Array], x_B: Array) -> Array:
-        """What was kept of this block; ``make(x_B)``, if there was no room for it."""
+        """Return this block's kept values, or ``make(x_B)`` if there was no room for them."""
         room, more = self.rows.planned.room, round_.more
         if len(self.rows.token_R) > room:
             more = (self.start >= room) | (False if more is None else more)
@@ -166,7 +158,6 @@ class Block:
         return exchange.at(x_TH, self.take(self.rows.token_R))
 
     def weights(self, weight_N: Array) -> Array:
-        """The routing weight of each row, [B]."""
         return exchange.at(weight_N, self.take(self.rows.choice_R))
 
     def multiply(self, x_B: Array, w_E: Array, *, contract_last: bool) -> Array:
@@ -176,7 +167,7 @@ class Block:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
     def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """``sums`` plus what these rows add to a weight's gradient, [E, out, in] if ``contract_last``.
+        """Add these rows' part of a weight's gradient, [E, out, in] if ``contract_last``, to ``sums``.
 
         Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
         """
@@ -184,7 +175,7 @@ class Block:
         return grouped_matmul.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
 
     def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
-        """``sums``, if there are any, plus what these rows add to a bias's gradient."""
+        """Add these rows' part of a bias's gradient to ``sums``, if there are any."""
         mine_BE = (self.expert_B[:, None] == jnp.arange(len(self.sizes_E))).astype(grad_B.dtype)
         grad_B = jnp.where(self.matters_B1, grad_B, 0)
         added_E = jnp.einsum("be,bf->ef", mine_BE, grad_B, preferred_element_type=jnp.float32)
@@ -194,8 +185,8 @@ class Block:
 def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
     """The expert and the number of each pair, sorted by both.
 
-    They are sorted as one number, if that fits: libtpu compiles the sort of one array in a tenth of the time that it
-    takes for two, and for a stable one, to which it adds another.
+    They are sorted as one number, if that fits: libtpu compiles the sort of one array in a tenth of the time of two
+    arrays, or of a stable sort, to which it adds a second array.
     """
     N = len(expert_N)
     number_N = lax.iota(jnp.int32, N)
@@ -207,7 +198,7 @@ def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
 
 
 def _places(expert_N: Array, E: int) -> tuple[Array, Array]:
-    """The place of each pair among the sorted, which is N where its expert is not held, and where experts' end.
+    """The place of each pair among the sorted, N where its expert is not held, and the end of each expert's rows.
 
     It is counted: to compile another sort takes longer.
     """

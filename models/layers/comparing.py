@@ -1,4 +1,4 @@
-"""What a module is, as values that can be compared: two layers that compare equal compute the same, given the same."""
+"""Structural comparison of modules: layers that compare equal compute the same from the same inputs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-_DEEPEST = 6  # of objects in objects
-# nn.Module's own, which its parameters, buffers, submodules and hooks stand in
+_DEEPEST = 6  # levels of nested objects
+# nn.Module's own attributes, which hold parameters, buffers, submodules and hooks
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 def described(value: Any, depth: int = 0) -> Any:
-    """Plain data that is equal for equal values; None for an object of which nothing is known, but for None itself."""
+    """Plain data that is equal for equal values; None for an object that can't be described."""
     if value is None:
         return "None"
     if isinstance(value, bool | int | float | complex | str | bytes | enum.Enum | torch.dtype | torch.device | type):
@@ -48,5 +48,5 @@ def described(value: Any, depth: int = 0) -> Any:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module's own attributes are, besides parameters, buffers, submodules and hooks."""
+    """A module's own attributes, without parameters, buffers, submodules and hooks."""
     return {key: value for key, value in vars(module).items() if key not in _OWN}

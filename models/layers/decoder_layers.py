@@ -1,10 +1,9 @@
-"""A decoder's layer list, replaced by one whose layers run in one go where they repeat, and each with remat.
+"""A replacement of a decoder's layer list: layers that repeat run as one scan, and each has remat.
 
 It works for any transformers decoder that calls its layers in a loop, whatever the list is called. In the new list the
-layers of a run are one, with parameters stacked along a new dimension 0. Its name is the slice of the old list that it
-holds: ``model.layers.3:61``, ``model.layers.0:24:2``, and ``model.layers.*`` if it holds all. So `named_parameters`
-yields the names that a recipe's lines have. The decoder still gets one callable for each layer
-(:mod:`shardwright.models.layers.layer_run`).
+layers of a run are one, with parameters stacked along a new dimension 0. Its name is its slice of the old list:
+``model.layers.3:61``, ``model.layers.0:24:2``, or ``model.layers.*`` for all. So `named_parameters` yields the names in
+a recipe's lines. The decoder still gets one callable for each layer (:mod:`shardwright.models.layers.layer_run`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardwright.models.ops import randomness
 
 
 def find_layers(model: nn.Module) -> str:
-    """The dotted name of the decoder's layer list: of the outermost module lists the one with most parameters.
+    """The dotted name of the decoder's layer list: the outermost module list with the most parameters.
 
     Raises:
         ValueError: the model has no list of modules.
@@ -41,8 +40,7 @@ def stack_layers(model: nn.Module) -> Grouping:
     """Stack the decoder's layers where they repeat, in place. The model must be on meta.
 
     Raises:
-        ValueError: the model has no list of layers, or its decoder can't be followed; says why. The model is then as
-            it was.
+        ValueError: the decoder has no layer list or can't be followed; says why. The model is then unchanged.
     """
     name = find_layers(model)
     found = group(model, name)
@@ -63,7 +61,7 @@ def wrap_layers(model: nn.Module) -> None:
 
 
 def number_layers(model: nn.Module) -> None:
-    """Have each layer of ``model`` draw from a key of its own, as layers that are stacked or wrapped do.
+    """Make each layer of ``model`` draw from a key of its own, as stacked or wrapped layers do.
 
     In a model without a layer list, draws are numbered through the whole model.
     """
@@ -74,12 +72,9 @@ def number_layers(model: nn.Module) -> None:
 
 
 class DecoderLayers(nn.ModuleList):
-    """The layer list of a decoder, which yields a callable for each of its layers.
+    """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
 
-    Args:
-        name: the list's dotted name in the model.
-        layers: the layers, on meta where they are grouped. The first of those that are stacked is changed.
-        grouping: which are stacked; None: none are.
+    Where ``grouping`` stacks layers, which are on meta, the first of each stack is changed; None: none are stacked.
     """
 
     def __init__(self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None) -> None:
@@ -102,15 +97,15 @@ class DecoderLayers(nn.ModuleList):
             ]
 
     def configure(self, prepare: Prepare, remat: str | float) -> None:
-        """Set what is done to a parameter just before it is used (a cast, a layout), and the remat policy."""
+        """Set the function applied to parameters just before use (a cast, a layout), and the remat policy."""
         for run in self.runs:
             run.prepare, run.partition = prepare, partitioner(remat)
 
     @property
     def values(self) -> list[tuple[Value, int]]:
-        """Of layers that were trained, what their backward could be given, each with how many layers have it.
+        """The values that trained layers could keep for their backward, each with its number of layers.
 
-        There are none yet before a step is traced, and none under a policy that does not choose among them.
+        It is empty before a step is traced, and under a policy that does not choose among values.
         """
         return [(value, run.count) for run in self.runs for value in run.values]
 
@@ -130,7 +125,7 @@ class DecoderLayers(nn.ModuleList):
 
 
 class _Callable:
-    """What a decoder's loop takes for one of its layers, ``layer``. Its attributes and its class are the layer's."""
+    """The callable that a decoder's loop takes for ``layer``, whose attributes and class it shows."""
 
     def __init__(self, run: LayerRun, offset: int, layer: nn.Module) -> None:
         self._run, self._offset, self._layer = run, offset, layer
@@ -139,7 +134,7 @@ class _Callable:
         return self._run.take(self._offset, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy in the making has no layer yet. Special methods (`__setstate__`, …) are never the layer's.
+        # A copy under construction has no layer yet. Special methods (`__setstate__`, …) are never the layer's.
         if name == "_layer" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._layer, name)
@@ -160,7 +155,7 @@ def _slice(run: Repetition, j: int, depth: int) -> str:
 
 
 def _stack(layers: Sequence[nn.Module], grouping: Grouping) -> frozenset[str]:
-    """Make the first of ``layers``, which are alike, hold all of them, stacked; returns its stacked buffers' names."""
+    """Stack all of ``layers``, which are alike, into the first; return the names of its stacked buffers."""
     first, stacked = layers[0], set()
     for path, module in first.named_modules():
         members = [layer.get_submodule(path) for layer in layers]
@@ -178,7 +173,7 @@ def _stack(layers: Sequence[nn.Module], grouping: Grouping) -> frozenset[str]:
         for key, buffer in list(module.named_buffers(recurse=False)):
             name = f"{path}.{key}" if path else key
             buffers = [buffer if name in stacked else member.get_buffer(key) for member in members]
-            # those that are saved have values of their own in each layer of a checkpoint
+            # saved buffers have values of their own in each layer of a checkpoint
             if name not in stacked and (key in saved or any(not _equal(buffer, other) for other in buffers)):
                 module._buffers[key] = torch.stack(buffers)
                 stacked.add(name)

@@ -1,6 +1,6 @@
-"""What a decoder's loop gives its layers and does with what they return, seen by running the decoder once on meta.
+"""The inputs and outputs of a decoder's layers, recorded by running the decoder once on meta.
 
-Nothing is computed there and no memory is taken, so a model of any size can be tried.
+Nothing is computed there and no memory is taken, so any model size works.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from shardwright.models.attention.attention_interface import masks_without_reads
 from shardwright.models.layers import kv_sharing  # noqa: F401  # its mappings are flattened here
 from shardwright.models.layers.comparing import described
 
-ROWS, LENGTH = 3, 16  # of the tokens that the decoder is tried on
-UNUSED, UNLIKE = "", "?"  # no path is such
+ROWS, LENGTH = 3, 16  # shape of the trial run's tokens
+UNUSED, UNLIKE = "", "?"  # neither is a path
 
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """What a layer returns, with no values.
+    """The structure of a layer's output, without values.
 
-    Args:
-        leaves: of its output, flattened: for a tensor the path of an argument of the same shape and dtype; for one that
-            is like no argument :data:`UNLIKE`, and :data:`UNUSED` if nobody uses it; None for what is no tensor.
-        spec: how they are put together.
+    The ``leaves`` of the flattened output: for a tensor the path of an argument of the same shape and dtype; without
+    such an argument :data:`UNLIKE`, or :data:`UNUSED` if nobody uses it; None for a leaf that is no tensor.
     """
 
     leaves: tuple[str | None, ...]
@@ -44,11 +42,10 @@ class Seen:
     """One layer's call.
 
     Args:
-        given: what it was given, without the values of tensors.
-        chain: path of an argument → the number of the tensor that it is in the output of the layer before.
-        shape: of what it returned.
-        follows: whether it can be run in one go with the layer before: nothing else uses what that one returned.
-        alone: why it can't be run in one go with any other layer; empty if it can.
+        given: its arguments, without the values of tensors.
+        chain: path of an argument → its number among the tensors that the layer before returned.
+        follows: whether it can run in one scan with the layer before: nothing else uses that one's output.
+        alone: why it can't run in one scan with any other layer; empty if it can.
     """
 
     given: Any
@@ -59,10 +56,9 @@ class Seen:
 
 
 def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]) -> list[Seen]:
-    """What each layer of the list ``name`` of ``model`` is given and returns; ``model`` is not changed.
+    """Record the inputs and outputs of each layer of the list ``name`` of ``model``, which is not changed.
 
-    Args:
-        watched: called with each layer of the copy that is run, and its number, beforehand.
+    ``watched`` is called beforehand with each layer of the copy that is run, and its number.
 
     Raises:
         ValueError: the decoder does not call its layers once each, in order.
@@ -88,7 +84,7 @@ def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]
 
 @dataclass
 class _Notes:
-    """Of one layer's call: leaves by path, output leaves, and the spec of both."""
+    """One layer's call: argument leaves by path, output leaves, and the spec of both."""
 
     arguments: dict[str, Any]
     argument_spec: Any
@@ -98,12 +94,11 @@ class _Notes:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Of the output."""
         return [leaf for leaf in self.output if isinstance(leaf, torch.Tensor)]
 
 
 class _Loop(TorchFunctionMode):
-    """Takes notes of layers' calls, and of operations between them on what layers returned."""
+    """Records layers' calls, and operations between them that use a layer's output."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -127,7 +122,7 @@ class _Loop(TorchFunctionMode):
         notes.changed = spec != notes.argument_spec or [*map(id, after)] != [*map(id, notes.arguments.values())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype is no value
+        if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype has no values
             for leaf in tree_flatten((args, kwargs or {}))[0]:
                 if isinstance(leaf, torch.Tensor):
                     for index, number in self._sources(leaf):
@@ -135,7 +130,7 @@ class _Loop(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _sources(self, leaf: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """(layer, number of the tensor in its output) where ``leaf`` is what a layer returned."""
+        """Yield (layer, number of the tensor in its output) where ``leaf`` is a layer's output."""
         for index, notes in enumerate(self.notes):
             for number, tensor in enumerate(notes.tensors):
                 if tensor is leaf:
@@ -178,7 +173,7 @@ class _Loop(TorchFunctionMode):
         return ""
 
     def _paths(self, index: int, notes: _Notes) -> list[str]:
-        """For each tensor that the layer returns an argument like it: best the one that the next layer gets it as."""
+        """For each tensor of the output, an argument like it: preferably the one that the next layer takes it as."""
         after = self.notes[index + 1].arguments if index + 1 < self.count else {}
         found = []
         for number, tensor in enumerate(notes.tensors):

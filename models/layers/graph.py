@@ -1,7 +1,6 @@
 """A function of tensors, traced once by AOTAutograd into a forward and a backward graph.
 
-Where the joint graph is split into the two, remat is decided: what the backward computes again
-(:mod:`shardwright.models.layers.remat`).
+The split of the joint graph decides remat (:mod:`shardwright.models.layers.remat`).
 """
 
 from __future__ import annotations
@@ -20,18 +19,14 @@ Flat = list[torch.Tensor]
 class LayerGraph:
     """The graphs of ``function``, which maps a list of tensors to a list of tensors.
 
-    Args:
-        inputs: tensors like those that the graphs will be given. Whether one requires a gradient decides whether the
-            backward computes one for it.
-        partition: splits the joint graph.
+    The backward computes gradients for those of ``inputs`` that require one. ``partition`` splits the joint graph.
 
     Attributes:
         saved: how many tensors the forward keeps for the backward.
         aliases: position among the saved tensors → position of the input that it is, unchanged.
-        differentiable: for each output whether it has a gradient; integers, and what depends on no input that
-            requires one, have none.
-        values: what the backward could be given, if the remat policy tells
-            (:class:`shardwright.models.layers.remat.Keep`).
+        differentiable: whether each output has a gradient; integers, and outputs of no input that requires one, have
+            none.
+        values: the values that the forward could keep, if the remat policy chooses among them.
     """
 
     def __init__(
@@ -69,12 +64,12 @@ class LayerGraph:
         self.aliases = {index: where[id(t)] for index, t in enumerate(saved) if id(t) in where}
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[Flat, Flat]:
-        """The outputs, and what the backward needs."""
+        """Return the outputs, and the tensors that the backward needs."""
         results = self._forward(*inputs)
         return list(results[: self._outputs]), list(results[self._outputs :])
 
     def backward(
         self, saved: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        """The gradient of each input, from those of the differentiable outputs; None where there is none."""
+        """Return the gradient of each input, or None, from those of the differentiable outputs."""
         return self._backward(*saved, *gradients)

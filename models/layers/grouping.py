@@ -1,8 +1,8 @@
-"""Which of a decoder's layers repeat, found by comparing them: what they are, and what their decoder gives them.
+"""Groups of a decoder's layers that repeat, found by comparing their structure and the calls that they get.
 
 No family is named. Two layers are alike if they have the same modules, settings and shapes and are called alike. A
-number that differs between them may ride along as data if it is a float; an integer (most often the layer's own
-number) is overlooked if the layer never reads it.
+float that differs between them may become data; a differing integer (most often the layer's own number) is ignored if
+the layer never reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Where = tuple[str, str]
 
 @dataclass(frozen=True)
 class Repetition:
-    """Layers ``start``, ``start`` + 1, …: ``period`` of them that repeat ``count`` times."""
+    """Layers ``start``, ``start`` + 1, …: a period of ``period`` layers that repeats ``count`` times."""
 
     start: int
     period: int
@@ -34,19 +34,15 @@ class Repetition:
 
     @property
     def stop(self) -> int:
-        """The number of the layer after the last."""
         return self.start + self.period * self.count
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """How a decoder's layers are run.
+    """The division of a decoder's layers into runs.
 
-    Args:
-        runs: in order, all layers in one of them.
-        seen: each layer's call.
-        floats: attributes that become data, because they differ between layers that are else alike.
-        apart: number of a layer → why it is not run with any other.
+    ``floats`` are attributes that become data, because they differ between layers that are else alike. ``apart`` maps
+    the number of a layer to the reason why it is not run with any other.
     """
 
     runs: tuple[Repetition, ...]
@@ -56,7 +52,7 @@ class Grouping:
 
 
 def group(model: nn.Module, name: str) -> Grouping:
-    """How the layers of the list ``name`` of ``model``, which is on meta, are run.
+    """Divide the layers of the list ``name`` of ``model``, which is on meta, into runs.
 
     Raises:
         ValueError: the decoder can't be run on meta, or not as a loop over its layers; says why.
@@ -69,11 +65,11 @@ def group(model: nn.Module, name: str) -> Grouping:
     differing = {where for group in alike.values() for where in _differing([layers[i] for i in group])}
     floats = frozenset(w for w in differing if all(_is(float, layer, w) for layer in layers if _has(layer, w)))
     integers = differing - floats
-    for stacked in dict.fromkeys((floats, frozenset())):  # some use a float as no tensor can be used
+    for stacked in dict.fromkeys((floats, frozenset())):  # some families can't use a tensor in place of a float
         try:
             seen, read = _watch(model, name, stacked, integers)
             break
-        except Exception as error:  # a family's code raises anything; what it raises is the reason
+        except Exception as error:  # a family's code raises anything, and the error is the reason
             why = error
     else:
         raise ValueError(f"its decoder can't be followed ({type(why).__name__}: {str(why).partition(chr(10))[0]})")
@@ -85,7 +81,7 @@ def group(model: nn.Module, name: str) -> Grouping:
         if why_alone := call.alone or shared.get(index, ""):
             apart[index] = why_alone
         own = [line for line in _structure(layer, numbers=True) if (index, line[0]) not in ignored]
-        # like which argument an output is, matters not: of the last layer's no next layer tells
+        # which argument an output is like does not matter: the last layer has no next layer to tell
         returned = (str(call.shape.spec), [path and "a tensor" for path in call.shape.leaves])
         signatures.append((index if why_alone else None, own, call.given, returned))
     runs = cut(signatures, [call.chain if call.follows else None for call in seen])
@@ -93,11 +89,10 @@ def group(model: nn.Module, name: str) -> Grouping:
 
 
 def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Repetition]:
-    """The runs of layers: as few layers to trace as can be.
+    """Divide layers into runs with the fewest layers to trace.
 
-    Args:
-        signatures: of each layer; equal if they are alike.
-        chains: how each layer takes what the one before returns; None: it can't be run in one go with that one.
+    ``signatures`` are equal for layers that are alike. ``chains`` tell how each layer takes the output of the one
+    before; None: they can't be in one run.
     """
     return list(_cut(signatures, chains, 0, len(signatures)))
 
@@ -119,14 +114,14 @@ def _cut(signatures: Sequence[Any], chains: Sequence[Any], low: int, high: int) 
 def _runs(
     signatures: Sequence[Any], chains: Sequence[Any], bounds: tuple[int, int], period: int
 ) -> Iterator[Repetition]:
-    """The longest run of that period from each layer on, where there is one."""
+    """Yield the longest run of that period that starts at each layer."""
     low, high = bounds
-    matched, open_until = 0, high  # how many layers from here on match the one a period on; where the chain ends
+    matched, open_until = 0, high  # layers from here on that match the one a period on; the end of the chain
     for start in reversed(range(low, high)):
         later = start + period
         count = 0
         if later < high and signatures[start] == signatures[later]:
-            # the run's first layer takes its input from elsewhere, so how it does is not compared
+            # the run's first layer takes its input from elsewhere, so its chain is not compared
             count = (matched + 1) // period + 1
             matched = matched + 1 if chains[start] is not None and chains[start] == chains[later] else 0
         else:
@@ -141,7 +136,7 @@ def _runs(
 def _watch(
     model: nn.Module, name: str, floats: frozenset[Where], integers: set[Where]
 ) -> tuple[list[Seen], set[tuple[int, Where]]]:
-    """Each layer's call, and which of the ``integers`` which layer reads. ``floats`` are tensors meanwhile."""
+    """Record each layer's call, with ``floats`` as tensors, and the ``integers`` that each layer reads."""
     read: set[tuple[int, Where]] = set()
 
     def watched(layer: nn.Module, index: int) -> None:
@@ -159,7 +154,7 @@ def _watch(
 
 
 class _Watched:
-    """An integer that tells when it is read."""
+    """An integer that reports being read."""
 
     def __init__(self, value: int, tell: Callable[[], None]) -> None:
         self._value, self._tell = value, tell
@@ -182,7 +177,7 @@ for _name in (
 
 
 def _shared(model: nn.Module, name: str) -> dict[int, str]:
-    """Number of a layer that shares a parameter with anything else → how that is said."""
+    """Map the number of each layer that shares a parameter with anything else to the reason to print."""
     names = defaultdict(list)
     for full, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(full)
@@ -196,11 +191,7 @@ def _shared(model: nn.Module, name: str) -> dict[int, str]:
 
 
 def _structure(layer: nn.Module, *, numbers: bool) -> Iterator[tuple[Where, Any]]:
-    """What a layer is, a line for each module, attribute, parameter and buffer.
-
-    Args:
-        numbers: with the attributes that are integers or floats.
-    """
+    """Yield a line for each module, attribute (numbers only if ``numbers``), parameter and buffer of a layer."""
     for path, module in layer.named_modules():
         yield (path, ""), type(module)
         for key, value in sorted(attributes(module).items()):
@@ -215,7 +206,7 @@ def _structure(layer: nn.Module, *, numbers: bool) -> Iterator[tuple[Where, Any]
 
 
 def _differing(layers: Sequence[nn.Module]) -> Iterator[Where]:
-    """The numbers that are not the same in all ``layers``, which have the same modules."""
+    """Yield the numbers that differ between ``layers``, which have the same modules."""
     values: dict[Where, Counter[Any]] = defaultdict(Counter)
     for layer in layers:
         for path, module in layer.named_modules():

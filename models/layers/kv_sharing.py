@@ -1,7 +1,6 @@
 """Keys and values that a layer stores for later layers, in a mapping that the decoder hands to all of them.
 
-Importing this module makes such a mapping known to torch's pytrees, so that what a layer is given and what it stores
-are seen as tensors.
+Importing this module registers the mapping as a pytree, so that its entries count as tensors of a layer's arguments.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ register_pytree_node(
 
 
 def shared_in(*given: Any) -> list[KVSharingDict]:
-    """The mappings among what a layer is given, in order."""
+    """The mappings among a layer's arguments, in order."""
     leaves = tree_leaves(given, is_leaf=lambda found: isinstance(found, KVSharingDict))
     return [leaf for leaf in leaves if isinstance(leaf, KVSharingDict)]
 
 
 def stored(before: list[dict[Any, Any]], after: list[KVSharingDict]) -> list[dict[Any, Any]]:
-    """What a layer stored: of each mapping the entries that it had not, or had with another value."""
+    """The entries that a layer stored: those of each mapping that are new or have another value."""
     return [
         {key: value for key, value in new.items() if old.get(key) is not value}
         for old, new in zip(before, after, strict=True)

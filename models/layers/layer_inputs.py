@@ -1,4 +1,4 @@
-"""What a decoder's loop gives the layers of a run, sorted by how it reaches them."""
+"""The arguments of a run's layers, sorted by how they reach a layer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from shardwright.models.layers.kv_sharing import shared_in
 
 
 class LoopChanged(ValueError):
-    """A decoder's loop does not do what it was seen to do when its layers were grouped."""
+    """A decoder's loop differs from the one recorded when its layers were grouped."""
 
 
 class Call:
-    """What the decoder's loop gives one layer.
-
-    Args:
-        promised: id of a tensor that the layer before returned → which tensor of its output that is.
-    """
+    """The arguments of one layer; ``promised`` maps id → number of each tensor that the layer before returned."""
 
     def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
         found, self.spec = tree_flatten_with_path((args, kwargs))
@@ -32,23 +28,22 @@ class Call:
         self.shared = shared_in(args, kwargs)
 
     def settings(self) -> list[Any]:
-        """All leaves, with None for each tensor."""
         return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor that a layer's graph is given.
+    """One tensor input of a layer's graph.
 
     Args:
-        source: where it comes from. ``slot``: the layer before, around the loop. ``chain``: the layer before, inside
-            the period. ``learned``, ``fixed``: the same for all layers of the run, with and without a gradient.
-            ``own``: of this layer.
-        index: which of the source's; of ``chain`` the number of the tensor in the output of the layer before.
-        target: what it is for: an argument (``leaf``), a ``weight``, a ``buffer``, the ``key`` of random numbers, or
-            which ``tokens`` are no padding.
+        source: ``slot``: the layer before, around the loop. ``chain``: the layer before, inside the period.
+            ``learned``, ``fixed``: the same for all layers of the run, with and without a gradient. ``own``: of this
+            layer.
+        index: its position in the source; for ``chain`` the number of the tensor in the output of the layer before.
+        target: its use: an argument (``leaf``), a ``weight``, a ``buffer``, the ``key`` of random numbers, or the mask
+            of real ``tokens``.
         name: the position of the leaf, or the name of the weight or buffer.
-        dtype: of the leaf or buffer; what is passed for it may have another (:func:`as_passed`).
+        dtype: of the leaf or buffer; it may be passed in another (:func:`as_passed`).
     """
 
     source: str
@@ -60,13 +55,12 @@ class Input:
 
 @dataclass
 class Sorted:
-    """The tensors of a run's calls.
+    """The tensors of a run's calls; ``inputs`` and ``own`` are for each layer of the period.
 
     Args:
-        inputs: for each layer of the period.
-        slots: what the run's first layer gets where the others get an output of the layer before.
+        slots: the first layer's arguments that for the others are outputs of the layer before.
         loop: for each slot the number of the tensor in the output of the period's last layer.
-        own: for each layer of the period; stacked over the turns if there is more than one.
+        own: stacked over the turns if there is more than one.
     """
 
     inputs: list[list[Input]]
@@ -76,10 +70,10 @@ class Sorted:
     fixed: list[torch.Tensor] = field(default_factory=list)
     own: list[list[torch.Tensor]] = field(default_factory=list)
     _known: dict[int, tuple[str, int]] = field(default_factory=dict)
-    _kept: list[torch.Tensor] = field(default_factory=list)  # so that no id in `_known` is given to another tensor
+    _kept: list[torch.Tensor] = field(default_factory=list)  # keeps each id in `_known` in use
 
     def share(self, tensor: torch.Tensor, target: str, name: Any) -> Input:
-        """The input of a tensor that is the same for all layers of the run; it is passed once."""
+        """Return the input for a tensor that all layers of the run share; it is passed once."""
         if id(tensor) not in self._known:
             source = "learned" if tensor.requires_grad else "fixed"
             group = self.learned if tensor.requires_grad else self.fixed
@@ -91,13 +85,13 @@ class Sorted:
     def give(
         self, j: int, tensor: torch.Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Add an input of layer ``j`` of the period that is its own; ``tensor`` is stacked as ``own`` says."""
+        """Add an input of its own to layer ``j`` of the period; ``tensor`` is stacked as ``own`` says."""
         self.inputs[j].append(Input("own", len(self.own[j]), target, name, dtype))
         self.own[j].append(tensor)
 
 
 def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
-    """How each tensor of ``calls``, one for each layer of a run, reaches its layer.
+    """Sort the tensors of ``calls``, one for each layer of a run.
 
     Raises:
         LoopChanged: calls a period apart differ in more than the values of tensors.
@@ -115,10 +109,9 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
 
 
 def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: list[int | None]) -> None:
-    """Add the argument at position ``at`` of layer ``j`` of the period: one tensor a turn.
+    """Add argument ``at`` of layer ``j`` of the period, one tensor a turn.
 
-    Args:
-        chain: for each turn the number of the tensor in the output of the layer before, if it is one.
+    ``chain`` has for each turn the tensor's number in the output of the layer before; None: it is from elsewhere.
     """
     if not any(known is not None for known in chain):
         if all(t is column[0] for t in column):
@@ -127,7 +120,7 @@ def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: 
             passed = [as_passed(t) for t in column]
             out.give(j, torch.stack(passed), "leaf", at, column[0].dtype)
         return
-    begins = j == 0 and chain[0] is None  # the run's first layer is given what was computed before the run
+    begins = j == 0 and chain[0] is None  # the run's first layer takes a tensor computed before the run
     expected = chain[-1]
     if expected is None or any(known != expected for known in chain[begins:]):
         raise LoopChanged(f"argument {at} of layer {j} of a run comes from other layers at other turns")
@@ -139,10 +132,10 @@ def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: 
 
 
 def as_passed(t: torch.Tensor) -> torch.Tensor:
-    """``t`` as a scan can pass it, with the same information.
+    """Return ``t`` in a form that a scan can pass, with the same information.
 
-    torch_xla multiplies what a scan is given by 1, which makes integers of bools. It can put no barrier behind a
-    ``view_as_real``, and complex numbers become pairs.
+    torch_xla multiplies a scan's inputs by 1, which makes integers of bools. It can put no barrier behind a
+    ``view_as_real``, so complex numbers become pairs.
     """
     if t.is_complex():
         if t.requires_grad:
@@ -152,7 +145,7 @@ def as_passed(t: torch.Tensor) -> torch.Tensor:
 
 
 def as_given(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """What :func:`as_passed` was given, of ``dtype``; None: it was passed as it is."""
+    """Invert :func:`as_passed`, given the original ``dtype``; None: ``t`` was passed unchanged."""
     if dtype is None:
         return t
     if dtype.is_complex:

@@ -1,8 +1,8 @@
 """The layers that a decoder's loop calls: one by one with remat, or a run of layers that repeat as one scan.
 
-The loop calls one callable for each layer. Those of a run only note what they are given, up to the last, which runs
-all. So each layer gets what its decoder gives it and no other: its mask, its positions, its part of a tensor. What all
-layers of a run are given is passed once, and what differs between them is stacked.
+The loop calls one callable for each layer. Those of a run only record their arguments, and the last one runs all. So
+each layer gets exactly the mask, positions or slice of a tensor that its decoder gives it. Arguments that all layers of
+a run share are passed once, and those that differ are stacked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwright.models.ops.jax_call import lowered_for
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.models.ops.while_loop import Known
 
-# parameters by full name -> what the layer uses, by full name: each, and perhaps its partial gradient's leaf
+# parameters by full name -> the tensors that the layer uses: each, and perhaps its partial gradient's leaf
 Prepare = Callable[[Tensors], Tensors]
 
 
@@ -39,9 +39,9 @@ class LayerPart:
 
     Args:
         name: its dotted name in the model, as ``model.layers.*``.
-        layer: if the run has more than one turn, with parameters that are stacked along dimension 0.
+        layer: the module; if the run has more than one turn, with parameters stacked along dimension 0.
         stacked: the names of its buffers that are stacked likewise.
-        shape: of what it returns; a run of one layer may do without.
+        shape: of its output; a run of one layer may do without.
     """
 
     name: str
@@ -51,7 +51,7 @@ class LayerPart:
 
     @property
     def used(self) -> list[int] | None:
-        """The numbers of the tensors of its output that may be used; None: of any may."""
+        """The numbers of the output's tensors that may be used; None: all may be."""
         if self.shape is None:
             return None
         tensors = [path for path in self.shape.leaves if path is not None]
@@ -59,44 +59,39 @@ class LayerPart:
 
 
 class LayerRun:
-    """A run of a decoder's layers: the layers of ``parts``, ``count`` times over.
-
-    Args:
-        first: the number of the run's first layer among the decoder's.
-    """
+    """A run of a decoder's layers, from layer ``first``: the layers of ``parts``, ``count`` times over."""
 
     def __init__(self, parts: Sequence[LayerPart], first: int, count: int = 1) -> None:
         self.parts, self.first, self.count = tuple(parts), first, count
         self.prepare: Prepare = lambda parameters: parameters
         self.partition: Callable[..., Any] = REMAT["none"]
-        # for each kind of call: the period's layers, traced
+        # the period's traced layers, for each kind of call
         self.graphs: dict[Any, list[_Traced]] = {}
-        self.loops: dict[Any, Known] = {}  # and their loops, by platform and flags too
+        self.loops: dict[Any, Known] = {}  # and their loops, also by platform and compiler flags
         self._calls: list[Call] = []
-        # What the layer called last returned, which stands for what is not computed yet: id -> number in its output
+        # The output of the last called layer, a stand-in until it is computed: id -> number among its tensors
         self._promised: dict[int, int] = {}
-        self._kept: list[torch.Tensor | None] = []  # the same, so that no id is given to another tensor
+        self._kept: list[torch.Tensor | None] = []  # the same tensors, to keep their ids in use
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes for a copy. It has no graphs, because those here run this run's layers."""
+        """Leave the graphs out of a copy, because they run this run's layers."""
         return {**vars(self), "graphs": {}, "loops": {}, "_calls": [], "_promised": {}, "_kept": []}
 
     @property
     def values(self) -> list[Value]:
-        """The values that the backward of one turn could be given; see :attr:`DecoderLayers.values`."""
+        """The values that one turn could keep for the backward; see :attr:`DecoderLayers.values`."""
         trained = next((turn for turn in self.graphs.values() if turn[0].training), [])
         return [value for layer in trained for value in layer.stage.graph.values]
 
     @property
     def size(self) -> int:
-        """How many layers the run has."""
         return len(self.parts) * self.count
 
     def take(self, offset: int, args: Any, kwargs: Any) -> Any:
-        """What layer ``offset`` of the run returns. For the last it is the result, for others what stands for it.
+        """Return the output of layer ``offset`` of the run: the last layer's result, or a stand-in for another's.
 
         Raises:
-            LoopChanged: the decoder's loop is not as it was when the layers were grouped.
+            LoopChanged: the decoder's loop differs from the one recorded when the layers were grouped.
         """
         if offset == 0:
             self._calls, self._promised, self._kept = [], {}, []
@@ -110,7 +105,7 @@ class LayerRun:
         return self._run(calls)
 
     def _promise(self, part: LayerPart, call: Call) -> Any:
-        """Output that stands for one to be computed. It is NaN, so that a use before is seen in the loss."""
+        """A stand-in for an output to be computed. It is NaN, so that an early use shows in the loss."""
         assert part.shape is not None
         given = dict(zip(call.paths, call.leaves, strict=True))
         leaves = [_stand_in(given[path]) if path else None for path in part.shape.leaves]
@@ -151,7 +146,6 @@ class LayerRun:
         return output
 
     def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
-        """Each of the period's layers, traced on what ``tensors`` gives it."""
         traced = []
         for j, part in enumerate(self.parts):
             if self.size == 1:
@@ -176,15 +170,10 @@ class LayerRun:
 
 
 class _Traced:
-    """A layer, traced.
+    """A traced layer, of which the output tensors ``outputs`` are wanted (None: all).
 
-    Args:
-        outputs: the numbers of the tensors of its output that are wanted; None: all.
-        single: whether it is a run by itself, so that it may store what later layers read.
-
-    Attributes:
-        keyed: whether it takes a key of random numbers, as its last input. Only a layer that draws does.
-        training: whether the layer was.
+    A ``single`` one is a run by itself, and may store tensors for later layers. A ``keyed`` one draws, and its last
+    input is a key of random numbers.
     """
 
     def __init__(
@@ -193,11 +182,11 @@ class _Traced:
         self.part, self.inputs, self.outputs, self.single = part, list(inputs), outputs, single
         self.settings, self.call_spec = call.settings(), call.spec
         self.keyed, self.training = False, part.layer.training
-        self._leaves: list[Any] = []  # of the output: a number for each tensor, or what else there is
-        self._specs: tuple[Any, Any] = (None, None)  # of the output with what is stored, and of side outputs
+        self._leaves: list[Any] = []  # of the output: a number for each tensor, and other leaves as they are
+        self._specs: tuple[Any, Any] = (None, None)  # of the output with stored entries, and of side outputs
 
     def trace(self, given: Flat, prepare: Prepare, partition: Callable[..., Any], number: int) -> None:
-        """Trace the layer, the decoder's layer ``number``, on tensors like those ``given``."""
+        """Trace the decoder's layer ``number`` on tensors like those ``given``."""
 
         def graph(keys: Flat) -> LayerGraph:
             with scopes.tracing():
@@ -218,15 +207,13 @@ class _Traced:
         self.stage = Stage(made, inputs, self.outputs)
 
     def side(self, flat: Flat) -> Any:
-        """The side outputs as :func:`shardwright.models.layers.side_outputs.collect` gave them."""
+        """Unflatten the side outputs of :func:`shardwright.models.layers.side_outputs.collect`."""
         return tree_unflatten(flat, self._specs[1])
 
     def output(self, last: Flat, loop: Sequence[int] | None) -> tuple[Any, list[dict[Any, Any]]]:
-        """The layer's output, and what it stores for later layers.
+        """Return the layer's output, and the entries that it stores for later layers, from the tensors ``last``.
 
-        Args:
-            last: tensors of both.
-            loop: the numbers of those; None: all are there. Nobody uses the others, which are NaN.
+        ``loop`` are the numbers of those; None: all are there. The others, which nobody uses, become NaN.
         """
         numbers = self.outputs if loop is None else loop
         assert numbers is not None
@@ -238,7 +225,7 @@ class _Traced:
         return output
 
     def _function(self, flat: Flat, prepare: Prepare) -> Flat:
-        """The layer as a function of its inputs: the outputs that are wanted, what it stores, and side outputs."""
+        """The layer as a function of its inputs, to the wanted outputs, its stored entries, and side outputs."""
         leaves, weights, buffers, real = list(self.settings), {}, {}, None
         for i, t in zip(self.inputs, flat, strict=False):
             if i.target == "leaf":
@@ -274,7 +261,6 @@ class _Traced:
     def _run_once(
         self, weights: Tensors, buffers: Tensors, args: Any, kwargs: Any, prepare: Prepare
     ) -> tuple[Any, Any]:
-        """The layer's output and side outputs, with ``weights`` prepared for it."""
         prefix = f"{self.part.name}."
         named = prepare({prefix + key: weight for key, weight in weights.items()})
         prepared = {name.removeprefix(prefix): t for name, t in named.items()}
@@ -285,13 +271,10 @@ class _Traced:
 
 @dataclass(frozen=True)
 class _Number:
-    """The place of a tensor in a layer's output."""
-
     number: int
 
 
 def _add_state(tensors: Sorted, j: int, part: LayerPart) -> None:
-    """Add the parameters and buffers of the period's layer ``j`` to what it is given."""
     parameters: Tensors = dict(part.layer.named_parameters())
     for name, parameter in (parameters | partial_gradients.of(parameters)).items():
         tensors.give(j, parameter, "weight", name)
@@ -303,7 +286,7 @@ def _add_state(tensors: Sorted, j: int, part: LayerPart) -> None:
 
 
 def _computed(t: torch.Tensor) -> torch.Tensor:
-    """``t`` as what a layer computed: it has a gradient if it is of floating point."""
+    """Make ``t`` like a computed tensor: it has a gradient if it is floating point."""
     return t.detach().requires_grad_(t.is_floating_point())
 
 

@@ -1,7 +1,7 @@
-"""A decoder's layers that run one by one, each with its weights prepared when its input is there, and no earlier.
+"""A barrier that prepares each layer's weights only once the layer's input is there, for layers that run one by one.
 
-Weights depend on nothing. Left to itself a TPU's compiler gathers those of many layers at once where a layer computes
-little, as one that decodes a token does.
+Weights depend on nothing, so a TPU's compiler may gather those of many layers at once where a layer computes little, as
+in decoding a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.models.layers.layer_run import Prepare
 
 
 def prepare_in_turn(model: nn.Module, prepare: Prepare) -> frozenset[str]:
-    """Make each layer of ``model`` apply ``prepare`` to its own parameters; returns their names. For evaluation alone.
+    """Make each layer of ``model`` apply ``prepare`` to its own parameters; return their names. For evaluation only.
 
     Raises:
         ValueError: the model has no list of layers.
@@ -51,7 +51,7 @@ def _run(
 
 
 def _barrier(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors``, of which none is there before all of them are."""
+    """Copies of ``tensors``; none is available before all of them are."""
     copies = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in tensors]
     xm.optimization_barrier_(copies)
     return copies

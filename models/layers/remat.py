@@ -1,7 +1,4 @@
-"""Remat policies: each a partitioner, which splits AOTAutograd's joint graph of a layer into forward and backward.
-
-The partitioner decides what the forward saves and what the backward computes again.
-"""
+"""Remat policies: partitioners that split AOTAutograd's joint graph of a layer into forward and backward."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwright.models.ops.kernels import kernels
 
-VALUES = "values"  # where the forward of a split layer notes them
+VALUES = "values"  # key in the `meta` of a split layer's forward
 
 
 def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:
-    """A partitioner that saves exactly the nodes that ``policy`` says to save."""
+    """A partitioner that saves exactly the nodes that ``policy`` marks."""
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         for node in joint.graph.nodes:
@@ -38,14 +35,13 @@ def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Call
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a layer's forward that the backward uses: what a product or a kernel makes.
+    """A value of a layer's forward that the backward uses: the result of a matrix product or a kernel.
 
     Args:
-        module: the module that makes it, as ``model.layers.*.self_attn.q_proj``.
+        module: its module, as ``model.layers.*.self_attn.q_proj``.
         kind: the operation, as ``mm`` or ``attention``.
-        shape: of its largest result, on all devices together.
-        bytes: that it takes, on all devices together.
-        flops: that it takes to compute it again.
+        shape, bytes: of its largest result, and of all, on all devices together.
+        flops: the cost of computing it again.
         kept: from the forward; else it is computed again.
     """
 
@@ -59,11 +55,11 @@ class Value:
 
 def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
     """The values of a joint graph that can be kept, in its order."""
-    backward: set[torch.fx.Node] = set()  # what comes from the outputs' gradients
+    backward: set[torch.fx.Node] = set()  # nodes computed from the outputs' gradients
     for node in joint.graph.nodes:
         if "tangents" in node.name or any(source in backward for source in node.all_input_nodes):
             backward.add(node)
-    used = set(backward)  # and what of the forward that takes
+    used = set(backward)  # and the forward's nodes that these need
     for node in reversed(joint.graph.nodes):
         if any(user in used and user.op != "output" for user in node.users):
             used.add(node)
@@ -85,16 +81,15 @@ def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
 
 
 class Keep:
-    """A partitioner that keeps ``share`` of the bytes of all values, those first that take most FLOPs a byte.
+    """A partitioner that keeps ``share`` of the bytes of all values, those with the most FLOPs a byte first.
 
-    Under :data:`VALUES` the forward's ``meta`` has the values, in the layer's order.
+    The forward's ``meta`` lists all values under :data:`VALUES`, in the layer's order.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
 
     def __call__(self, joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        """The forward and the backward."""
         values = _values(joint)
         room = self.share * sum(value.bytes for value in values.values())
         chosen: set[torch.fx.Node] = set()
@@ -109,7 +104,7 @@ class Keep:
     def _split(self, joint: torch.fx.GraphModule, inputs: Any, chosen: set[torch.fx.Node], **kwargs: Any) -> Any:
         if not chosen:
             return _recompute_everything(joint, inputs, **kwargs)
-        # of an operation with several results, what can be kept are the results; but the partitioner asks the operation
+        # several results of one operation can be kept, but the partitioner asks the operation
         saved = chosen | {user for node in chosen if _is_many(node) for user in node.users}
 
         def policy(node: torch.fx.Node) -> CheckpointPolicy:
@@ -123,7 +118,7 @@ def _is_many(node: torch.fx.Node) -> bool:
 
 
 def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-    """A partitioner that saves the layer's inputs alone."""
+    """A partitioner that saves only the layer's inputs."""
     with functorch_config.patch(activation_memory_budget=0.0):
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
 
@@ -137,7 +132,7 @@ def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
 
 
 def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-    """A partitioner that saves the layer's inputs alone; the hidden state waits in the host's memory."""
+    """A partitioner that saves only the layer's inputs, and moves the hidden state to the host's memory."""
     forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     hidden = next(node for node in forward.graph.nodes if node.op == "placeholder")  # the carry's first tensor
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -159,12 +154,12 @@ def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, 
 REMAT: dict[str, Callable[..., Any]] = {
     "none": default_partition,
     "full": _recompute_everything,
-    "auto": _recompute_everything,  # until somebody has found a share
+    "auto": _recompute_everything,  # until a share is found
     "offload": _offload,
     "save_matmuls": _partition_with(_save_matmuls),
 }
 
 
 def partitioner(remat: str | float) -> Callable[..., Any]:
-    """The partitioner of a policy: one of :data:`REMAT`, or the share of all values that is kept (:class:`Keep`)."""
+    """The partitioner of a policy: a name in :data:`REMAT`, or the share of all values to keep (:class:`Keep`)."""
     return REMAT[remat] if isinstance(remat, str) else Keep(remat)

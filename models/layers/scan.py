@@ -1,4 +1,4 @@
-"""The forward and backward of a run of layers: one turn for each period, as a `scan` where there is more than one.
+"""The forward and backward of a run of layers, as a `scan` over its periods if there is more than one.
 
 A turn runs the graphs of the period's layers (:mod:`shardwright.models.layers.graph`) in order, and a turn of the
 backward runs their backward graphs in reverse. So remat works a layer at a time, whatever the period.
@@ -22,11 +22,9 @@ Gradients = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Stage:
-    """One layer of a run's period.
+    """One layer of a run's period, with the inputs of its graph.
 
-    Args:
-        inputs: of the graph, in order.
-        outputs: the numbers of the tensors of the layer's output that the graph returns first, before side outputs.
+    ``outputs`` are the numbers of the layer's output tensors that the graph returns first, before side outputs.
     """
 
     graph: LayerGraph
@@ -35,10 +33,9 @@ class Stage:
 
 
 def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:
-    """Run the period's ``stages`` on ``tensors``, over and over if ``known``, these stages' loops so far, is there.
+    """Run the period's ``stages`` on ``tensors``: scanned, if ``known``, a cache of these stages' loops, is given.
 
-    Returns:
-        the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
+    Return the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
     """
     program = _Program(stages, tensors, known)
     flat = [*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own)]
@@ -48,7 +45,7 @@ def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) ->
 
 
 class _Program:
-    """What is done with the flat tensors of :func:`run_stages`."""
+    """The forward and backward of one turn, on the flat tensors of :func:`run_stages`."""
 
     def __init__(self, stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> None:
         self.stages, self.known, self.loop = stages, known, tuple(tensors.loop)
@@ -57,7 +54,6 @@ class _Program:
         self._lengths = [len(tensors.slots), len(tensors.learned), len(tensors.fixed), *map(len, tensors.own)]
 
     def split(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
-        """Slots, learned, fixed, and each stage's own."""
         parts, at = [], 0
         for length in self._lengths:
             parts.append(list(flat[at : at + length]))
@@ -65,13 +61,12 @@ class _Program:
         return parts[0], parts[1], parts[2], parts[3:]
 
     def by_stage(self, sides: Flat) -> list[Flat]:
-        """Side outputs, which stand one after the other, for each stage."""
         counts = [len(stage.graph.differentiable) - len(stage.outputs) for stage in self.stages]
         given = iter(sides)
         return [[next(given) for _ in range(count)] for count in counts]
 
     def forward(self, slots: Flat, learned: Flat, fixed: Flat, own: list[Flat]) -> tuple[Flat, Flat, list[Flat]]:
-        """One turn: what the last layer returns, side outputs, and what each stage's backward needs of its own."""
+        """Run one turn: return the last layer's outputs, side outputs, and the tensors that each stage keeps."""
         sides, kept = [], []
         chain: dict[int, torch.Tensor] = {}
         for stage, mine in zip(self.stages, own, strict=True):
@@ -88,14 +83,10 @@ class _Program:
         gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
         given: tuple[Flat, Flat, list[Flat], list[Flat]],
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
-        """One turn.
+        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own.
 
-        Args:
-            gradients: of what the last layer returns, of ``learned`` so far, and of each stage's side outputs.
-            given: ``learned``, ``fixed``, each stage's own, and what its forward kept.
-
-        Returns:
-            gradients of the slots, of ``learned``, and of each stage's own.
+        ``gradients`` are of the last layer's outputs, of ``learned`` so far, and of each stage's side outputs;
+        ``given`` are ``learned``, ``fixed``, each stage's own, and the tensors that its forward kept.
         """
         last, of_learned, of_sides = gradients
         learned, fixed, own, kept = given
@@ -129,15 +120,15 @@ class _Program:
         return of_slots, of_learned, of_own
 
     def _given_again(self, stage: Stage, at: int) -> Input | None:
-        """The input that the saved tensor number ``at`` is, if the backward is given it: not what a layer computed."""
+        """The input that the saved tensor ``at`` is, if the backward has it too: not the output of a layer."""
         known = stage.inputs[stage.graph.aliases[at]] if at in stage.graph.aliases else None
         return None if known is None or known.source in ("slot", "chain") else known
 
 
 class _Run(torch.autograd.Function):
-    """A program's forward and backward. torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are.
+    """A program's forward and backward.
 
-    Here `prepare` has done so already.
+    torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are. Here `prepare` has done so already.
     """
 
     @staticmethod
@@ -201,8 +192,8 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 def _barrier(saved: Flat, gradients: Flat) -> tuple[Flat, Flat]:
     """Copies of the tensors behind a barrier.
 
-    Without it the compiler would merge what the backward computes again with the forward, and undo remat; and it might
-    compute it for several layers before the gradients of the first are there, and hold all of it.
+    Without it the compiler would merge the backward's recomputation with the forward, and undo remat; and it might
+    recompute several layers before the first one's gradients are there, and hold all of it.
     """
     copies = [t.clone() for t in (*saved, *gradients)]
     xm.optimization_barrier_(copies)

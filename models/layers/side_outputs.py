@@ -1,11 +1,11 @@
 """Values that a layer gives besides its output: router logits for the auxiliary loss, the load of its experts.
 
-There are two channels. Ours (:func:`record`) carries what our kernels and hooks find out. Transformers' own output
+There are two channels. Ours (:func:`record`) carries the values of our kernels and hooks. Transformers' own output
 collector carries the tensors that a caller asks a model for, with ``output_router_logits`` and the like. Both are lists
 that a forward pass appends to. A scanned layer cannot append to them, because it is traced once for all layers:
 :func:`collect` makes them return values of the layer, and :func:`replay` appends them outside.
 
-A layer is also given something besides its arguments: which tokens are padding (:func:`real_tokens`).
+A layer also has one input besides its arguments: the mask of padding (:func:`real_tokens`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
 
 _real: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", default=None)
 
-# channel -> name -> what was appended while one layer ran
+# channel -> name -> values appended while one layer ran
 SideOutputs = dict[str, dict[str, list[torch.Tensor]]]
 
 
@@ -39,7 +39,7 @@ def record(name: str, value: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def given(real: torch.Tensor | None) -> Iterator[None]:
-    """Inside, :func:`real_tokens` gives ``real``: [rows, S], 1 for a token and 0 for padding; None: no padding."""
+    """Inside, :func:`real_tokens` returns ``real``: [rows, S], 1 for a token and 0 for padding; None: no padding."""
     token = _real.set(real)
     try:
         yield
@@ -48,12 +48,11 @@ def given(real: torch.Tensor | None) -> Iterator[None]:
 
 
 def real_tokens() -> torch.Tensor | None:
-    """What the innermost :func:`given` was given."""
     return _real.get()
 
 
 def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
-    """Run a forward pass. Returns its result, and by name what was recorded; of a stack with its layers in front."""
+    """Run a forward pass. Return its result and the recorded values by name; those of a stack have layers in front."""
     metrics: dict[str, list[torch.Tensor]] = {}
     token = _metrics.set(metrics)
     try:
@@ -66,7 +65,7 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.T
 def joined(*names: str) -> Iterator[None]:
     """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …].
 
-    With one tensor a layer, the graph of what reads them would grow with depth. The load-balancing loss can read one
+    With one tensor a layer, the graph of their reader would grow with depth. The load-balancing loss can read one
     tensor instead, because it treats all rows alike.
     """
     token = _joined.set(names)
@@ -82,7 +81,7 @@ def wanted() -> tuple[str, ...]:
 
 
 def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
-    """Run one layer with empty collectors in place of the active ones. Returns its result and what it appended."""
+    """Run one layer with empty collectors. Return its result and the values that it appended."""
     captured: dict[str, list[torch.Tensor]] = {name: [] for name in wanted()}
     token = _active_collector.set(captured)
     try:
@@ -93,11 +92,10 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 
 
 def replay(sides: Sequence[SideOutputs], count: int) -> None:
-    """Append what :func:`collect` returned to the active collectors; what transformers collects, in layer order.
+    """Append the values of :func:`collect` to the active collectors; those of transformers in layer order.
 
-    Args:
-        sides: of each layer of a period.
-        count: how many turns the period had; if more than one, tensors are stacked along dimension 0.
+    ``sides`` are those of each layer of a period. With a ``count`` of turns above 1, tensors are stacked along
+    dimension 0.
     """
     captured, metrics = _active_collector.get(), _metrics.get()
     for name in dict.fromkeys(name for side in sides for name in side["captured"] if captured is not None):

@@ -1,9 +1,9 @@
-"""Puts our mixers into a model, module by module, for what a module has or calls; no family is named.
+"""Puts our mixers into a model's modules, by the functions and attributes that a module uses; no family is named.
 
 transformers' mixers call functions of their modeling file (transformers 5.23: every file has its own copy, wrapped by
-`use_kernel_func_from_hub_with_fallback` of integrations/hub_kernels.py, whose other ways in are the packages `kernels`,
-`fla` and `mamba_ssm`). A bound module gets a forward of its own: the class's code, with those names meaning our
-functions. Nothing of transformers changes, nor does a model that is not bound.
+`use_kernel_func_from_hub_with_fallback` of integrations/hub_kernels.py, whose alternatives are the packages `kernels`,
+`fla` and `mamba_ssm`). A bound module gets a forward of its own: the class's code, with those names bound to our
+functions. Neither transformers nor an unbound model changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALLED: dict[str, Callable[..., Any]] = {
 
 
 def bind(model: nn.Module) -> None:
-    """Have each module of ``model`` that mixes tokens by a recurrence run our kernels. A copy of the model does too."""
+    """Make each module of ``model`` that mixes tokens by a recurrence run our kernels. A copy of the model does too."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         called = _CALLED.keys() & set(forward.__code__.co_names) if isinstance(forward, FunctionType) else set()
@@ -43,7 +43,7 @@ def bind(model: nn.Module) -> None:
 
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """``function`` with other meanings for some of its global names."""
+    """Copy ``function`` with other values for some of its global names."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names},
@@ -63,7 +63,7 @@ def _lightning(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The forward of a lightning attention (arXiv:2501.08313): its blocks are one loop instead of a copy each."""
+    """The forward of lightning attention (arXiv:2501.08313) with one loop over its blocks, not a copy for each."""
     if past_key_values is not None:
         raise ValueError("past_key_values is for generation: a training step has whole rows alone")
     qkv = self.act_fn(self.qkv_proj(hidden_states))

@@ -19,17 +19,16 @@ from shardwright.models.ops.jax_call import jax
 jnp, lax = jax.numpy, jax.lax
 
 _CHUNK = 64
-_CHUNKS = 8  # of a segment: they are solved side by side, and one state is kept for them
-# the corrections of a chunk build on each other: a TPU's usual single pass in bfloat16 loses them
+_CHUNKS = 8  # in a segment: they are solved side by side and share one kept state
+# a chunk's corrections build on each other: a TPU's usual single pass in bfloat16 loses them
 _exactly = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def delta_rule(v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: Array, *, normalise: bool) -> Array:
-    """Every token's output, [B, T, H, V], computed in float32.
+    """Return every token's output, [B, T, H, V], computed in float32.
 
-    Args:
-        g: the logarithm of each token's decay, at most 0: [B, T, H], or [B, T, H, K] for each channel of the keys.
-        normalise: whether queries and keys are made unit vectors first.
+    ``g`` is the logarithm of each token's decay, at most 0: [B, T, H], or [B, T, H, K] for each channel of the keys.
+    With ``normalise`` queries and keys are made unit vectors first.
     """
     B, T, H, V = v_BTHV.shape
     if g.ndim == 4:  # each head decays the keys in its own way: no two share them
@@ -45,7 +44,7 @@ def delta_rule(v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: 
 
 
 def _segment(state: Array, arrays: tuple[Array, ...], *, chunk: int, normalise: bool) -> tuple[Array, Array]:
-    """The state behind a segment, and its outputs [B, S, G, R, V]."""
+    """Return the state behind a segment, and its outputs [B, S, G, R, V]."""
     dtype, (B, S) = arrays[0].dtype, arrays[0].shape[:2]
 
     def chunks(array: Array) -> Array:  # [B, S, G, …, X] -> [N, B, G, …, C, X]
@@ -79,10 +78,10 @@ def _pairs(q: Array, k: Array, g: Array) -> Array:
 
 
 def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
-    """As :func:`_pairs`, with a decay for each channel.
+    """:func:`_pairs` with a decay for each channel.
 
-    Queries of the second half meet keys of the first one by way of the token between them, so that no exponent is
-    above 0; the halves are done likewise.
+    Queries of the second half meet keys of the first half by way of the token between them, so that no exponent is
+    above 0; each half recurses.
     """
     C = q.shape[-2]
     if C <= sums.LEAF:
@@ -97,8 +96,8 @@ def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
 def _inverse(a: Array) -> Array:
     """The inverse of 1 + ``a``, for ``a`` strictly lower triangular: [..., C, C], C a power of 2.
 
-    Blocks of a few tokens by the series 1 − a + a² …, larger ones from the inverses of their halves. The series over a
-    whole chunk would cancel: its terms can grow like binomial coefficients.
+    Small blocks use the series 1 − a + a² …, larger ones the inverses of their halves. The series over a whole chunk
+    would cancel: its terms can grow like binomial coefficients.
     """
     C = a.shape[-1]
     if C <= sums.LEAF:

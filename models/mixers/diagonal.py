@@ -1,7 +1,7 @@
-"""Recurrences of single numbers: Mamba's selective scan (arXiv:2312.00752), the RG-LRU (arXiv:2402.19427), RWKV's
-attention (arXiv:2305.13048), and the short convolution that goes before most of them.
+"""Recurrences of single numbers, and the short convolution that goes before most of them.
 
-Inside a segment the tokens are combined in a tree (`jax.lax.associative_scan`), between segments one by one.
+Mamba's selective scan (arXiv:2312.00752), the RG-LRU (arXiv:2402.19427) and RWKV's attention (arXiv:2305.13048) combine
+the tokens of a segment in a tree (`jax.lax.associative_scan`), and segments one by one.
 
 Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers of a channel's state.
 """
@@ -14,7 +14,7 @@ from shardwright.models.ops.jax_call import jax
 jnp, lax = jax.numpy, jax.lax
 
 _SEGMENT = 128
-_LEAST = -1e38  # what a maximum over no tokens is
+_LEAST = -1e38  # the maximum over no tokens
 
 
 def selective_scan(x_BTD: Array, dt_BTD: Array, a_DN: Array, b_BTN: Array, c_BTN: Array) -> Array:
@@ -45,11 +45,8 @@ def linear_recurrence(x_BTD: Array, a_BTD: Array) -> Array:
 def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
     """RWKV-4's mean of the values so far, weighted by exp(k), each token's weight decayed; [B, T, D] in float32.
 
-    Sums are kept divided by exp of the largest exponent in them.
-
-    Args:
-        decay_D: what an exponent loses with each token, at most 0.
-        first_D: what the token's own exponent gains.
+    Sums are kept divided by exp of the largest exponent in them. ``decay_D``, at most 0, is the change of an exponent
+    with each token; ``first_D`` is added to the token's own exponent.
     """
 
     def combine(early: tuple[Array, ...], late: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -76,7 +73,7 @@ def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
 def short_convolution(x_BDT: Array, weight_DK: Array, *bias_D: Array) -> Array:
     """Each channel's causal convolution, as a sum of shifted rows: [B, D, T].
 
-    XLA's partitioner may gather the whole batch for the gradient of a convolution's weight; of a product it does not.
+    XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's.
     """
     K, T = weight_DK.shape[1], x_BDT.shape[2]
     filled = jnp.pad(x_BDT, ((0, 0), (0, 0), (K - 1, 0)))

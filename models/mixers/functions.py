@@ -1,7 +1,7 @@
 """transformers' functions of layers that mix tokens, under the names and signatures that its modeling files call.
 
-Each takes what a training step passes. A state from before the row, the state after it, and rows of several documents
-are refused: those are for generation, and for kernels that keep documents apart.
+Each supports a training step's arguments. A state from before the row, the state after it, and rows of several
+documents are refused: those are for generation, and for kernels that keep documents separate.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def lightning_attention(
 ) -> torch.Tensor:
     """Linear attention with a constant decay for each head: [batch, tokens, heads, width].
 
-    Args:
-        slope: what a token's weight loses with each later token, as a logarithm: one number for each head.
+    ``slope`` is the decay of a token's weight with each later token, as a logarithm: one number for each head.
     """
     decay = -slope.float().reshape(-1).expand(value.shape[:3])
     return apply(decayed_attention, value, query, key, decay, torch.ones_like(decay))
@@ -127,7 +126,7 @@ def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.
 
 
 def _refuse_states(arguments: dict[str, Any]) -> None:
-    """Raise ValueError if ``arguments`` has a state, asks for one, or says where documents begin."""
+    """Raise ValueError if ``arguments`` has a state, asks for one, or marks where documents begin."""
     states = ("initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state")
     for name in (*states, "cu_seqlens", "seq_idx"):
         if arguments.get(name) is not None and arguments[name] is not False:

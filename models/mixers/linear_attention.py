@@ -19,11 +19,10 @@ _SEGMENT = 128  # tokens
 
 
 def decayed_attention(v_BTHP: Array, q_BTGN: Array, k_BTGN: Array, g_BTH: Array, scale_BTH: Array) -> Array:
-    """Every token's output, [B, T, H, P], computed in float32.
+    """Return every token's output, [B, T, H, P], computed in float32.
 
-    Args:
-        g_BTH: the logarithm of each token's decay, at most 0.
-        scale_BTH: what each token's value is multiplied by (Mamba's step size).
+    ``g_BTH`` is the logarithm of each token's decay, at most 0; ``scale_BTH`` a factor on its value (Mamba's step
+    size).
     """
     B, T, H, P = v_BTHP.shape
     G, N = k_BTGN.shape[2:]
@@ -35,7 +34,7 @@ def decayed_attention(v_BTHP: Array, q_BTGN: Array, k_BTGN: Array, g_BTH: Array,
 
 
 def _step(state_BGRNP: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-    """The state behind a segment, and its outputs [B, S, G, R, P]."""
+    """Return the state behind a segment, and its outputs [B, S, G, R, P]."""
     dtype = arrays[0].dtype
     v_BSGRP, q_BSGN, k_BSGN, g, scale = (a.astype(jnp.float32) for a in arrays)
     v_BSGRP = v_BSGRP * scale[..., None]

@@ -1,7 +1,7 @@
 """A JAX function of whole rows as one differentiable operation of the torch graph, and the loop over a row's segments.
 
-The backward runs the forward again, segment by segment: between the two it keeps the inputs alone. So a layer that
-mixes tokens by a recurrence costs memory in proportion to the tokens, with or without remat.
+The backward runs the forward again, segment by segment: only the inputs are saved. So a layer that mixes tokens by a
+recurrence costs memory in proportion to the tokens, with or without remat.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ Array = Any
 
 
 def apply(function: Callable[..., Array], *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    """``function(*arrays, **options)``, with gradients for every tensor.
+    """Return ``function(*arrays, **options)``, with gradients for every tensor.
 
-    Args:
-        function: a module-level JAX function, whose result has the shape and dtype of its first argument.
-        **options: plain values.
+    ``function`` is a module-level JAX function, whose result has the shape and dtype of its first argument.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     return _mix(name, as_text(tuple(options.items())), list(tensors))
@@ -38,11 +36,11 @@ def over_segments(
     arrays: Sequence[Array],
     length: int,
 ) -> Array:
-    """``step`` from segment to segment of each row; what it gives for each, joined: [B, T, …].
+    """Run ``step`` from segment to segment of each row, and join its outputs: [B, T, …].
 
     Args:
-        step: (state, arrays of one segment) -> (state, output of the segment [B, length, …]). Its intermediate values
-            are computed again in the backward, which keeps one state a segment.
+        step: (state, arrays of one segment) -> (state, output of the segment [B, length, …]). The backward computes its
+            intermediate values again, and keeps one state a segment.
         state: before the first token; float32.
         arrays: each [B, T, …]. Rows are filled with zeros to a multiple of ``length``.
     """
@@ -58,7 +56,6 @@ def over_segments(
 
 
 def _gradients(*arrays: Array, kernel: Callable[..., Array], **options: Any) -> tuple[Array, ...]:
-    """The gradients of all arrays but the last, which is the result's gradient."""
     *inputs, gradient = arrays
     _, pull = jax.vjp(lambda *given: kernel(*given, **options), *inputs)
     return pull(gradient)

@@ -1,7 +1,7 @@
 """Sums of decays between the tokens of a chunk, each taken over its own tokens.
 
-The usual way, one running sum and differences of it, loses what float32 can't hold: behind a decay of −700 a
-difference of 0.01 has no digits left, nor has its gradient.
+Differences of one running sum would lose precision: behind a decay of −700 a difference of 0.01 has no digits left in
+float32, nor has its gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from shardwright.models.ops.jax_call import jax
 
 jnp = jax.numpy
 
-LEAF = 8  # tokens; smaller blocks would be worse filled than saved
+LEAF = 8  # tokens; smaller blocks would fill a TPU worse than they save work
 
 
 def until(g: Array, axis: int = -1) -> Array:
@@ -35,23 +35,22 @@ def between(g: Array) -> Array:
 
 
 def lower(size: int, diagonal: int = 0) -> Array:
-    """True up to a diagonal of a square matrix."""
     return jnp.tril(jnp.ones((size, size), bool), diagonal)
 
 
 def halves(array: Array, axis: int) -> Array:
-    """The two halves of ``axis``, which is negative, along a new axis in front of it."""
+    """Stack the two halves of ``axis``, which is negative, along a new axis in front of it."""
     return jnp.stack(jnp.split(array, 2, axis), axis=axis - 1)
 
 
 def joined(diagonal: Array, corner: Array, above: float = 0.0) -> Array:
-    """A square matrix of the two blocks ``diagonal[..., 0 and 1, :, :]``, the corner below the first, and ``above``."""
+    """A square matrix of the blocks ``diagonal[..., 0 and 1, :, :]``, ``corner`` below the first, and ``above``."""
     first, second = diagonal[..., 0, :, :], diagonal[..., 1, :, :]
     top = jnp.concatenate((first, jnp.full_like(first, above)), axis=-1)
     return jnp.concatenate((top, jnp.concatenate((corner, second), axis=-1)), axis=-2)
 
 
 def _later(g: Array, axis: int) -> Array:
-    """``g`` moved one token to the front, a zero behind it."""
+    """Move ``g`` one token to the front, with a zero behind it."""
     tail = jnp.zeros_like(jnp.take(g, jnp.array([0]), axis=axis))
     return jnp.concatenate((jnp.split(g, [1], axis=axis)[1], tail), axis=axis)

@@ -1,7 +1,6 @@
-"""Values as text, for torch operations that must be given more than they can take.
+"""Values as text, for operations of ``torch.library``, which take only tensors, numbers and text.
 
-An operation of ``torch.library`` takes tensors, numbers and text. Whatever else it needs is passed as the text of a
-value, which the operation reads back. Equal values have equal texts in every process.
+Any other value is passed as text and read back inside. Equal values have equal texts in every process.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ _ATOMS = (type(None), bool, int, float, str)
 
 
 def as_text(value: Any) -> str:
-    """The text of ``value``: None, a bool, int, float or str, or a tuple or frozen dataclass of such values.
-
-    A dataclass must be importable by its module and name.
+    """Return the text of None, a bool, int, float or str, or of a tuple or importable frozen dataclass of such values.
 
     Raises:
         TypeError: the value holds anything else (names its type).
@@ -30,12 +27,12 @@ def as_text(value: Any) -> str:
 # The bound is far above what a run uses. A text that was dropped is decoded again, to an equal value.
 @functools.lru_cache(maxsize=4096)
 def from_text(text: str) -> Any:
-    """The value that :func:`as_text` made ``text`` of."""
+    """Invert :func:`as_text`."""
     return _decoded(json.loads(text))
 
 
 def _encoded(value: Any) -> Any:
-    """Tuples as lists, dataclasses as objects with the one key ``module:name``."""
+    """Return tuples as lists, and dataclasses as objects with the one key ``module:name``."""
     # exact types: a subclass (a NamedTuple, an enum) would come back as its base
     if type(value) in _ATOMS:
         return value

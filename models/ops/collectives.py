@@ -1,4 +1,4 @@
-"""Mesh axes cut into shorter rings, and sums over devices that are computed beside."""
+"""Splitting a mesh axis into shorter rings, and a reduce-scatter that overlaps with compute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Array = Any
 
 
 def rings(axis: str, size: int, longest: int) -> dict[str, int]:
-    """``axis`` cut into rings of at most ``longest`` devices, each an axis of its own: name → size, outermost first.
+    """Split ``axis`` into rings of at most ``longest`` devices, each an axis of its own: name → size, outermost first.
 
-    A collective over all the axis is one over each of its rings, one after another.
+    A collective over the whole axis equals one over each of its rings, one after another.
     """
     sizes = []
     while size > longest and (ring := max((d for d in range(1, longest + 1) if size % d == 0), default=1)) > 1:
@@ -24,7 +24,7 @@ def rings(axis: str, size: int, longest: int) -> dict[str, int]:
 
 
 def exchange_sum(x: Array, axes: Axes, dim: int) -> Array:
-    """``psum_scatter`` along ``dim``: each device gets all parts of its own and adds them up, in float32.
+    """``psum_scatter`` along ``dim`` by an exchange: each device adds up its own parts, in float32.
 
     The bytes are the same. A TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone.
     """

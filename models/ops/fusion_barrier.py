@@ -1,4 +1,4 @@
-"""A tensor that the compiler makes by itself, in the order in which it is written down."""
+"""A fusion barrier: a tensor that the compiler computes on its own, in the dimension order that the code gives."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch_xla.core.xla_model as xm
 
 @torch.library.custom_op("shardwright::apart", mutates_args=())
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """A copy of ``x`` that the compiler fuses with nothing that reads it.
+    """Return a copy of ``x`` that the compiler fuses with none of its readers.
 
-    A reader in another order turns it. Without this XLA has the product make that order itself, by swapping its
-    operands.
+    A reader that wants another dimension order transposes the copy. Without the barrier XLA makes the matrix product
+    produce that order, by swapping its operands.
     """
     copy = [torch.ops.aten.view_copy(x, x.shape)]
     if x.device.type == "xla":

@@ -1,8 +1,8 @@
-"""The cross entropy of a language model's head, in chunks of tokens: no more than a chunk's logits exist at once.
+"""Cross entropy of a language model's head in chunks of tokens: only one chunk's logits exist at a time.
 
-The logits of 131,072 tokens over 128,256 words are 31 GiB in bfloat16. Here each device computes those of a chunk of
-its own tokens, and again in the backward, in which the head's gradient is added up on the device and summed over
-devices once.
+The logits of 131,072 tokens over 128,256 words are 31 GiB in bfloat16. Each device computes those of a chunk of its own
+tokens, and computes them again in the backward. There it accumulates the head's gradient, which is summed over devices
+once.
 
 Shape suffixes: R rows, S tokens of a row, T tokens of a device, N chunks, C tokens of a chunk, H hidden, V vocabulary.
 """
@@ -23,14 +23,10 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How tokens [R, S] lie on the mesh.
+    """The layout of tokens [R, S] on the mesh: ``rows`` and ``sequence`` are the axes that split R and S.
 
-    Args:
-        axes: (name, size) of every mesh axis, in mesh order.
-        rows: the axes that split the rows.
-        sequence: the axis that splits the tokens of a row.
-        order: the device ids in mesh order; None: 0, 1, 2, …
-        ignored: the target that is not scored.
+    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; ``ignored`` is the target that is
+    not scored.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -46,18 +42,17 @@ class TokenLayout:
 
     @property
     def tokens(self) -> Spec:
-        """The layout of a tensor [R, S]."""
         return (self.rows or None, self.sequence)
 
     def head(self, words: int) -> Spec:
-        """The layout of the gradient of a head [V, H]: the axes that split tokens split its words, if they divide."""
+        """The layout of the gradient of a head [V, H]: all axes that split tokens split its words, if they divide."""
         return (self.split if words % math.prod(dict(self.axes)[axis] for axis in self.split) == 0 else None, None)
 
 
 def head_loss(
     hidden_RSH: torch.Tensor, head_VH: torch.Tensor, targets_RS: torch.Tensor, layout: TokenLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over scored targets of their negative log-probabilities, and how many have the highest logit.
+    """Return the summed negative log-probability of the scored targets, and how many of them have the highest logit.
 
     Both are 0-d float32; the first is differentiable in hidden and head.
     """
@@ -69,7 +64,6 @@ def head_loss(
 def _loss(
     hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, layout_text: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, the hits, and each token's logarithm of the sum of exponents [R, S]."""
     layout: TokenLayout = from_text(layout_text)
     manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), (), layout.tokens), layout.order)
     loss, hits, logsumexp = jax_call(_forward, hidden, head, targets, manual=manual, layout=layout)
@@ -166,7 +160,7 @@ def _backward(
 def _scored(
     hidden_CH: jax.Array, head_VH: jax.Array, targets_C: jax.Array, layout: TokenLayout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A chunk's logits in float32, which of them is the target's, and whether a target is scored."""
+    """Return a chunk's float32 logits, which of them is the target's, and which tokens are scored."""
     contracted = (((1,), (1,)), ((), ()))
     logits_CV = jax.lax.dot_general(hidden_CH, head_VH, contracted, _precision(hidden_CH), jax.numpy.float32)
     words = jax.lax.broadcasted_iota(jax.numpy.int32, logits_CV.shape, 1)
@@ -174,7 +168,7 @@ def _scored(
 
 
 def _chunks(layout: TokenLayout, hidden: jax.Array, targets: jax.Array, *more: jax.Array) -> tuple[jax.Array, ...]:
-    """A device's tokens in chunks of one size, the last filled up with tokens that are not scored."""
+    """Split a device's tokens into equal chunks, the last padded with tokens that are not scored."""
     T = targets.size
     N = -(-T // CHUNK)
     C = -(-T // N)
@@ -188,5 +182,5 @@ def _chunks(layout: TokenLayout, hidden: jax.Array, targets: jax.Array, *more: j
 
 
 def _precision(x: jax.Array) -> jax.lax.Precision:
-    """Full precision for float32, which a TPU multiplies as bfloat16 otherwise."""
+    """Full precision for float32, which a TPU otherwise multiplies as bfloat16."""
     return jax.lax.Precision.HIGHEST if x.dtype == jax.numpy.float32 else jax.lax.Precision.DEFAULT

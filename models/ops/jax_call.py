@@ -1,9 +1,9 @@
 """A JAX function as one operation of the torch graph: batched gathers, sorts, Pallas kernels, `shard_map`.
 
-torch_xla's own `call_jax` asks for torchax and flax, and lowers for the machine it runs on. This one needs jax alone
-(at torch_xla's pin) and lowers for the *target*: the devices of this process, or a TPU that this machine does not have
-(:func:`lowering_for`). jax only traces and lowers; it runs nothing. Modules that write their kernels in JAX take it
-from here, because it must be set up before it is imported.
+torch_xla's own `call_jax` needs torchax and flax, and lowers for the machine it runs on. This one needs jax alone (at
+torch_xla's pin) and lowers for the *target*: the devices of this process, or a TPU that this machine does not have
+(:func:`lowering_for`). jax only traces and lowers; it runs nothing. Modules that use jax import it from here, because
+it must be configured first.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def target() -> str:
 
 
 def exchanges_beside() -> bool:
-    """Whether the compiler lets an all-to-all run beside what is computed."""
+    """Whether the compiler overlaps an all-to-all with compute."""
     return _ASYNCHRONOUS in _flags()
 
 
 def gathers_beside() -> bool:
-    """Whether the compiler gives gathers to the sparse cores, which run them beside what is computed.
+    """Whether the compiler gives all-gathers to the sparse cores, which overlap them with compute.
 
-    libtpu 0.0.21 does so with a gather or a reduce-scatter along one dimension of the torus only.
+    libtpu 0.0.21 does so only with a gather or a reduce-scatter along one dimension of the torus.
     """
     return _SPARSE_CORES in _flags()
 
@@ -78,17 +78,13 @@ def _flags() -> str:
 
 
 def lowered_for() -> tuple[str, str]:
-    """The platform and the compiler's flags that the graph is being built for: kernels depend on both."""
+    """The platform and compiler flags that the graph is being built for: kernels depend on both."""
     return target(), _flags()
 
 
 @contextlib.contextmanager
 def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
-    """Inside, kernels are chosen and lowered for ``platform``, whatever devices this process has.
-
-    Args:
-        compiler_flags: as LIBTPU_INIT_ARGS holds them.
-    """
+    """Inside, kernels are chosen and lowered for ``platform`` and ``compiler_flags``, a text as in LIBTPU_INIT_ARGS."""
     _target.append((platform, compiler_flags))
     try:
         yield
@@ -98,7 +94,7 @@ def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Manual:
-    """How a function runs on each device's own shards, with collectives of its own (`jax.shard_map`).
+    """The layouts for running a function on each device's own shards, with its own collectives (`jax.shard_map`).
 
     Args:
         axes: (name, size) of every mesh axis, in mesh order.
@@ -116,14 +112,13 @@ class Manual:
 def jax_call(
     function: Callable[..., Any], *tensors: torch.Tensor, manual: Manual | None = None, **static: Any
 ) -> tuple[torch.Tensor, ...]:
-    """``function(*arrays, **static)`` on XLA tensors; always a tuple of outputs.
+    """Return ``function(*arrays, **static)`` for XLA tensors, always as a tuple of outputs.
 
-    No gradient flows through. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.
+    It is not differentiable. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.
 
     Args:
-        function: a module-level JAX function. It is lowered once for each set of shapes, dtypes and options.
-        manual: how to run it on each device's shards; None: on whole arrays, which the partitioner splits as it likes.
-        **static: hashable options.
+        function: a module-level JAX function, lowered once for each set of shapes, dtypes and (hashable) options.
+        manual: layouts to run it on each device's shards; None: it runs on whole arrays, which the partitioner splits.
     """
     # jax has no 64-bit integers here (Pallas kernels break with them)
     tensors = tuple(t.to(torch.int32) if t.dtype == torch.int64 else t for t in tensors)
@@ -134,8 +129,8 @@ def jax_call(
     return tuple(out) if isinstance(out, list | tuple) else (out,)
 
 
-# A function that is lowered a second time gets new channel numbers, and with them the step a new graph: the bound is
-# far above what a run uses.
+# A function that is lowered again gets new channel numbers, which make the step a new graph: the bound is far above the
+# number of functions in a run.
 @functools.lru_cache(maxsize=1024)
 def _computation(
     function: Callable[..., Any],
@@ -144,7 +139,6 @@ def _computation(
     static: tuple[tuple[str, Any], ...],
     platform: str,
 ) -> Any:
-    """``function`` lowered for ``platform``, as a computation that torch_xla can call."""
     run = functools.partial(function, **dict(static))
 
     def flat(*arrays: Any) -> tuple[Any, ...]:
@@ -179,12 +173,12 @@ _channels = itertools.count(1_000_000)
 
 
 def _own_channels(text: str) -> str:
-    """A StableHLO module with its collectives numbered anew: no two collectives of a step may share a channel."""
+    """Renumber the collectives of a StableHLO module: no two collectives of a step may share a channel."""
     return re.sub(r"(#stablehlo\.channel_handle<handle = )\d+", lambda match: match[1] + str(next(_channels)), text)
 
 
 def _reorder(text: str, order: tuple[int, ...]) -> str:
-    """A StableHLO module with device ids in place of positions in the mesh, which is all that jax knows here."""
+    """Replace mesh positions, which are all that jax knows here, by device ids in a StableHLO module."""
     ids = np.asarray(order)
     if (ids == np.arange(len(ids))).all():
         return text
@@ -197,7 +191,7 @@ def _reorder(text: str, order: tuple[int, ...]) -> str:
         return ",".join(map(str, ids[positions.transpose(transpose or None).ravel()]))
 
     def groups(match: re.Match[str]) -> str:
-        if match[2].startswith('"0x'):  # as a long list is written
+        if match[2].startswith('"0x'):  # the format of a long list
             found = np.frombuffer(bytes.fromhex(match[2][3:-1]), "<i8")
             return match[1] + '"0x' + ids[found].astype("<i8").tobytes().hex().upper() + '"' + match[3]
         return match[1] + re.sub(r"\d+", lambda number: str(ids[int(number[0])]), match[2]) + match[3]

@@ -1,7 +1,7 @@
-"""What a TPU does in our kernels: FLOPs, and bytes that cross between HBM and VMEM. Pure arithmetic on shapes.
+"""The cost of our kernels on a TPU: FLOPs, and bytes between HBM and VMEM. Pure arithmetic on shapes.
 
-The compiler knows neither of a Pallas kernel, so an estimate of a step's time takes both from here. FLOPs are those
-that are computed: of attention all of a block that the mask lets through in part, of a grouped product all rows.
+The compiler knows neither for a Pallas kernel, so an estimate of a step's time takes both from here. FLOPs count all
+that is computed: in attention every block that the mask does not skip whole, in a grouped product every row.
 
 Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
 """
@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# of a block of queries and keys: how many products contract or put out (the query's width, the value's width)
+# for a block of queries and keys: the number of products over the query's width, and over the value's width
 _PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
-_LANES = 128  # a row's logarithm of its sum of exponents is put out once for every lane of a vector
+_LANES = 128  # a row's logsumexp is written once for every lane of a vector
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one run of a kernel does on one chip.
+    """The cost of one run of a kernel on one chip.
 
-    Args:
-        kind: ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing.
-        width: the narrowest dimension of its matrix products, as far as the kernel can't choose it: a head's.
+    ``kind`` is ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing;
+    ``width`` the narrowest dimension of its matrix products that the kernel can't choose, such as a head's.
     """
 
     kind: str
@@ -31,12 +30,10 @@ class Work:
 
 
 def met_blocks(count: int, reach: int | None) -> int:
-    """How many blocks of keys the blocks of queries meet in all.
+    """Count the pairs of a query block and a key block that attention computes, for ``count`` blocks of each.
 
-    Args:
-        count: blocks of queries, and of keys.
-        reach: how many blocks before its own a block of queries sees, under a causal mask; without a window
-            ``count - 1``. None: there is no mask (two pieces of a row, one before the other).
+    A query block sees ``reach`` blocks before its own under a causal mask; without a window ``count - 1``. None: there
+    is no mask (two pieces of a row, one before the other).
     """
     if reach is None:
         return count**2
@@ -45,15 +42,7 @@ def met_blocks(count: int, reach: int | None) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of a call of attention on one chip.
-
-    Args:
-        rows: sequences times query heads (B × H).
-        length: tokens of a sequence, padded to whole blocks (S).
-        width: of a head's queries and keys (D).
-        value_width: of a head's values (E).
-        itemsize: bytes of an element.
-    """
+    """The shape of a call of attention on one chip: B × H rows, S tokens padded to whole blocks, widths D and E."""
 
     rows: int
     length: int
@@ -63,15 +52,10 @@ class Heads:
 
 
 def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
-    """Splash attention's forward, or one of its two backward kernels.
+    """The cost of a kernel of splash attention: ``forward``, ``dq`` (query's gradient) or ``dkv`` (key's and value's).
 
-    In the forward and in ``dq`` a block of queries stays in VMEM while the blocks of keys and values that it meets pass
-    by; in ``dkv`` a block of keys and values stays.
-
-    Args:
-        phase: ``forward``, ``dq`` (the query's gradient) or ``dkv`` (those of key and value).
-        block: tokens of a block.
-        reach: as :func:`met_blocks` takes it.
+    In the forward and in ``dq`` a query block stays in VMEM while the key and value blocks it needs pass by; in ``dkv``
+    a key and value block stays. A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
     """
     blocks = heads.rows * met_blocks(heads.length // block, reach)
     query, value = _PRODUCTS[phase]
@@ -79,7 +63,7 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
     both = (heads.width + heads.value_width) * heads.itemsize
     tokens = heads.rows * heads.length
     stays = {"forward": both, "dq": both + heads.width * heads.itemsize, "dkv": 2 * both}[phase]
-    # the logarithms are float32; the backward reads them, and another number a row, beside each block of queries
+    # logsumexps are float32; the backward reads them, and another number a row, with each block of queries
     rows = {"forward": tokens * _LANES * 4, "dq": tokens * 8, "dkv": blocks * block * 8}[phase]
     kind = "attention_forward" if phase == "forward" else "attention_backward"
     width = min(heads.width, heads.value_width)
@@ -88,12 +72,10 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of a grouped product, each at most so large.
+    """The largest tiles of a grouped product: rows, and for each kernel two widths.
 
-    Args:
-        rows: of both kernels.
-        gmm: the widths of ``gmm``'s, along what is contracted and along the columns of the result.
-        tgmm: those of ``tgmm``'s, along the two widths of the result. Its float32 sums take VMEM too.
+    ``gmm`` has those along the contracted dimension and along the result's columns, ``tgmm`` those along the result's
+    two dimensions. Its float32 sums take VMEM too.
     """
 
     rows: int
@@ -105,7 +87,7 @@ _NARROW, _WIDE = Tiles(512, (1024, 1024), (512, 1024)), Tiles(1024, (512, 2048),
 
 
 def is_fast(flops_a_byte: float) -> bool:
-    """Whether a chip does so many FLOPs, while a byte crosses between HBM and VMEM, that it waits for the bytes.
+    """Whether a chip of so many FLOPs per HBM byte is limited by memory bandwidth with narrow tiles.
 
     A tile of 512 × 1,024 has 341 FLOPs for each byte that it reads; v6e does 560, the others at most 240.
     """
@@ -118,31 +100,27 @@ def tiles(flops_a_byte: float) -> Tiles:
 
 
 def buffer_bytes(flops_a_byte: float) -> int:
-    """Bound on the largest buffer of the rows of a layer's experts, for a chip.
+    """The bound on the largest row buffer of a layer's experts, for a chip.
 
-    Rows that one buffer does not hold are multiplied block by block, and each block reads and writes the float32 sums
-    of all experts' gradients. A chip that waits for bytes gets a larger one: then Mixtral's layer with 8 sequences of
-    4,096 is one block, which takes less memory than the sums and a smaller block.
+    Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
+    experts' gradients. A bandwidth-limited chip gets a larger bound: Mixtral's layer with 8 sequences of 4,096 is then
+    one block, which takes less memory than the sums and a smaller block.
     """
     return 2**32 if is_fast(flops_a_byte) else 2**31
 
 
 def tile_width(width: int, most: int) -> int:
-    """The width of a grouped product's tile, at most ``most``. Above half of that it is the one padded least."""
+    """Return ``width`` if it is at most ``most``; else the tile width above half of ``most`` that pads least."""
     if width <= most:
         return width
     return min(range(most, most // 2 - 1, -128), key=lambda tile: -(-width // tile) * tile)
 
 
 def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
-    """[rows, inner] times a matrix [inner, outer] of each row's group.
+    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group.
 
-    The rows are read anew for each tile of columns, and in each visit a whole matrix passes by.
-
-    Args:
-        rows: all that the kernel was called with, also those behind the last group.
-        visits: pairs of a tile of rows and a group at most.
-        most: as :func:`tiles` gives them.
+    The rows, including those behind the last group, are read again for each tile of columns, and a whole matrix in each
+    of at most ``visits`` pairs of a row tile and a group.
     """
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer
@@ -150,7 +128,7 @@ def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most
 
 
 def tgmm_work(rows: int, inner: int, outer: int, groups: int, itemsize: int, sum_itemsize: int, most: Tiles) -> Work:
-    """For each group the sum of its rows' outer products, [inner, outer], added to what is there."""
+    """The cost of adding, for each group, its rows' outer products [inner, outer] to the existing sums."""
     lines, columns = (
         -(-width // tile_width(width, widest)) for width, widest in zip((inner, outer), most.tgmm, strict=True)
     )

@@ -1,18 +1,17 @@
 """Weight gradients that are summed over micro-batches first, and over devices once, at the end.
 
 A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner cannot express a
-tensor that is still to be summed over devices, so it communicates where the gradient is computed: in a loop over
-micro-batches, at every turn. A *partial gradient* is the unfinished sum as a tensor of its own, [D, *parameter shape],
-with one entry for each of D batch shards, laid out over the batch axes. Adding two partial gradients needs no
-communication; the one reduction is the sum over D after the loop.
+tensor that is still to be summed over devices, so it communicates in every iteration of a loop over micro-batches. A
+*partial gradient* is the unfinished sum as a tensor of its own, [D, *parameter shape], with one entry for each of D
+batch shards, laid out over the batch axes. Adding two of them needs no communication; the one reduction is the sum over
+D after the loop.
 
-The price is memory. Each device holds two gradients that the batch axes do not split: the running sum and that of one
+The price is memory: each device holds two gradients that the batch axes do not split, the running sum and that of one
 micro-batch. Each takes 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
 
-The model's code is not changed. :func:`functional_call` watches the model run. Where a parameter enters an operation
-whose gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_bias`), its gradient goes to its
-partial gradient. From any other operation it goes to the parameter itself, and is summed over devices at once. The
-parameter's gradient is the sum of the two.
+The model's code is not changed: :func:`functional_call` intercepts its operations. Where a parameter enters one whose
+gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_bias`), its gradient goes to its partial
+gradient; from any other it goes to the parameter, and is summed over devices at once. The two add up to the gradient.
 """
 
 from __future__ import annotations
@@ -36,21 +35,19 @@ from shardwright.models.ops.jax_call import Manual, jax, jax_call
 # name -> tensor
 Tensors = dict[str, torch.Tensor]
 
-# what follows a parameter's name in the name of its partial gradient's leaf
+# appended to a parameter's name to name its partial gradient's leaf
 SUFFIX = " by batch shard"
 
-# id of a parameter that is in use -> its partial gradient's leaf
+# id of a parameter in use -> its partial gradient's leaf
 _active: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("partial_gradients", default=MappingProxyType({}))
 
 
 def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """``torch.func.functional_call``, which sends weight gradients to partial gradients where it can.
+    """``torch.func.functional_call`` that sends weight gradients to partial gradients where it can.
 
-    Args:
-        tensors: parameters by name. For each parameter that shall have a partial gradient also a leaf
-            [D, *parameter shape], under the parameter's name with :data:`SUFFIX`: its gradient will be the partial
-            gradient, and its values are never read. An operation on a number of rows that D does not divide sends its
-            gradient to the parameter.
+    ``tensors`` are parameters by name; and for each one with a partial gradient a leaf [D, *parameter shape], under its
+    name with :data:`SUFFIX`. The leaf's gradient is the partial gradient; its values are never read. An operation on a
+    number of rows that D does not divide sends its gradient to the parameter.
     """
     parameters = {name: t for name, t in tensors.items() if not name.endswith(SUFFIX)}
     partials = {id(p): tensors[name + SUFFIX] for name, p in parameters.items() if name + SUFFIX in tensors}
@@ -65,22 +62,21 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
 
 
 def of(parameters: Tensors) -> dict[str, torch.Tensor]:
-    """The leaves that the running :func:`functional_call` was given for ``parameters``, by name with :data:`SUFFIX`."""
+    """The leaves of ``parameters`` in the running :func:`functional_call`, by name with :data:`SUFFIX`."""
     return {name + SUFFIX: _active.get()[id(p)] for name, p in parameters.items() if id(p) in _active.get()}
 
 
 @dataclass(frozen=True)
 class Sum:
-    """How a partial gradient is summed over its batch shards.
+    """The plan of summing a partial gradient over its batch shards.
 
     Args:
         name: the parameter's. Each parameter has collectives of its own.
         dim: the dimension of the batch shards.
         scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
-        add: mesh axes to sum over by all-reduce: all their devices get the sum.
+        add: mesh axes to all-reduce over.
         manual: the layouts of the partial gradient and of the sum.
-        exchanged: whether devices exchange parts and add them up, in place of a reduce-scatter. The bytes are the same;
-            a TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone.
+        exchanged: whether :func:`~shardwright.models.ops.collectives.exchange_sum` replaces a reduce-scatter.
     """
 
     name: str
@@ -92,17 +88,17 @@ class Sum:
 
 
 def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
-    """The sum of ``partial``, on XLA devices, over its batch shards, by the collectives that ``how`` names."""
+    """Sum ``partial``, on XLA devices, over its batch shards with the collectives of ``how``."""
     return _total(partial, as_text(how))
 
 
 def expert_linear(x_ENH: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Each expert's projection of its N rows, [E, N, F]. ``weight`` is [E, F, H], or [E, H, F] if ``transposed``."""
+    """Project each expert's N rows, to [E, N, F]. ``weight`` is [E, F, H], or [E, H, F] if ``transposed``."""
     return _apply(_EXPERT_TRANSPOSED if transposed else _EXPERT, x_ENH, weight)
 
 
 def expert_bias(y_ENF: torch.Tensor, bias_EF: torch.Tensor) -> torch.Tensor:
-    """Each expert's N rows with its bias added, [E, N, F]."""
+    """Add each expert's bias to its N rows, [E, N, F]."""
     return _apply(_EXPERT_BIAS, y_ENF, bias_EF)
 
 
@@ -114,7 +110,7 @@ class _Rule:
         grad_x: (gradient of y, x, w) -> gradient of x.
         grad_w: (gradient of y, x, w), with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
         rows: the dimension of x and y that holds the rows.
-        rank: the least rank of x that the rule is for.
+        rank: the least rank of x that the rule applies to.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -150,7 +146,7 @@ def _(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
 def _sum_shards(
     x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
 ) -> jax.Array:
-    """The sum on one device. ``name`` only keeps the computations of two parameters apart."""
+    """Sum on one device. ``name`` only keeps the computations of two parameters separate."""
     x = x.squeeze(dim)  # this device has one entry
     if exchanged:
         for axis, scattered in scatter:
@@ -169,7 +165,7 @@ def _sum_shards(
 
 @torch.library.custom_op("shardwright::add_rows", mutates_args=())
 def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
-    """Each shard's rows added up by id, in float32: [D, V, H]."""
+    """Add up each shard's rows by id, in float32: [D, V, H]."""
     if rows_DtH.device.type == "xla":
         # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers all of it
         return jax_call(_scatter_add, rows_DtH, ids_Dt, V=V)[0]
@@ -184,13 +180,12 @@ def _(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
 
 
 def _scatter_add(rows_DtH: jax.Array, ids_Dt: jax.Array, V: int) -> jax.Array:
-    """:func:`_add_rows` in JAX."""
     empty = jax.numpy.zeros((V, rows_DtH.shape[-1]), jax.numpy.float32)
     return jax.vmap(lambda rows_tH, ids_t: empty.at[ids_t].add(rows_tH.astype(empty.dtype)))(rows_DtH, ids_Dt)
 
 
 def _expert_rule(weight: str) -> _Rule:
-    """The rule of each expert's projection, with ``weight`` the letters of the weight's dimensions."""
+    """The rule of an expert projection; ``weight`` holds the einsum letters of the weight's dimensions."""
     return _Rule(
         lambda x, w: torch.einsum(f"erh,{weight}->erf", x, w),
         lambda g, x, w: torch.einsum(f"erf,{weight}->erh", g, w),
@@ -212,7 +207,7 @@ _EXPERT_BIAS = _Rule(
 
 
 def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``rule.forward(x, weight)``; the weight's gradient goes to its partial gradient if it has one that fits."""
+    """Run ``rule.forward(x, weight)``; the weight's gradient goes to its partial gradient, if that exists and fits."""
     partial = _active.get().get(id(weight))
     if partial is None or x.dim() < rule.rank or x.shape[rule.rows] % len(partial):
         return rule.forward(x, weight)
@@ -220,7 +215,7 @@ def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Apply(torch.autograd.Function):
-    """``rule.forward``, whose backward gives the weight's gradient to ``partial``, by batch shard."""
+    """``rule.forward``, whose backward sends the weight's gradient to ``partial``, by batch shard."""
 
     @staticmethod
     def forward(ctx, rule: _Rule, x: torch.Tensor, w: torch.Tensor, partial: torch.Tensor):  # type: ignore[override]
@@ -237,7 +232,7 @@ class _Apply(torch.autograd.Function):
 
 
 class _Watch(TorchFunctionMode):
-    """Replaces an operation that an active parameter enters by its handler, if :data:`_HANDLERS` has one."""
+    """Runs the :data:`_HANDLERS` entry of an operation that an active parameter enters, if there is one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = func in _HANDLERS and any(id(arg) in _active.get() for arg in args)

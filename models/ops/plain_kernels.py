@@ -1,4 +1,4 @@
-"""The functions of `shardwright.models.ops.tpu_kernels` in plain operations, for every device that is no TPU.
+"""The functions of `shardwright.models.ops.tpu_kernels` in plain operations, for every device other than a TPU.
 
 Shape suffixes: B batch, K key heads, G query heads to a key head, S sequence, N blocks of C queries, D head dimension
 of query and key, E that of value; of grouped products those of `shardwright.models.experts.grouped_matmul`.
@@ -15,15 +15,15 @@ jnp, lax = jax.numpy, jax.lax
 
 # a jax.Array, when it is traced
 Array = Any
-# of a tile: rows, and the two widths
+# a tile's rows and two widths
 Tiling = tuple[int, int, int]
 
 COMPUTE_DTYPE = "float32"
-_MASKED = -1e30  # a score of what is not seen; infinity less infinity is no number
+_MASKED = -1e30  # the score of a hidden key; finite, because infinity less infinity is NaN
 
 
 def TO_HOST(x: Any) -> Any:
-    """The identity: devices that share the host's memory have no other."""
+    """The identity: these devices share the host's memory."""
     return x
 
 
@@ -33,7 +33,7 @@ TO_DEVICE = TO_HOST
 def attention(
     tensors: Sequence[Array], segments: Any, sinks: Array | None, mask: Any, softcap: float | None
 ) -> tuple[Array, Array]:
-    """See `shardwright.models.ops.tpu_kernels.attention`. Blocks of queries meet all keys at once."""
+    """See `shardwright.models.ops.tpu_kernels.attention`. Each query block meets all keys at once."""
     query, key, value = tensors
     K, value = key.shape[1], value.astype(jnp.float32)
     sinks_KG1 = None if sinks is None else sinks.reshape(K, -1, 1)
@@ -72,7 +72,7 @@ def attention_backward(
 
 
 def _scores(block: Any, key: Array, segments: Any, mask: Any, softcap: float | None) -> tuple[Array, Array, Array]:
-    """The scores BKGCS of one of :func:`_blocks`, which keys it sees, and the soft cap's slope at each."""
+    """Return the scores BKGCS of one of :func:`_blocks`, the mask of visible keys, and the soft cap's slope."""
     query, positions, own = block
     slope: Array
     scores, slope = jnp.einsum("bkgcd,bksd->bkgcs", query, key.astype(jnp.float32)), 1.0
@@ -89,7 +89,7 @@ def _scores(block: Any, key: Array, segments: Any, mask: Any, softcap: float | N
 
 
 def _blocks(query: Array, K: int, segments: Any, mask: Any) -> tuple[Array, Array, Array]:
-    """The queries in float32, their positions and their segments, by block."""
+    """Return the float32 queries, their positions and their segments, by block."""
     B, _, S, _ = query.shape
     positions = jnp.zeros(S, jnp.int32) if mask.function is None else mask.queries.q_sequence
     own = jnp.zeros((B, S), jnp.int32) if segments is None else segments.q
@@ -142,13 +142,11 @@ def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """Zeros."""
     return jnp.zeros(shape, dtype)
 
 
 def _visits(sizes_G: Array, tile: int) -> tuple[Array, Any]:
-    """How often a tile of rows meets a group's matrix, and a function of each time: its group, its first row, which
-    rows are the group's."""
+    """Count the pairs of a row tile and a group; the function maps a pair's index to group, first row and row mask."""
     end_G = jnp.cumsum(sizes_G)
     start_G = end_G - sizes_G
     first_G = start_G // tile

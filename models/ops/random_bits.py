@@ -1,15 +1,14 @@
-"""Random numbers as a pure function of a key and of where they stand: Threefry-2x32 on counters.
+"""Random numbers as a pure function of a key and a position: Threefry-2x32 on counters.
 
-A generator with a state gives other numbers wherever a graph computes something again, as remat does in the backward.
-This one has none: an element's number depends on the key, on the number of the *site* (the place in the model that
-draws) and on the element's position alone. So a draw is the same wherever and however often it is computed, and each
-device computes its own shard of it without communication (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3", 2011; with 13 rounds).
+A stateful generator draws other numbers where a graph computes something again, as remat does in the backward. Here an
+element's number depends only on the key, on the number of the *site* (the place in the model that draws) and on the
+element's position. So a draw is the same wherever and however often it is computed, and each device computes its own
+shard of it without communication (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; with 13 rounds).
 
-A key is a tensor of two 32-bit words, int32 [2]. It is data, so that it may change from step to step without a compile.
+A key is a tensor of two 32-bit words, int32 [2]. It is data, so it may change from step to step without a compile.
 
-Dropout and the uniform draw are custom ops, because AOTAutograd keeps these whole: what it saves is the key, and never
-a mask. On XLA they are JAX functions; on the CPU numpy computes the same numbers by the same code.
+Dropout and the uniform draw are custom ops, which AOTAutograd keeps whole: it saves the key, never a mask. On XLA they
+are JAX functions; on the CPU numpy computes the same numbers with the same code.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import torch
 
 from shardwright.models.ops.jax_call import jax, jax_call
 
-# an array of jax or of numpy, as the module that is passed along says
+# an array of jax or of numpy, according to the argument ``xp``
 Array = Any
 
 _WORD = 2**32
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-# the least number that passes BigCrush; on a TPU the masks take two thirds of the cycles that 20 rounds would
+# the least that passes BigCrush; on a TPU the masks take two thirds of the cycles of 20 rounds
 _ROUNDS = 13
-# the second word of the counter that a key is derived with: what for
+# the second word of the counter that derives a key: the key's purpose
 _FOR_SITE, _FOR_LAYER = 0, 1
 
 
@@ -41,13 +40,13 @@ def key_of(text: str) -> list[int]:
 
 
 def layer_keys(key: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """The keys of layers ``first``, ``first + 1``, …, int32 [count, 2], derived from the model's ``key``."""
+    """Derive the keys of layers ``first``, ``first + 1``, …, int32 [count, 2], from the model's ``key``."""
     return _call(_layer_keys, key, first=first, count=count)
 
 
 @torch.library.custom_op("shardwright::dropout", mutates_args=())
 def dropout(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
-    """``x``, each element with probability ``rate`` replaced by 0 and else divided by ``1 - rate``."""
+    """Replace each element of ``x`` by 0 with probability ``rate``, and divide the others by ``1 - rate``."""
     return (x * keep_factors(key, x.shape, site, rate)).to(x.dtype)
 
 
@@ -82,10 +81,9 @@ def _(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
 def keep_factors(
     key: torch.Tensor, shape: Sequence[int], site: int, rate: float, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What :func:`dropout` multiplies a tensor of ``shape`` by, in float32: 0 or ``1 / (1 - rate)``.
+    """The float32 factors that :func:`dropout` multiplies a tensor of ``shape`` by: 0 or ``1 / (1 - rate)``.
 
-    Args:
-        rows: which rows of square matrices [..., S, S] are wanted, [C] integers; ``shape`` is then [..., C, S].
+    ``rows``, [C] integers, are the wanted rows of square matrices [..., S, S]; ``shape`` is then [..., C, S].
     """
     given = [key] if rows is None else [key, rows]
     return _call(_factors, *given, shape=tuple(shape), site=site, rate=rate)
@@ -109,7 +107,7 @@ def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jax.num
 def _factors(
     key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jax.numpy
 ) -> Array:
-    least = min(round(rate * _WORD), _WORD - 1)  # of the numbers that keep their element
+    least = min(round(rate * _WORD), _WORD - 1)  # of the random words that keep their element
     scale = 1 / (1 - rate) if rate < 1 else 0.0
     return xp.where(_bits(key, rows, shape, site, xp) >= xp.uint32(least), xp.float32(scale), xp.float32(0))
 

@@ -1,12 +1,12 @@
-"""What a model draws at random while it trains: dropout, router jitter, routers that sample.
+"""Random draws of a model in training: dropout, router jitter, sampling routers.
 
 Each draw is a function of a key and of its site (:mod:`shardwright.models.ops.random_bits`). The key is data: the
-caller makes one for each step and micro-batch. From it a key is derived for each decoder layer, and sites are numbered
+caller makes one for each step and micro-batch. A key for each decoder layer is derived from it, and sites are numbered
 in the order in which a layer, or the rest of the model, runs. So a mask depends on nothing else: not on the mesh, on
 scan or remat, nor on which attention draws it.
 
-Models draw as they always do, with `F.dropout` or `Tensor.uniform_`; inside :func:`drawing` these are replaced. Torch's
-own generators would draw anew in what the backward computes again. What has no replacement is refused, by name.
+Models draw as usual, with `F.dropout` or `Tensor.uniform_`; inside :func:`drawing` these are replaced, because torch's
+own generators would draw anew in the backward's recomputation. An operation without a replacement is refused, by name.
 """
 
 from __future__ import annotations
@@ -29,26 +29,17 @@ _active: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 class UnknownDraw(ValueError):
-    """A model drew random numbers where or in a way that cannot be replaced.
-
-    Args:
-        what: the operation.
-        why: the reason.
-    """
+    """A model drew random numbers by operation ``what`` in a place or way that has no replacement."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}{_place()}: {why}")
 
 
 class Draws(TorchFunctionMode):
-    """Replaces, while it is active, the operations by which models draw.
+    """Replaces, while active, the operations by which models draw.
 
-    Args:
-        key: int32 [2], on the device that computes; None: a draw is an error.
-
-    Attributes:
-        drawn: whether anything has been drawn.
-        layer: the decoder layer that runs, where it has no :class:`Draws` of its own; None outside of layers.
+    ``key`` is int32 [2], on the device that computes; None: a draw is an error. ``drawn`` tells whether there was one.
+    ``layer`` is the decoder layer that runs, if it has no :class:`Draws` of its own; None outside of layers.
     """
 
     def __init__(self, key: torch.Tensor | None) -> None:
@@ -58,7 +49,7 @@ class Draws(TorchFunctionMode):
         self._sites: Counter[int | None] = Counter()
 
     def site(self, what: str, device: torch.device | str) -> tuple[torch.Tensor, int]:
-        """The key and the number of a new site, where ``what`` draws on ``device``."""
+        """Return the key and the number of a new site, where ``what`` draws on ``device``."""
         key, number = self._given(what), self._sites[self.layer]
         if torch.device(device).type != key.device.type:
             raise UnknownDraw(what, f"it draws on {torch.device(device).type}, and the step runs on {key.device.type}")
@@ -66,7 +57,7 @@ class Draws(TorchFunctionMode):
         return key if self.layer is None else random_bits.layer_keys(key, self.layer, 1)[0], number
 
     def layer_keys(self, first: int, count: int) -> torch.Tensor:
-        """The keys, int32 [count, 2], of the layers from ``first`` on, for draws of their own."""
+        """Return the keys, int32 [count, 2], of the layers from ``first`` on, each for a :class:`Draws` of its own."""
         return random_bits.layer_keys(self._given("a layer that draws"), first, count)
 
     def _given(self, what: str) -> torch.Tensor:
@@ -82,7 +73,7 @@ class Draws(TorchFunctionMode):
 
 @contextlib.contextmanager
 def drawing(key: torch.Tensor | None = None) -> Iterator[Draws]:
-    """Inside, what a model draws comes from ``key``, int32 [2]; None: to draw is an error (:class:`UnknownDraw`)."""
+    """Inside, the model draws from ``key``, int32 [2]; None: a draw is an error (:class:`UnknownDraw`)."""
     token = _active.set(draws := Draws(key))
     try:
         with draws:
@@ -97,23 +88,22 @@ def active() -> Draws:
 
 
 def enter_layer(index: int) -> None:
-    """From here on draws are those of decoder layer ``index``."""
+    """Make later draws belong to decoder layer ``index``."""
     active().layer = index
 
 
 def leave_layer() -> None:
-    """From here on draws are those of no layer."""
+    """Make later draws belong to no layer."""
     active().layer = None
 
 
 class OtherDraws:
-    """Tells which of torch's own generators have been drawn from since it was made, on the host or for the device."""
+    """Detects draws from torch's own generators since its creation, on the host and for the device."""
 
     def __init__(self) -> None:
         self._host, self._device = torch.get_rng_state(), _calls()
 
     def check(self) -> None:
-        """Raise :class:`UnknownDraw` if there has been a draw."""
         if not torch.equal(self._host, torch.get_rng_state()):
             raise UnknownDraw("torch's generator on the host", "its state has changed")
         for counter, count in _calls().items():
@@ -123,7 +113,6 @@ class OtherDraws:
 
 
 def _is_random(name: str) -> bool:
-    """Whether torch's operation ``name`` draws from a generator."""
     operation = getattr(torch.ops.aten, name, None)
     overloads = [getattr(operation, overload) for overload in operation.overloads()] if operation else []
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
@@ -135,7 +124,7 @@ def _calls() -> dict[str, int]:
 
 
 def _place() -> str:
-    """Where in the model's own code this is called from, such as `` at modeling_opt.py:377``; may be empty."""
+    """The caller's place in the model's code, such as `` at modeling_opt.py:377``; may be empty."""
     frames = [frame for frame in traceback.extract_stack() if "modeling_" in frame.filename]
     return f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
 
@@ -184,7 +173,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention`, which draws inside torch's own code: with dropout it is spelt out."""
+    """`F.scaled_dot_product_attention`; with dropout, which torch draws inside, it is written out."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

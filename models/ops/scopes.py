@@ -1,4 +1,4 @@
-"""The names of modules in XLA's reports and profiles, which then say ``model.layers.*.mlp`` for an operation.
+"""Module names in XLA's reports and profiles, such as ``model.layers.*.mlp`` for an operation.
 
 A torch operation gets the name of the scope that is open when it runs, and :func:`annotate` opens a scope around each
 module's forward. A scanned layer runs as two graphs that AOTAutograd has traced. Their nodes remember their module (in
@@ -19,7 +19,7 @@ import torch_xla
 from torch.fx import traceback
 from torch.fx.node import has_side_effect
 
-# the metadata's keys: a node's own module, and on a node of the backward the forward operation's
+# metadata keys: a node's own module, and on a backward node the forward operation's module
 _FORWARD, _BACKWARD = "nn_module_stack", "fwd_nn_module_stack"
 # XLA's open scopes, each with the node metadata that it replaced
 _open: list[tuple[Any, Any]] = []
@@ -27,7 +27,7 @@ _open: list[tuple[Any, Any]] = []
 
 @has_side_effect
 def enter(name: str) -> None:
-    """Open a scope: operations from here on get ``name``."""
+    """Open a scope: later operations get ``name``."""
     # semi-private: torch_xla/debug/profiler.py, torch_xla 2.9
     _open.append((torch_xla._XLAC.profiler.scope_pusher(name), traceback.current_meta.get(_FORWARD)))
     traceback.current_meta[_FORWARD] = {name: (name, torch.nn.Module)}
@@ -35,7 +35,7 @@ def enter(name: str) -> None:
 
 @has_side_effect
 def leave() -> None:
-    """Close the scope that was opened last."""
+    """Close the innermost scope."""
     pusher, before = _open.pop()
     del pusher
     if before is None:
@@ -71,7 +71,7 @@ def tracing() -> Iterator[None]:
 
 
 def scoped(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """``partition``, a partitioner of AOTAutograd's joint graph, with scopes in the two graphs that it returns."""
+    """Wrap a partitioner of AOTAutograd's joint graph so that the two graphs it returns contain scopes."""
 
     def run(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         graphs = partition(joint, *args, **kwargs)
@@ -83,7 +83,6 @@ def scoped(partition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _insert_scopes(module: torch.fx.GraphModule) -> None:
-    """Make a graph open and close the scopes that its nodes' metadata names."""
     graph, current = module.graph, ""
     for node in list(graph.nodes):
         stack = node.meta.get(_FORWARD) or node.meta.get(_BACKWARD) or {}

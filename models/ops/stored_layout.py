@@ -1,8 +1,8 @@
-"""A weight in the layout that it is stored in, so that a loop over stacked layers does not copy the whole stack.
+"""A weight in its stored layout, so that a loop over stacked layers does not copy the whole stack.
 
-The TPU compiler chooses the layout of what goes into a loop, and takes the one that the loop's products like best.
-Where that is not the stored one, all layers are copied before the loop, and both copies live as long as it runs. Behind
-this operation each layer is laid out by itself.
+The TPU compiler gives a loop's inputs the layout that the loop's products like best. If that is not the stored layout,
+all layers are copied before the loop, and both copies live as long as it runs. Behind this operation each layer is laid
+out by itself.
 """
 
 from __future__ import annotations
@@ -22,23 +22,18 @@ _WORD = 4  # bytes: narrower values are packed, row on row
 
 
 def as_stored(weight: torch.Tensor, manual: Manual, layers: int = 0) -> torch.Tensor:
-    """``weight`` in the order in which each device stores its share; its gradient is not touched.
+    """Constrain ``weight`` to the order in which each device stores its share; its gradient is not touched.
 
-    Args:
-        manual: how it lies on the mesh, as its one input and its one output.
-        layers: how many are stacked in the tensor that it is a slice of; 0: it is a tensor of its own.
+    ``manual`` is its layout on the mesh, as the one input and the one output. It is a slice of a stack of ``layers``;
+    0: a tensor of its own.
     """
     return _as_stored(weight, as_text(manual), layers)
 
 
 def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The dimensions of an array of two or more as a TPU stores it, the outermost first.
+    """The dimensions of one device's share, an array of at least two, as a TPU stores it, the outermost first.
 
-    The last two are padded to tiles. Those are last that pad least; of equals the ones that are last in ``shape``.
-
-    Args:
-        shape: of one device's share.
-        itemsize: bytes of a value.
+    The last two are padded to tiles; the pair with the least padding is last (on a tie, the last in ``shape``).
     """
 
     def padded(pair: tuple[int, int]) -> tuple[int, int, int]:
@@ -75,6 +70,6 @@ def _ordered(x: jax.Array, layers: int) -> jax.Array:
     if not layers:
         return with_layout_constraint(x, Layout(stored_order(x.shape, x.dtype.itemsize)))
     stack, *order = stored_order((layers, *x.shape), x.dtype.itemsize)
-    if stack != 0:  # values of several layers lie in one tile
+    if stack != 0:  # a tile holds values of several layers
         return x
     return with_layout_constraint(x, Layout(tuple(dim - 1 for dim in order)))

@@ -1,9 +1,9 @@
-"""Operations that torch_xla lowers badly or not at all, computed in other ways.
+"""Replacements of operations that torch_xla lowers badly or not at all.
 
-Two are those of routers, with one-hots in place of scatters. For a scatter over tokens the partitioner gathers the
-indices of the whole batch on every device. A router chooses among few experts, so the one-hots are small, and the
-compiler fuses them away. `torch.polar` would fall back to the host, in the middle of a step. `torch.std` has no
-gradient on XLA: torch_xla 2.9 replaces it below autograd, which warns and goes on without.
+Two are used by routers, where one-hots replace scatters: for a scatter over tokens the partitioner gathers the indices
+of the whole batch on every device. A router chooses among few experts, so the one-hots are small, and the compiler
+fuses them away. `torch.polar` would fall back to the host, in the middle of a step. `torch.std` has no gradient on XLA:
+torch_xla 2.9 replaces it below autograd, which warns and goes on without.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _TopK(torch.autograd.Function):
 
 
 class LocalOps(TorchFunctionMode):
-    """While active, replaces `topk` over the last dimension, `histc` of integers, `polar` and `std` of torch."""
+    """Replaces, while active, torch's `topk` over the last dimension, `histc` of integers, `polar` and `std`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, torch.Tensor.topk):

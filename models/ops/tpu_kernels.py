@@ -1,7 +1,7 @@
-"""A TPU's kernels: jax's own in Pallas, of splash attention and of megablox (Gale et al., arXiv:2211.15841).
+"""A TPU's kernels: jax's splash attention and megablox (Gale et al., arXiv:2211.15841), in Pallas.
 
-The parts of splash attention that are called here are private to jax 0.7.1, at which jax is pinned. To differentiate,
-the public function would run the forward a second time, and it is slow to make its lists of blocks
+The splash attention functions called here are private to jax 0.7.1, at which jax is pinned. The public function would
+run the forward a second time to differentiate, and is slow to make its lists of blocks
 (:mod:`shardwright.models.attention.splash_masks`).
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_xla.experimental import stablehlo_custom_call
 
-# sets jax up: it must come before jax itself
+# configures jax: it must come before jax itself
 from shardwright.models.ops.jax_call import jax
 
 # isort: split
@@ -25,7 +25,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 # a jax.Array, when it is traced
 Array = Any
-# of a tile: rows, and the two widths
+# a tile's rows and two widths
 Tiling = tuple[int, int, int]
 
 COMPUTE_DTYPE = "bfloat16"
@@ -39,7 +39,7 @@ INTERPRETED = False  # tests have Pallas interpret the kernels
 def attention(
     tensors: Sequence[Array], segments: Any, sinks: Array | None, mask: Any, softcap: float | None
 ) -> tuple[Array, Array]:
-    """The output [B, H, S, E] of query, key and value, and the logarithm of each row's sum of exponents [B, H, S].
+    """Return the output [B, H, S, E] of query, key and value, and each row's logsumexp [B, H, S].
 
     Args:
         tensors: the query [B, H, S, D], multiplied by the scale, key [B, K, S, D] and value [B, K, S, E].
@@ -69,10 +69,9 @@ def attention(
 def attention_backward(
     tensors: Sequence[Array], rows: Sequence[Array], grad_out: Array, segments: Any, mask: Any, softcap: float | None
 ) -> tuple[Array, Array, Array]:
-    """The gradients of query, key and value.
+    """Return the gradients of query, key and value.
 
-    Args:
-        rows: for each query the logarithm of its sum of exponents, and its output times the output's gradient.
+    ``rows`` are each query's logsumexp, and the dot product of its output with the output's gradient.
     """
 
     def run(tensors: Any, rows: Any, grad_out: Array, segments: Any) -> tuple[Array, Array, Array]:

@@ -1,7 +1,7 @@
 """A loop over the first dimension of tensors, as one operation of the step's graph.
 
-It is the loop of torch_xla's `scan` without its autograd, and keeps what it lowered: a step that runs a loop again
-neither traces its turn nor lowers it.
+It is torch_xla's `scan` without autograd, with a cache of lowered loops: a step that runs a loop again neither traces
+nor lowers its body.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch_xla.core.xla_builder as xb
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Flat = list[torch.Tensor]
-# a tree of tensors without them: None is a leaf that is no tensor
+# the structure of a tree, and which of its leaves are tensors (the others are None)
 Spec = tuple[TreeSpec, tuple[bool, ...]]
-# loops that were lowered, by the shapes of what they are given
+# lowered loops, by the shapes of their inputs
 Known = dict[str, "Loop"]
 
 
@@ -35,15 +35,15 @@ def run_turns(
     reverse: bool = False,
     known: Known | None = None,
 ) -> tuple[Any, Any]:
-    """``carry`` after ``carry, y = turn(carry, x)`` for each slice x of ``xs``, and the stack of all y.
+    """Return ``carry`` after ``carry, y = turn(carry, x)`` for each slice x of ``xs``, and the stack of all y.
 
-    All are trees of tensors, in which there may be None. No gradient flows through. What a turn draws from the device's
-    own generator would be the same in each: `shardwright.models.ops.randomness.OtherDraws` refuses a model that does.
+    All are trees of tensors and None. No gradient flows through. Draws from the device's own generator would repeat in
+    every turn: `shardwright.models.ops.randomness.OtherDraws` refuses a model that makes them.
 
     Args:
         reverse: from the last slice to the first; y keep the order of ``xs``.
-        known: the loops that the caller's turn was lowered to before, by shapes; it gets this one. Such a turn must
-            make the same of the same shapes in every step, and use nothing that it is not given.
+        known: a cache of this turn's lowered loops, by shapes, which a new one joins. The turn must compute the same
+            from the same shapes in every step, and use nothing but its arguments.
     """
     (given, carry_spec), (parts, xs_spec) = _flat(carry), _flat(xs)
     key = str((carry_spec, xs_spec, reverse, [(tuple(t.shape), t.dtype) for t in (*given, *parts)]))
@@ -57,15 +57,14 @@ def run_turns(
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn, lowered.
+    """A lowered turn.
 
     Args:
-        computation: of those of its inputs that it uses: the carry, a slice of each of ``xs``, and what is hoisted.
+        computation: takes the inputs that it uses: of the carry, a slice of each of ``xs``, and the hoisted tensors.
         order: the places of these among all inputs.
-        hoisted: tensors that the turn uses and is not given; the numbers in its formulas are such.
-        closed: whether these are nothing but numbers, and no seed.
-        results: shape and dtype of what it returns behind the carry.
-        specs: of the carry that it returns, and of these.
+        hoisted: tensors that the turn uses beside its arguments, such as the numbers in its formulas.
+        closed: whether all hoisted tensors are numbers, and none is the random seed.
+        results, specs: shape and dtype of each y; the specs of the returned carry and of y.
     """
 
     computation: Any
@@ -78,11 +77,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, lowered.
+    """A lowered loop of ``count`` turns.
 
-    Args:
-        computation: of the number of the first turn, the carry, ``xs``, the stacks of results, and what is hoisted.
-        count: of turns.
+    ``computation`` takes the first turn's number, the carry, ``xs``, the stacks of results, and the hoisted tensors.
     """
 
     computation: Any
@@ -90,7 +87,6 @@ class Loop:
     count: int
 
     def __call__(self, carry: Flat, parts: Flat) -> tuple[Any, Any]:
-        """The carry after the last turn, and the stacks."""
         given = _arguments(self.turn, self.count, carry, parts)
         out = torch_xla._XLAC._xla_user_computation("xla::scan", given, self.computation)
         _, after, _, stacks, _ = _split(out, self.turn, len(carry), len(parts))
@@ -99,7 +95,6 @@ class Loop:
 
 
 def _arguments(turn: Turn, count: int, carry: Flat, parts: Flat) -> Flat:
-    """What a loop's computation takes."""
     device = torch_xla.device()
     stacks = [torch.zeros((count, *shape), dtype=dtype, device=device) for shape, dtype in turn.results]
     return [torch.tensor(0, device=device), *carry, *parts, *stacks, *turn.hoisted]
@@ -155,21 +150,20 @@ def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
 
 
 def _split(state: Sequence[Any], turn: Turn, carry: int, parts: int) -> list[list[Any]]:
-    """What goes around a loop: the turn's number, the carry, ``xs``, the stacks, and what is hoisted."""
+    """Split a loop's state into the turn's number, the carry, ``xs``, the stacks, and the hoisted tensors."""
     given = iter(state)
     sizes = (1, carry, parts, len(turn.results), len(turn.hoisted))
     return [[next(given) for _ in range(size)] for size in sizes]
 
 
 def _slice(stack: Any, at: Any) -> Any:
-    """Slice number ``at`` of a stack."""
     _, *shape = stack.shape().sizes
     start = [at, *(at.zeros_like() for _ in shape)]
     return stack.dynamic_slice(start, [1, *shape]).reshape(shape)
 
 
 def _put(stack: Any, value: Any, at: Any) -> Any:
-    """``stack`` with ``value`` as its slice number ``at``."""
+    """Write ``value`` as slice number ``at`` of ``stack``."""
     start = [at, *(at.zeros_like() for _ in value.shape().sizes)]
     return stack.dynamic_update_slice(value.broadcast([1]), start)
 
