@@ -56,7 +56,7 @@ Result = dict[str, Any]
 def main() -> int:
     args = _arguments()
     os.environ.update(ENVIRONMENT)
-    _FORKS.set_forkserver_preload(["against_plain"])
+    _FORKS.set_forkserver_preload(["shardwright.scripts.measure.against_plain"])
     from shardwright.scripts.measure.tiny import LEFT_OUT, families
 
     version, results = code_version(), _Results(Path(args.results))

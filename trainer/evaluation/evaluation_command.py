@@ -57,7 +57,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
         say(console, f"compiled {generator.compiles} times to generate rows × tokens of {size}")
     if options.output_path is not None and hosts().first:
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        Path(options.output_path).write_text(text + "\n", encoding="utf-8")
+        Path(options.output_path).expanduser().write_text(text + "\n", encoding="utf-8")
         say(console, f"results: {options.output_path}")
     return results
 

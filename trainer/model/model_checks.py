@@ -164,7 +164,7 @@ def _check_routing(args: TrainingArguments, facts: ModelFacts) -> None:
         found = f"{kind} has no experts"
     elif "router_bias_update_rate" in asked and not selection_biases(facts.model, facts.experts):
         asked, found = asked[-1:], f"the routers of {kind} add nothing to their scores that is saved and not trained"
-    elif asked[0:1] != names[-1:] and not routers(facts.model):
+    elif asked[:1] != [names[-1]] and not routers(facts.model):
         found = f"transformers does not say which outputs of {kind} are router logits"
     if asked and found:
         raise UserError(

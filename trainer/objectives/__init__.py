@@ -17,8 +17,9 @@ DEFAULT = "sft"
 def _entries() -> dict[str, type[Objective]]:
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-        for kind in vars(importlib.import_module(f"{__name__}.{name}")).values():
-            if isinstance(kind, type) and issubclass(kind, Objective) and "title" in vars(kind):
+        module = importlib.import_module(f"{__name__}.{name}")
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and "title" in vars(kind):
                 found[name] = kind
     return found
 
