@@ -142,7 +142,8 @@ def write_checkpoint(folder: Path, files: dict[str, str]) -> None:
     shapes = {name: tuple(t.shape) for name, t in tensors.items()}
     written = write_index(Folder(folder), [write_part(Folder(folder), snapshot)], shapes)
     host = {"step": 7, "learning_rate": 1e-3, "data": {}, "metrics_read": True, "random": random_state()}
-    texts = {"host.json": host, "training_args.json": {}, "recipe.json": {}, "trainer_state.json": {}}
+    host |= {"lineage": {}, "asked_batch": [8, 1]}
+    texts = {"host.json": host, "training_args.json": {"optim": "adamw"}, "recipe.json": {}, "trainer_state.json": {}}
     texts["config.json"] = json.loads(files["llama.json"])
     for name, content in texts.items():
         data = json.dumps(content).encode()
