@@ -1,6 +1,6 @@
 """A job on a mesh → its model, weights and steps: kernels bound to the mesh, activations laid out, state placed.
 
-There is one way to it, for a run on this process's devices and for a lowering without any (an abstract mesh).
+A run on this process's devices and a lowering without any (an abstract mesh) go the same way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction |
     """The job's model with its weights from ``source`` placed on ``mesh``; nothing else is placed.
 
     Args:
-        loss: a function of the caller's own in place of the model's loss; see `Loss`.
+        loss: the caller's own loss function, in place of the model's; see `Loss`.
     """
     model = on_mesh(job, mesh, job.recipe.activations)
     parameters = place_parameters(model, job.stored, mesh, source)
@@ -57,7 +57,7 @@ def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction |
 
 
 def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> EvalStep:
-    """The step that evaluates ``placed``; ``measures``: what is measured beside the loss, where it is of tokens."""
+    """The evaluation step of ``placed``; ``measures`` apply only where the loss is that of tokens."""
     return ObjectiveEvalStep(placed) if placed.loss.objective.parts else EvalStep(placed, measures)
 
 
@@ -77,7 +77,7 @@ def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> Pr
 
 
 def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
-    """Give ``model``, in place, the scales of its weights in int8, on meta: transformers knows of none."""
+    """Give ``model``, in place, the scales of its int8 weights, on meta: transformers knows of none."""
     for entry in plan.parameters:
         if entry.dtype == torch.int8:
             owner, _, key = (entry.name + SCALE).rpartition(".")

@@ -13,7 +13,7 @@ class CompileGuard:
 
     Args:
         what: the step's name in messages.
-        expected: compiles that the step may take.
+        expected: the number of compiles that the step may take.
     """
 
     def __init__(self, what: str, expected: int) -> None:
@@ -26,8 +26,8 @@ class CompileGuard:
         """Run the graph that ``trace`` builds of ``batch``; returns its results, as ``trace`` does.
 
         Raises:
-            UserError: the batch's names, shapes or dtypes differ from the first batch's, or the graph was compiled
-                though they do not.
+            UserError: the batch's names, shapes or dtypes differ from the first batch's, or they don't and the graph
+                was still compiled again.
         """
         self._compare(batch)
         before = program_count()

@@ -1,4 +1,4 @@
-"""How a weight's gradient is summed over devices: by reduce-scatters or exchanges, a mesh axis at a time.
+"""Sums of a weight's gradient over devices: by reduce-scatters or exchanges, a mesh axis at a time.
 
 A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner makes of that sum an
 all-reduce and then a slice, which sends twice as much. The compiler turns the two into a reduce-scatter only for some
@@ -35,15 +35,15 @@ _MOST_EXCHANGE = 8  # over 64 chips adding the parts up, ring after ring, takes 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A weight gradient that is kept apart by batch shard.
+    """A weight gradient with one unreduced part for each batch shard.
 
     Args:
-        parameter: the stored name of the parameter whose gradient it is.
+        parameter: the parameter's stored name.
         dim: the dimension at which the batch shards are inserted: 0, or 1 behind the layers of a stack.
         axes: the axes that split the tokens where the parameter meets them.
         layout: axis → the dimension that it splits, of one layer's parameter.
         rank: dimensions of one layer's parameter.
-        exchanges: whether the devices exchange parts where they compute meanwhile: in the loop over layers.
+        exchanges: whether the devices exchange parts while they compute: in the loop over layers.
     """
 
     parameter: str
@@ -76,7 +76,7 @@ class PartialGradient:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the sum is by an exchange of parts: that of a matrix over few devices, in the loop over layers."""
+        """Whether the sum is by an exchange of parts: for a matrix over few devices, in the loop over layers."""
         few = self.exchanges and self.shards <= _MOST_EXCHANGE
         return few and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
 

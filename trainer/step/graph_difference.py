@@ -1,6 +1,6 @@
 """The first operation in which two traces of a step differ, with its module and its line of Python.
 
-Of the first trace the HLO's text is kept, compressed. Only a step that has compiled again is traced once more, now with
+The first trace's HLO text is kept, compressed. Only a step that has compiled again is traced once more, now with
 torch_xla's notes of where each operation comes from, which cost time and are off otherwise.
 """
 
@@ -37,7 +37,7 @@ class Operation(NamedTuple):
     """An operation of HLO.
 
     Args:
-        value: tells what it computes: two with one value compute the same.
+        value: equal for two operations that compute the same.
         scopes: the names that were open when it was traced, outermost first, joined by slashes; empty: unknown.
     """
 
@@ -70,13 +70,13 @@ class _Lines(TorchFunctionMode):
 
 
 def graph_text(results: Tensors) -> bytes:
-    """The HLO of what ``results`` wait for, compressed."""
+    """The HLO of the pending computation of ``results``, compressed."""
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return zlib.compress(torch_xla._XLAC._get_xla_tensors_hlo(list(results.values())).encode(), 1)
 
 
 def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensors]) -> str:
-    """What a step's graph, traced once more, has first that ``before`` has not, in words.
+    """Trace a step once more, and name in words its first operation that ``before`` has not.
 
     Args:
         before: see :func:`graph_text`.
@@ -101,7 +101,7 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
 
 
 def _operations(text: bytes) -> Iterator[Operation]:
-    """The operations of a graph, each behind those that it takes its values from."""
+    """The operations of a graph, each after its operands."""
     values: dict[str, int] = {}  # name of an operation or a computation → what it computes
     computation, inside = "", 0
     for line in zlib.decompress(text).decode().splitlines():

@@ -36,15 +36,14 @@ class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
     A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
-    It has neither gradient nor state, unless it is a stack of which other layers take part. A batch without a scored
+    It has neither gradient nor state, unless it is a stack with other layers that take part. A batch without a scored
     token changes nothing but the count of such steps: weights, state and the optimizer's own count of updates are as if
-    it had not been there. The step's number, and so the learning rate, goes on, for it is the data that it counts.
+    it had not been there. The step's number counts the data, so it and the learning rate go on.
 
-    What is random (dropout) is drawn from the run's seed and the numbers of the step and the micro-batch.
+    Random numbers (dropout) are drawn from the run's seed and the numbers of the step and the micro-batch.
 
     Args:
-        restored: values of the optimizer's state and of metrics, by their names in :attr:`state`, of a run to go on
-            with; None: zeros.
+        restored: saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
 
     Raises:
         UserError: no parameter takes part in the loss.
@@ -100,14 +99,14 @@ class TrainStep:
 
     @property
     def replaced(self) -> Tensors:
-        """Everything that a step replaces, by name: what learns of :attr:`state`, and buffers of the model."""
+        """Everything that a step replaces, by name: the learning part of :attr:`state`, and buffers of the model."""
         moved = self.routing.biases if self.routing.rate else {}
         learned = {name: t for name, t in self.state.items() if name not in self.parameters or self._learns(name)}
         return {**learned, **{name: bias for name, (bias, _) in moved.items()}}
 
     @property
     def state(self) -> Tensors:
-        """Parameters, optimizer state and metrics, by name: what of a run is saved beside the model's buffers."""
+        """Parameters, optimizer state and metrics, by name: a checkpoint's tensors beside the model's buffers."""
         moments = {
             f"{name} {kept.name}": tensor
             for name, tensors in self.moments.items()
@@ -124,7 +123,7 @@ class TrainStep:
         return inputs
 
     def random_keys(self, step: int) -> torch.Tensor:
-        """What is random in step number ``step`` is drawn from these keys, int32 [micro-batches, 2]."""
+        """The keys that all random numbers of step number ``step`` are drawn from, int32 [micro-batches, 2]."""
         seed, count = self.seed, self.accumulation
         words = [random_bits.key_of(f"{seed}/{step}/{micro_batch}") for micro_batch in range(count)]
         return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
@@ -174,7 +173,7 @@ class TrainStep:
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
     def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> torch.Tensor:
-        """A tensor of the state of parameter ``name`` on the mesh: what was ``restored`` of it, or zeros."""
+        """A tensor of the state of parameter ``name`` on the mesh: its ``restored`` values, or zeros."""
         full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
             return sharding.place(full, restored(full), self.mesh, spec, dtype)
@@ -203,10 +202,10 @@ class TrainStep:
 
         Args:
             found: this step's loss and gradient norm.
-            recorded: what else :meth:`loss_and_gradients` found.
+            recorded: the metrics of :meth:`loss_and_gradients`.
             flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
                 token was scored.
-            spikes: the new state of those who look for them.
+            spikes: the new state of the spike watch.
         """
         (loss, norm), (good, fresh, step, scored) = found, flags
         layout, zero, dropped = self.layout, torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
@@ -230,10 +229,7 @@ class TrainStep:
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
         """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
 
-        What takes no part in the loss has no gradient.
-
-        Args:
-            random_keys: of :meth:`random_keys`.
+        A parameter that takes no part in the loss has no gradient.
         """
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
@@ -327,7 +323,7 @@ def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def let_go(model: nn.Module, step: TrainStep) -> None:
-    """Free what lies on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
+    """Free the memory on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, nn.Parameter(torch.empty((), device="meta"), requires_grad=False))
@@ -336,7 +332,7 @@ def let_go(model: nn.Module, step: TrainStep) -> None:
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:
-    """``restored``, with zeros for the optimizer's state of what took no part in the loss when saved: it had none."""
+    """``restored``, with zeros for missing optimizer state: parameters outside the loss when saved had none."""
 
     def source(name: str) -> Array:
         parameter, _, moment = name.partition(" ")
