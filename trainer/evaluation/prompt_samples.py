@@ -1,4 +1,4 @@
-"""The answers to ``--sample_prompts`` at each evaluation, by which a person sees how the model changes."""
+"""The answers to ``--sample_prompts`` at each evaluation, which show how the model changes."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Samples:
         self.generator: Generator | None = None
 
     def take(self, step: int, placed: PlacedModel) -> None:
-        """Answers the prompts with the weights as they are, says the answers and writes them down.
+        """Answer the prompts with the current weights, say the answers and write them down.
 
-        The same draws each time: what changes is the model. What can't be written is said, and the run goes on.
+        The draws are the same each time: only the model changes. A failed write is said, and the run goes on.
         """
         if self.generator is None:
             self.generator = build_generator(placed, self.shape, sampling_of(self.job.args))
@@ -91,7 +91,6 @@ class Samples:
 
 
 def sampling_of(args: TrainingArguments) -> Sampling:
-    """How the answers' tokens are chosen."""
     return Sampling(args.sample_temperature, args.sample_top_p)
 
 
@@ -110,7 +109,7 @@ def expected_shape(job: Job) -> GenerationShape:
 
 
 def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
-    """The shape in which prompts of so many tokens are answered."""
+    """The shape in which prompts of ``lengths`` tokens are answered."""
     shards = job.row_shards
     rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
     shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)
@@ -119,7 +118,7 @@ def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
 
 
 def _earlier(resume: RunCheckpoint) -> list[dict[str, Any]]:
-    """The answers that lie beside a checkpoint, of its step and earlier ones."""
+    """The answers beside a checkpoint, of its step and earlier ones."""
     home, found = resume.folder.parent, []
     with contextlib.suppress(StorageError, ValueError, RecursionError):  # none there, or cut short
         if home.is_file(SAMPLES):

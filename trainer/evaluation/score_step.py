@@ -36,8 +36,8 @@ class ScoreStep:
         A batch is read once the next one has been started, so that the devices don't wait for the host.
 
         Args:
-            batches: ``input_ids`` [rows, S], and ``targets`` [rows, S], the token that follows each; -100: not
-                scored. A row without a target scores 0 and 1.
+            batches: ``input_ids`` [rows, S], and ``targets`` [rows, S], the token that follows each; -100: not scored.
+                A row without a target scores 0 and 1.
         """
         waiting = None
         for batch in batches:
@@ -63,8 +63,8 @@ class ScoreStep:
 def row_scores(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """[rows, 2], as :class:`ScoreStep` yields it, of ``logits`` [rows, S, V] and ``targets`` [rows, S].
 
-    Of several tokens with the highest logit the first is the greedy one, as argmax has it. All is reductions over V
-    alone, as in `correct_tokens`.
+    The first of several tokens with the highest logit is the greedy one, as argmax has it. It reduces over V alone, as
+    `correct_tokens` does.
     """
     logits = logits.to(torch.float32)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)

@@ -28,11 +28,9 @@ class AdamW(Optimizer):
 
     @classmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        """Two moments."""
         return {"first moment": 0, "second moment": 0}
 
     def update(self, of: Update) -> tuple[torch.Tensor, State]:
-        """See the class."""
         first, second = of.state
         first = self.beta1 * first + (1 - self.beta1) * of.gradient
         second = self.beta2 * second + (1 - self.beta2) * of.gradient * of.gradient
