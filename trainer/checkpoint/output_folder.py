@@ -19,9 +19,7 @@ COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand:
 
 
 def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
-    """The run's output folder. Nothing is written.
-
-    A run that is resumed goes on in the folder that it has.
+    """The run's output folder; a resumed run goes on in the one that it has. Nothing is written.
 
     Args:
         writes: the folder must be free, for the run fills it.
@@ -44,7 +42,7 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
 
 @contextlib.contextmanager
 def claim(lock: FolderLock) -> Iterator[None]:
-    """Holds ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
+    """Hold ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
 
     Raises:
         UserError: it can't be, or a living run holds it: refused before hours of work.
@@ -64,7 +62,7 @@ def claim(lock: FolderLock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_by_all(lock: FolderLock) -> Iterator[None]:
-    """Holds ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
+    """Hold ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
 
     Raises:
         UserError: as :func:`claim`; or another host sees another folder.

@@ -1,7 +1,7 @@
 """Going back after a spike: to the newest checkpoint before it, and on from there without the batches in between.
 
-It is a resume in the same process: devices stay open, and the step is not compiled again. What went wrong may lie in
-the batches or in what they met; without them, the same weights go another way.
+It is a resume in the same process: devices stay open, and the step is not compiled again. The fault may lie in the
+batches or in the state that met them; without them, the same weights go another way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Back:
 
     Args:
         step: of the checkpoint.
-        batches: how many of those that follow it are left out.
+        batches: the number of batches behind it that are left out.
         times: how often the run went back to it, this time included.
     """
 
@@ -30,10 +30,10 @@ class Back:
 
 
 def way_back(before: Back | None, step: int, spike: int) -> Back | None:
-    """How a run goes back from step ``spike`` to the checkpoint of ``step``; None: it did so too often.
+    """The way back from step ``spike`` to the checkpoint of ``step``; None: the run went back to it too often.
 
     Args:
-        before: the last time that it went back.
+        before: the last way back.
     """
     if before is None or before.step != step:
         return Back(step, spike - step, 1)
@@ -45,9 +45,9 @@ class Rollbacks:
     """The ways that a run went back.
 
     Attributes:
-        resume: the checkpoint that it is to go on from; None: that of its command.
-        back: how it came there.
-        why: what is said of it.
+        resume: the checkpoint to go on from; None: the one its command names.
+        back: the last way back.
+        why: the notice about it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: safetensors files of shards, and an index that says where in the whole each lies.
+"""The tensors of a checkpoint: safetensors files of shards, and an index of each one's place in the whole.
 
-What is written are shards that lie on the host already, so a save need not wait for the devices. File K of a host holds
-the K-th shard of each of its tensors, under the tensor's name. Tensors are read by slices, under any layout and whether
-layers are stacked or not.
+Shards are on the host before they are written, so a save need not wait for the devices. File K of a host holds the K-th
+shard of each of its tensors, under the tensor's name. Tensors are read by slices, under any layout and whether layers
+are stacked or not.
 
 The files are those of `torch.distributed.checkpoint`'s Hugging Face format, and its `HuggingFaceStorageReader` reads
 them. Its writer is not used: it makes each file in memory before it writes it, and of several shards of a tensor in one
@@ -35,7 +35,7 @@ Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one process wrote of a checkpoint's tensors.
+    """One process's part of a checkpoint's tensors.
 
     Args:
         files: the manifest's entries of the files written.
@@ -93,7 +93,7 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
-    """Writes what makes one checkpoint of the parts; returns the manifest's entries of all files of tensors.
+    """Writes the index that joins the parts; returns the manifest's entries of all files of tensors.
 
     Args:
         shapes: a tensor's name -> shape of the whole.
@@ -122,7 +122,7 @@ class StoredTensors:
         begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
 
     Raises:
-        UserError: their list says what can't be, or does not agree with the files' sizes.
+        UserError: their list can't be read, or does not agree with the files' sizes.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class StoredTensors:
         }
 
     def names(self) -> list[str]:
-        """Returns every tensor's name; of a stack, the names of its layers."""
+        """Every tensor's name; of a stack, the names of its layers."""
         return [*(name for name in self.entries if not is_stacked(name)), *self._layers]
 
     def __call__(self, name: str) -> Array:
-        """Returns the array of that name; KeyError if there is none."""
+        """The array of that name; KeyError if there is none."""
         if name in self.entries:
             return _Stored(self, name, self.entries[name])
         if name in self._layers:
@@ -225,7 +225,7 @@ def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> S
 def _fill(out: torch.Tensor, file: IO[bytes], begin: int, shape: Sequence[int], where: Slices) -> None:
     """Reads into ``out`` the values at ``where`` of a box of ``shape``, row-major in ``file`` from ``begin`` on.
 
-    Runs of rows are read, and of a box of more dimensions than two, a matrix at a time, where columns are left out.
+    Where columns are left out, whole rows are read, a matrix at a time for boxes of more than two dimensions.
     """
     if not shape:
         out, shape, where = out[None], (1,), (slice(0, 1),)

@@ -2,8 +2,8 @@
 
 A save has three parts: the state's shards are copied to the host, for which training pauses; a thread writes them; and
 the manifest (`shardwright.checkpoint.manifest`) is written last. If a write fails, the run stops. With a staging folder
-(`shardwright.checkpoint.staging`) the thread writes there, and a second one copies what is whole to the output folder;
-if that fails it is tried again, and the run stops only where two checkpoints wait for it already.
+(`shardwright.checkpoint.staging`) the thread writes there, and a second one copies whole checkpoints to the output
+folder; if that fails it is tried again, and the run stops only where two checkpoints wait for it already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """Returns which of a run's whole checkpoints, in the order of writing, to remove, so that ``limit`` are kept.
+    """The checkpoints to remove of a run's whole ones, in the order of writing, so that ``limit`` are kept.
 
     The one written last and the one of step ``best`` are never removed.
     """
@@ -60,15 +60,15 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
-    Several hosts write a checkpoint together: each its shards, the first all that there is one of, the manifest last.
-    Where it is used in a ``with``, the write under way has ended when that ends, whatever ended it.
+    Several hosts write a checkpoint together: each its shards, the first all other files, the manifest last. A ``with``
+    around it ends only when the write under way has ended.
 
     Args:
         texts: name -> content of the files that are the same in every checkpoint.
-        limit: how many of the run's own checkpoints to keep; None: all.
+        limit: the number of the run's own checkpoints to keep; None: all.
         check_held: raises TakenOver once ``output`` is another run's.
         staging: where a checkpoint is written first.
-        notice: says what went otherwise than asked with it, from any thread.
+        notice: says from any thread that a checkpoint took another way than asked.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class CheckpointWriter:
             self.staging.leave()
 
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
-        """Removes what killed saves left, and makes the line that ends in ``resume`` the folder's live one.
+        """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
 
         A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own.
 
         Returns:
             the steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this
-            run comes to its step.
+                run comes to its step.
         """
         self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))
@@ -136,7 +136,7 @@ class CheckpointWriter:
         return line
 
     def _clear(self, staging: Staging) -> None:
-        """What earlier lives left staged has arrived, or this one goes another way."""
+        """Removes earlier lives' staged checkpoints: they have arrived, or this life goes another way."""
         for step in staging.steps():
             if not manifest.is_whole(folder_of(self.output, step)):
                 place = folder_of(staging.place, step)
@@ -151,7 +151,7 @@ class CheckpointWriter:
         *,
         urgent: bool = False,
     ) -> tuple[float, Saved | None]:
-        """Waits for the write before, if one is under way; then copies ``state`` to the host, for the thread to write.
+        """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
         Args:
             urgent: the process may be killed soon, so a checkpoint that is still copied from the staging folder is not
@@ -179,7 +179,7 @@ class CheckpointWriter:
         return pause, before
 
     def finished(self) -> Saved | None:
-        """Returns the write that has ended since the last call, if one has.
+        """The write that has ended since the last call, if one has.
 
         Raises:
             StorageError: it failed.
@@ -191,10 +191,10 @@ class CheckpointWriter:
         return None
 
     def wait(self, *, must_arrive: bool = True) -> Saved | None:
-        """Waits for the write under way, and for the way of what is staged to ``output``.
+        """Waits for the write under way, and for the copies of staged checkpoints to ``output``.
 
         Args:
-            must_arrive: what could not be copied there is tried once more, and then an error.
+            must_arrive: a checkpoint that could not be copied there is tried once more, and then an error.
 
         Returns:
             the write that was waited for; None if there was none.
@@ -219,12 +219,10 @@ class CheckpointWriter:
         return saved
 
     def _written(self) -> Saved | None:
-        """Waits for the write under way, and returns it."""
         writing, self._writing = self._writing, None
         return self._ended(writing) if writing is not None else None
 
     def _copied(self) -> None:
-        """Waits for the copy under way."""
         copying, self._copying = self._copying, None
         if copying is not None:
             self._ended(copying)
@@ -292,7 +290,8 @@ class CheckpointWriter:
         return files
 
     def _copy_until(self, staging: Staging, newest: int) -> None:
-        """Copies what is staged up to step ``newest``; what the disk or the store does not take waits there."""
+        """Copies the checkpoints staged up to step ``newest``; one that the disk or the store does not take waits
+        there."""
         job = self._copy_hosts
         # the first host says which: another's other thread may be further by one save
         for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
@@ -352,7 +351,7 @@ class CheckpointWriter:
 def _write_rest(
     folder: Folder, parts: Sequence[tensors.TensorPart], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
 ) -> dict[str, manifest.Checksum]:
-    """What there is one of, once every host has written its tensors; returns the manifest's entries."""
+    """Write the files of which all hosts have one, after their tensors; returns the manifest's entries."""
     files = tensors.write_index(folder, parts, shapes)
     for name, data in texts.items():
         parent, _, base = name.rpartition("/")
@@ -362,7 +361,7 @@ def _write_rest(
 
 
 def _remove_quietly(folder: Folder) -> None:
-    """Removes what a failed save wrote; an error in that is dropped, for the user must hear why the save failed."""
+    """Removes the files of a failed save; an error in that is dropped, for the user must hear why the save failed."""
     try:
         manifest.remove(folder)
     except UserError:
@@ -372,10 +371,10 @@ def _remove_quietly(folder: Folder) -> None:
 def run_texts(
     texts: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, bytes]:
-    """Returns name -> content of the files that are the same in every checkpoint of a run.
+    """Name -> content of the files that are the same in every checkpoint of a run.
 
     Args:
-        texts: name -> JSON-able content of those that are not the config's or the tokenizer's.
+        texts: name -> JSON values of all files but the config's and the tokenizer's.
     """
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
