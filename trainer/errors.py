@@ -25,7 +25,6 @@ class UserError(Exception):
         asked: e.g. ``recipe mixtral_ep: mesh axis 'expert' of size 3``.
         found: e.g. ``model.layers.0.mlp.experts.down_proj has shape [8, 64, 128]``.
         why: why the two can't go together.
-        instead: what to write instead.
     """
 
     code = 2  # the exit code of a script that it ends

@@ -184,7 +184,7 @@ def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: di
 
 
 def named_sets(what: str, asked: Any) -> dict[str, Any]:
-    """Name → records. A single set has the empty name.
+    """Name → records; a single set has the empty name.
 
     Raises:
         UserError: they are no records, or a log entry can't have that name.

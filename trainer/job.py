@@ -40,11 +40,8 @@ HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
 class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
-    A neighbour shares the model's facts, and with them the model and all that was tried with it.
-
-    Args:
-        recipe: with the arguments' overrides (:func:`effective_recipe`).
-        devices: devices in the mesh.
+    A neighbour shares the model's facts, and with them the model and all that was tried with it. ``recipe`` has the
+    arguments' overrides (:func:`effective_recipe`).
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -64,11 +61,9 @@ class Job:
         recipe: Recipe | None = None,
         config: PretrainedConfig | None = None,
     ) -> Job:
-        """The job that ``args`` describe. ``count_devices`` is called last: it may have to open the devices.
+        """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs, if given.
 
-        Args:
-            recipe: in place of the one that ``args`` name.
-            config: in place of the named model's.
+        ``count_devices`` is called last: it may have to open the devices.
 
         Raises:
             UserError: as the class; no such recipe or model.
@@ -125,10 +120,8 @@ class Job:
 
     @property
     def assembled(self) -> PreTrainedModel:
-        """The model that runs, on meta: kernels chosen, layers stacked where they are scanned.
-
-        A template: :func:`shardwright.step.build.on_mesh` fills a copy.
-        """
+        """The model that runs, on meta, kernels chosen and scanned layers stacked: a template, of which steps fill a
+        copy."""
         return self._assembled[0]
 
     @property
@@ -215,10 +208,8 @@ class Job:
         return self.rows * self.args.sequence_length
 
     def fingerprint(self) -> dict[str, str]:
-        """Texts that must be equal on every host: arguments, recipe, model and code.
-
-        Hosts that run different programs would wait for each other for ever.
-        """
+        """Texts that must be equal on every host, which would else wait for another for ever: arguments, recipe, model,
+        code."""
         own = ("output_dir", "staging_dir")  # which the first host chooses for all, and each for itself
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}

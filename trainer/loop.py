@@ -293,10 +293,8 @@ class TrainingLoop:
         self.stop.after_step(step)
 
     def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save after a step or an epoch, as the control says.
-
-        A stop by signal saves before it logs: the saved state is that of a run that went on.
-        """
+        """Log, evaluate and save, as the control says. A stop by signal saves first, so that a resumed run logs as this
+        would."""
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
             self.log.steps(self._last_rate)

@@ -52,9 +52,8 @@ from shardwright.xla.runtime import chip, device_count, init_runtime
 class Start:
     """A run checked for all but its data; nothing is written and no device opened.
 
-    Args:
-        source: the starting weights; None: a random init, or ``resume`` holds them all.
-        resume: the checkpoint to go on from.
+    ``source`` has the starting weights; None: a random init, or ``resume``, the checkpoint to go on from, holds them
+    all.
     """
 
     job: Job
@@ -87,11 +86,8 @@ class Start:
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``. False: it went back to a checkpoint, and the loop from :meth:`open` goes on from there.
-
-        Raises:
-            UserError: as :meth:`TrainingLoop.train`.
-        """
+        """Train with ``loop``; raises as it does. False: it went back to a checkpoint, from which :meth:`open`'s loop
+        goes on."""
         before = self.rollbacks.back
         try:
             loop.train()
@@ -206,11 +202,7 @@ def prepare(
     """Refuse what can be, cheapest first.
 
     Until the end no device is opened, and nothing is written but what a run had staged and not yet copied to the output
-    folder.
-
-    Args:
-        given: Python objects that ``args`` can't name.
-        writes: the output folder must be free, for the run fills it.
+    folder. If the run ``writes``, its output folder must be free.
 
     Raises:
         UserError: anything in the arguments, the recipe or the model that can't be.
@@ -287,10 +279,8 @@ def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> Non
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
-    """``job``, whose rows keep samples apart if the dataset's records become samples: refused if the model can't.
-
-    No more of the dataset is read than shows its columns.
-    """
+    """``job``, its rows keeping samples apart if records become samples; refused if the model can't. Reads columns
+    alone."""
     args = job.args
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated)

@@ -18,12 +18,8 @@ OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 @dataclass(frozen=True)
 class Batch:
-    """A run's global batch, on its devices.
-
-    Args:
-        rows: of an optimizer step, on all devices together.
-        asked: the values of :data:`OPTIONS` in its command.
-    """
+    """A run's global batch: its devices, the rows of a step on all of them, and its command's values of
+    :data:`OPTIONS`."""
 
     devices: int
     rows: int
@@ -45,11 +41,8 @@ def saved_batch(resume: RunCheckpoint) -> Batch | None:
 
 
 def share_of(rows: int, shards: int, most: int) -> tuple[int, int] | None:
-    """The two :data:`OPTIONS` that make a batch of ``rows``, split ``shards`` ways; None: nothing does.
-
-    Args:
-        most: the most rows of a micro-batch for each shard that fit in memory.
-    """
+    """The two :data:`OPTIONS` of a batch of ``rows``, split ``shards`` ways, micro-batches of ``most`` rows at most; or
+    None."""
     share, left = divmod(rows, shards)
     if left:
         return None

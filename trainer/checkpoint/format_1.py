@@ -33,13 +33,7 @@ _VALUES = re.compile(rb"PK\x03\x04.{4}\x00\x00.{16}\x0e\x00(..)archive/data/0", 
 
 
 def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], state: dict[str, Any]) -> None:
-    """Adds fields that older versions of Shardwright did not write to the texts of the checkpoint in ``folder``.
-
-    Args:
-        host: the content of `host.json`.
-        arguments: of `training_args.json`.
-        state: of `trainer_state.json`.
-    """
+    """Adds fields that old versions lack to a checkpoint's `host.json`, `training_args.json`, `trainer_state.json`."""
     arguments.setdefault("optim", "adamw")  # there was no other
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
     host.setdefault("asked_batch", [arguments.get(name) for name in sizes])  # a run never had another

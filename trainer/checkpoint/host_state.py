@@ -28,10 +28,8 @@ def host_state(
     Args:
         learning_rate: the schedule's peak.
         data: the cursor of the next batch.
-        metrics_read: see `TrainStep`.
-        mesh: axis → size.
-        asked_batch: rows of a micro-batch for each device and micro-batches a step, as the command asked for them; a
-            run resumed on other devices may have trained with others.
+        asked_batch: the command's rows of a micro-batch for each device and micro-batches a step; a run resumed on
+            other devices may have trained with others.
     """
     return {
         "step": step,

@@ -27,10 +27,7 @@ def folder_of(output: Folder, step: int) -> Folder:
 
 
 def noted(checkpoint: Folder, output: Folder) -> str:
-    """A run's note of a checkpoint: its name if it lies in ``output``, so that both may move; else its path.
-
-    :func:`noted_folder` goes back.
-    """
+    """A run's note of a checkpoint: its name if it lies in ``output``, so that both may move; else its path."""
     return checkpoint.name if checkpoint.parent == output else checkpoint.absolute
 
 
@@ -85,11 +82,7 @@ def write_lineage(output: Folder, steps: Iterable[int], run: str) -> None:
 
 
 def line_to(output: Folder, step: int, ancestors: Lineage) -> Lineage:
-    """The lineage of ``output``'s checkpoint of ``step``: its ancestors that are unchanged since, and it.
-
-    Args:
-        ancestors: as the checkpoint notes them.
-    """
+    """The lineage of ``output``'s checkpoint of ``step``: its noted ``ancestors`` that are unchanged since, and it."""
     whole = set(whole_steps(output))
     known = {other: mark for other, mark in ancestors.items() if other in whole}
     found = [other for other, mark in known.items() if manifest.mark(folder_of(output, other)) == mark]

@@ -90,11 +90,7 @@ def format_of(files: Iterable[str]) -> int:
 def check(
     folder: Folder, names: Iterable[str] | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Reads files of a checkpoint and compares their sizes and checksums with the manifest's.
-
-    Args:
-        names: as the manifest names them; default: all.
-        progress: called with each count of bytes that were read.
+    """Reads files of a checkpoint, by default all, and compares their sizes and checksums with the manifest's.
 
     Raises:
         UserError: names the file that is missing, cut short, or changed; or there is no manifest.

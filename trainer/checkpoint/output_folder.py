@@ -21,11 +21,9 @@ COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand:
 def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
     """The run's output folder; a resumed run goes on in the one that it has. Nothing is written.
 
-    Args:
-        writes: the folder must be free, for the run fills it.
-
     Raises:
-        UserError: it is a file, or holds something that nothing tells the run to write over.
+        UserError: the run ``writes`` there, and it is a file, or holds something that nothing tells the run to write
+            over.
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
     if not folder.remote and os.path.isfile(str(folder)):

@@ -63,20 +63,15 @@ class RunCheckpoint:
         self.ancestors: Lineage = {int(step): mark for step, mark in self.host.get("lineage", {}).items()}
 
     def __call__(self, name: str) -> Array:
-        """A parameter, a tensor of its optimizer state or a buffer as an array; KeyError if there is none.
-
-        Args:
-            name: the model's own name, stacked or not; for optimizer state, followed by the name in `StateTensor`.
-        """
+        """A parameter or buffer as an array, or, by the parameter's name and `StateTensor`'s, optimizer state; else
+        KeyError."""
         try:
             return self._tensors(name)
         except KeyError:
             return self._tensors(name + BUFFER)
 
     def check_tensors(self, console: Console) -> None:
-        """Reads every tensor file and compares its size and checksum with the manifest's.
-
-        Several hosts share the files, and all of them call this.
+        """Compares every tensor file with its size and checksum in the manifest; several hosts share the files.
 
         Raises:
             UserError: names the file that is missing or damaged.
@@ -118,12 +113,10 @@ class RunCheckpoint:
                 raise self._unusable(manifest.TOKENIZER, error) from error
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
-        """Raises UserError unless the weights are those of ``model``, which is on meta and not stacked.
+        """Raises UserError unless the weights are those of ``model``, on meta and unstacked; with an adapter, the
+        adapter's.
 
-        For a model with an adapter they are the adapter's alone.
-
-        Args:
-            config: the job's, where ``model`` is the text part of a multimodal one.
+        ``config`` is the job's, where ``model`` is the text part of a multimodal one.
         """
         wanted = {name: tuple(t.shape) for name, t in {**own_parameters(model), **saved_buffers(model)}.items()}
         names = (name for name in self._tensors.names() if " " not in name or name.endswith(BUFFER))

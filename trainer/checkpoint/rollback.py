@@ -16,13 +16,7 @@ MOST_TIMES = 3  # to one checkpoint
 
 @dataclass(frozen=True)
 class Back:
-    """A way back.
-
-    Args:
-        step: of the checkpoint.
-        batches: the number of batches behind it that are left out.
-        times: how often the run went back to it, this time included.
-    """
+    """A way back to the checkpoint of ``step``, without the ``batches`` behind it, gone so many ``times``."""
 
     step: int
     batches: int
@@ -30,11 +24,8 @@ class Back:
 
 
 def way_back(before: Back | None, step: int, spike: int) -> Back | None:
-    """The way back from step ``spike`` to the checkpoint of ``step``; None: the run went back to it too often.
-
-    Args:
-        before: the last way back.
-    """
+    """The way back from ``spike`` to the checkpoint of ``step`` after the way ``before``; None: it went there too
+    often."""
     if before is None or before.step != step:
         return Back(step, spike - step, 1)
     # the batches that were left out then are still not behind the checkpoint's cursor
@@ -46,8 +37,7 @@ class Rollbacks:
 
     Attributes:
         resume: the checkpoint to go on from; None: the one its command names.
-        back: the last way back.
-        why: the notice about it.
+        why: the notice about the last way ``back``.
     """
 
     def __init__(self) -> None:

@@ -50,36 +50,23 @@ def own_files(files: Files, index: int) -> list[str]:
 
 
 def holders(files: Files, held: Sequence[Collection[str]]) -> dict[str, int]:
-    """File -> the host that copies it: the first that holds it. A file that no host holds is left out.
-
-    Args:
-        held: for each host, the names of the files that lie whole in its folder.
-    """
+    """File -> the first host that holds it whole, by the names that each host has ``held``; it copies the file."""
     first = {name: next((host for host, names in enumerate(held) if name in names), None) for name in files}
     return {name: host for name, host in first.items() if host is not None}
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A staged checkpoint as one host's folder describes it; its files are not checked yet.
-
-    Args:
-        run: the life of a run that wrote it, as the output folder's lineage names it.
-        files: those of all hosts.
-    """
+    """A checkpoint that the life ``run`` staged, with the ``files`` of all hosts, which are not checked yet."""
 
     run: str
     files: Files
 
 
 def recoverable(found: Sequence[Mapping[int, Staged]], run: str | None, newest: int) -> dict[int, Files]:
-    """The checkpoints, newest first, that the life ``run`` staged after ``newest``: step -> their files.
+    """The checkpoints, newest first, that the life ``run`` staged after step ``newest``: step -> their files.
 
     Another life's are left out: the output folder's run has gone another way since.
-
-    Args:
-        found: each host's staged checkpoints.
-        newest: the step of the output folder's newest checkpoint; -1: it has none.
     """
     wanted: dict[int, Files] = {}
     for staged in found:

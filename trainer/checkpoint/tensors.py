@@ -35,22 +35,15 @@ Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One process's part of a checkpoint's tensors.
-
-    Args:
-        files: the manifest's entries of the files written.
-        pieces: (tensor's name, its dtype, the piece), as the index has them.
-    """
+    """One process's part of a checkpoint's tensors: manifest entries of its files, and (tensor, dtype, piece) of the
+    index."""
 
     files: dict[str, Checksum]
     pieces: list[tuple[str, str, dict[str, Any]]]
 
 
 def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPart:
-    """Writes the shards of ``snapshot`` into files of this process's own.
-
-    Args:
-        process: this process's number, which is in its files' names.
+    """Writes the shards of ``snapshot`` into files that bear the number of this ``process``.
 
     Raises:
         StorageError: the disk or the store did not take it.
@@ -93,10 +86,8 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
-    """Writes the index that joins the parts; returns the manifest's entries of all files of tensors.
-
-    Args:
-        shapes: a tensor's name -> shape of the whole.
+    """Writes the index that joins the parts, by the ``shapes`` of whole tensors; returns all tensor files' manifest
+    entries.
 
     Raises:
         StorageError: the disk or the store did not take it.
@@ -170,14 +161,8 @@ class StoredTensors:
 
 
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
-    """The tensors of the checkpoint in ``folder``.
-
-    Args:
-        files: name -> bytes of the files of tensors.
-
-    Raises:
-        UserError: as :class:`StoredTensors`.
-    """
+    """The tensors of the checkpoint in ``folder``, whose tensor files have so many bytes; raises as
+    :class:`StoredTensors`."""
     return StoredTensors(folder, INDEX, lambda data: read_index(json.loads(data), files))
 
 

@@ -45,11 +45,9 @@ class TrainedModel:
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 
     def write(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
-        adapter in PEFT's, which `PeftModel.from_pretrained` loads onto the model.
+        """Write the model as `AutoModelForCausalLM.from_pretrained` loads it; or the adapter, as `PeftModel` loads it.
 
-        Args:
-            source: of the weights; default: those that are being trained.
+        The weights are those of ``source``, by default those being trained.
         """
         folder = folder if hosts().first else UnwrittenFolder(str(folder))
         live = LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)

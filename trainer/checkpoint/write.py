@@ -110,11 +110,9 @@ class CheckpointWriter:
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
         """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
 
-        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own.
-
-        Returns:
-            the steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this
-                run comes to its step.
+        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own. Returns the
+        steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this run comes
+        to its step.
         """
         self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))
@@ -290,8 +288,7 @@ class CheckpointWriter:
         return files
 
     def _copy_until(self, staging: Staging, newest: int) -> None:
-        """Copies the checkpoints staged up to step ``newest``; one that the disk or the store does not take waits
-        there."""
+        """Copies the checkpoints staged up to step ``newest``; those that can't be written stay there."""
         job = self._copy_hosts
         # the first host says which: another's other thread may be further by one save
         for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
@@ -371,11 +368,7 @@ def _remove_quietly(folder: Folder) -> None:
 def run_texts(
     texts: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, bytes]:
-    """Name -> content of the files that are the same in every checkpoint of a run.
-
-    Args:
-        texts: name -> JSON values of all files but the config's and the tokenizer's.
-    """
+    """Name -> content of the files that are the same in every checkpoint of a run: ``texts``, config and tokenizer."""
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
     if tokenizer is not None:

@@ -62,11 +62,9 @@ class Decoder(Protocol):
         """The guards of the prefill and decode graphs; only one if they are the same."""
 
     def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
-        """Build the graph of the first token behind each prompt; returns its results by name, the token [rows] as
-        :data:`TOKEN`.
+        """Build the graph of each prompt's next token; returns results by name, the token [rows] as :data:`TOKEN`.
 
-        Args:
-            uniform: [rows], drawn from [0, 1): it decides which token is sampled.
+        ``uniform`` [rows], drawn from [0, 1), decides which token is sampled.
         """
 
     def next(self, uniform: torch.Tensor) -> Tensors:
@@ -101,7 +99,6 @@ class Generator:
 
         Args:
             prompts: at most as many as there are rows, none of them empty.
-            seed: the only source of the sampling's random numbers.
             ended: whether the answer to prompt number ``row`` ends with its last token for another reason.
         """
         shape, generator = self.shape, torch.Generator().manual_seed(seed)

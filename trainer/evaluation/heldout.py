@@ -53,8 +53,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluate the held-out sets, or ``sets``; returns log entries, and tells each set's as it ends.
 
-        Args:
-            stoppable: a signal ends it within a batch; of the set that it cut short nothing is told.
+        If ``stoppable``, a signal ends it within a batch, and nothing is told of the set that it cut short.
         """
         entries: dict[str, float] = {}
         for name, rows in (self.sets if sets is None else sets).items():

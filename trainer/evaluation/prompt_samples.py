@@ -95,12 +95,9 @@ def sampling_of(args: TrainingArguments) -> Sampling:
 
 
 def expected_shape(job: Job) -> GenerationShape:
-    """The shape in which a run answers its prompts, known without its data.
+    """The shape in which a run answers its prompts, known without its data; raises as :class:`Samples`.
 
     A tokenizer that the run trains on them makes at most a token of each byte.
-
-    Raises:
-        UserError: as :class:`Samples`.
     """
     prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
     if tokenizer is not None:

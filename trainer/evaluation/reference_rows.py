@@ -31,10 +31,7 @@ FILE = "reference.safetensors"
 
 
 class ReferredRows(StoredRows):
-    """Stored rows with one more column, the starting weights' values; their fingerprint leaves it out.
-
-    Args:
-        column: its name.
+    """Stored rows with one more ``column``, the starting weights' values; their fingerprint leaves it out.
 
     Attributes:
         values: that column, float32 [rows, ...]; None until it is known.
@@ -86,9 +83,7 @@ class Reference:
     ) -> None:
         """Compute the values of all rows with the ``placed`` weights; once ``stopped``, the rest stays NaN.
 
-        Args:
-            batch: the number of rows in a batch, and this process's share, as
-                :func:`shardwright.data.rows.batches.heldout_batches` takes them.
+        ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
         """
         step, size = ReferenceStep(placed), batch[0]
         splits = self._splits()
@@ -162,7 +157,7 @@ def not_one_dataset(*, mixed: bool) -> UserError:
 
 
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
-    """``corpus`` with the reference columns that the objective needs; its held-out sets shrink to the evaluated rows.
+    """``corpus`` with the reference columns that the objective needs, its held-out sets cut to the evaluated rows.
 
     Raises:
         UserError: as :class:`Reference`.

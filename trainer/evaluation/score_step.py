@@ -15,11 +15,7 @@ from shardwright.xla.batch import own_rows, place_batch
 
 
 class ScoreStep:
-    """Scores rows; no logit leaves a device.
-
-    Attributes:
-        guards: (rows, S) → the guard of that shape's graph, which may be compiled once.
-    """
+    """Scores rows; no logit leaves a device. ``guards``: (rows, S) → the guard of that shape's graph."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self.placed = placed

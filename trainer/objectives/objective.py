@@ -83,9 +83,7 @@ def _without_nulls(value: Any) -> Any:
 class Number:
     """An option that only some objectives have; those that share a name share the number.
 
-    Args:
-        fits: whether the loss can be made with a value.
-        why: the kind of number it is, for the error about one that does not fit.
+    ``fits`` tells whether the loss can be made with a value, and ``why`` says to the others what kind of number it is.
     """
 
     default: float

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step.
-
-    Its numbers have options of their own, under transformers' names: ``--adam_beta1``.
-    """
+    """Adam with decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step."""
 
     title = "AdamW"
     about = "two moments"

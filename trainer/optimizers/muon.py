@@ -79,10 +79,9 @@ class Muon(Optimizer):
 
     @classmethod
     def takes(cls, name: str, shape: Sequence[int]) -> bool:
-        """Whether it is a layer's matrix, or one for each expert.
+        """Whether it is a matrix of a layer, or one for each expert.
 
-        The rest are embeddings, head, norms, biases, and kernels of convolutions along a sequence, which are [channels,
-        1, width].
+        The rest are embeddings, head, norms, biases, and convolution kernels, which are [channels, 1, width].
         """
         in_a_layer = any(part == "*" or part[:1].isdigit() for part in name.split("."))
         return in_a_layer and len(shape) > 1 and min(shape[-2:]) > 1 and "bias" not in name
@@ -125,8 +124,7 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.Tensor:
-    """U Vᵀ of ``matrix`` = U S Vᵀ, nearly: its singular values come to lie about 1. [..., rows, columns], laid out as
-    given."""
+    """U Vᵀ of ``matrix`` = U S Vᵀ, nearly: its singular values become about 1. [..., rows, columns], laid out alike."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     wide = layout.split(matrix.mT if tall else matrix, -1)

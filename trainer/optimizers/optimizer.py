@@ -41,7 +41,6 @@ class OnMesh:
         mesh: axis → devices along it, in mesh order.
         spec: the axes that split each dimension.
         stacked: whether dimension 0 is layers, each a parameter of its own.
-        constrain: lays a tensor out.
     """
 
     mesh: Mapping[str, int]

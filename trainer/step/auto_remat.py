@@ -45,7 +45,6 @@ class LayerValue:
         layers: the number of layers that have it.
         bytes: of a chip's part, in all layers.
         flops: a chip's work in a step to compute it again, in all layers.
-        kept: from the forward.
     """
 
     module: str
@@ -111,10 +110,9 @@ def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
 
 
 def _parts(plan: ShardingPlan, module: str) -> int:
-    """The number of parts into which the chips split the output of ``module``.
+    """The number of parts into which the chips split the output of ``module``: a kernel's by all chips.
 
-    They split the tokens, and the columns of a product whose weight is split along the output's dimension. A kernel's
-    output they all split.
+    A product's is split by its tokens, and by its columns where its weight's output dimension is split.
     """
     weight = f"{module}.weight"
     if weight not in plan.specs:

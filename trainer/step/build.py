@@ -46,11 +46,7 @@ _LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, 
 
 
 def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction | None = None) -> PlacedModel:
-    """The job's model with its weights from ``source`` placed on ``mesh``; nothing else is placed.
-
-    Args:
-        loss: the caller's own loss function, in place of the model's; see `Loss`.
-    """
+    """The job's model, its weights from ``source`` placed on ``mesh``, and nothing else; ``loss`` replaces its own."""
     model = on_mesh(job, mesh, job.recipe.activations)
     parameters = place_parameters(model, job.stored, mesh, source)
     return PlacedModel(job, mesh, model, parameters, loss_of(job, model, mesh, loss))

@@ -9,12 +9,7 @@ from shardwright.xla.runtime import program_count, run_now
 
 
 class CompileGuard:
-    """Runs a step, and stops the run where the step compiles again: it says which input or operation changed.
-
-    Args:
-        what: the step's name in messages.
-        expected: the number of compiles that the step may take.
-    """
+    """Runs a step that may compile ``expected`` times, and stops the run at one more: it says what changed."""
 
     def __init__(self, what: str, expected: int) -> None:
         self.what, self.expected = what, expected

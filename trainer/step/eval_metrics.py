@@ -42,9 +42,7 @@ ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[torch.Tensor, torch.
 class Measures:
     """Logits and labels of a batch → sums by name, in a fixed order.
 
-    Args:
-        compute: a user's own function; None: token accuracy alone.
-        names: of its metrics, from :func:`metric_names`.
+    ``names`` are those of ``compute``, a user's own function; None: token accuracy alone.
     """
 
     def __init__(self, compute: ComputeMetrics | None = None, names: tuple[str, ...] = ()) -> None:

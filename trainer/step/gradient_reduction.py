@@ -123,10 +123,8 @@ class PartialGradient:
         return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A tensor [shards, *parameter shape] whose gradient is summed over shards and becomes that of ``parameter``.
-
-        ``parameter`` is one layer's. The tensor's values are never read.
-        """
+        """A tensor [shards, *shape], never read, whose gradient is summed over shards into that of one layer's
+        ``parameter``."""
         return _Leaf.apply(parameter, self)
 
     def _spec(self, layout: Layout) -> PartitionSpec:

@@ -76,11 +76,9 @@ def graph_text(results: Tensors) -> bytes:
 
 
 def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensors]) -> str:
-    """Trace a step once more, and name in words its first operation that ``before`` has not.
+    """Trace a step once more, and name in words its first operation that ``before`` (:func:`graph_text`) has not.
 
-    Args:
-        before: see :func:`graph_text`.
-        results: of the step, computed; those that ``trace`` changes in place keep their values.
+    ``results``, computed, keep their values where ``trace`` changes them in place.
     """
     values = {name: tensor.detach().clone() for name, tensor in results.items()}
     lines = _Lines()

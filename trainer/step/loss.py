@@ -136,11 +136,7 @@ class Loss:
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
     def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """The model's logits [rows, S, V] in evaluation, of inputs such as ``input_ids`` [rows, S]; no labels.
-
-        Raises:
-            UserError: as a call.
-        """
+        """The logits [rows, S, V] in evaluation of inputs such as ``input_ids`` [rows, S]; raises as a call."""
         if self.pieces is None:
             return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
         length = inputs["input_ids"].shape[1]

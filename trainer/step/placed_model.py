@@ -16,12 +16,7 @@ from shardwright.xla.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A model on its mesh. Steps of any kind share its parameters.
-
-    Args:
-        model: as it runs; it holds the buffers.
-        parameters: name → placed parameter. Steps and export share this dict.
-    """
+    """A model on its mesh, with its buffers. Steps of any kind and export share the dict of its placed parameters."""
 
     job: Job
     mesh: DeviceMesh

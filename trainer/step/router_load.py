@@ -44,11 +44,8 @@ class Routing:
         return sum(count + 1 for count in self.experts.values())
 
     def shares(self, recorded: Tensors) -> torch.Tensor:
-        """For each layer every expert's share of the (token, choice) pairs, and then the share dropped: [size].
-
-        Args:
-            recorded: of :func:`totals`.
-        """
+        """For each layer every expert's share of the (token, choice) pairs, and the share dropped: [size]; from
+        :func:`totals`."""
         flat, device = [], next(iter(recorded.values())).device
         for name, own in self.stacks.items():
             count = self.experts[own[0]]

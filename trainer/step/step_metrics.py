@@ -52,11 +52,8 @@ class StepMetrics:
 class MetricsLayout:
     """The place of each number.
 
-    Args:
-        logged: names of the objective's logged values.
-
     Attributes:
-        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``.
+        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``, the objective's.
         slots: name → its numbers. Behind those of ``names`` stand ``expert_shares`` (`Routing.shares`),
             ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered`` is all up
             to the shares, which begins anew with a reading.

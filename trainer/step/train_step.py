@@ -202,7 +202,6 @@ class TrainStep:
 
         Args:
             found: this step's loss and gradient norm.
-            recorded: the metrics of :meth:`loss_and_gradients`.
             flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
                 token was scored.
             spikes: the new state of the spike watch.
@@ -227,10 +226,8 @@ class TrainStep:
         self.metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
-
-        A parameter that takes no part in the loss has no gradient.
-        """
+        """Loss, gradients laid out as their parameters (none outside the loss), and metrics of [rows, micro-batches,
+        ...]."""
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
         # and an auxiliary loss, which is a mean already, is averaged. So does what other objectives count.
