@@ -30,7 +30,6 @@ class RunInputs:
     """Python objects passed to Trainer that no option can name.
 
     Args:
-        recipe: in place of the one that the arguments name.
         model: the starting weights; on the CPU.
         config: of ``model``, or of a random init.
         train: records to train on.

@@ -66,7 +66,6 @@ class TrainingLoop:
         resume: the checkpoint to go on from, under whatever recipe and mesh it was saved.
         callbacks: transformers callbacks; docs/run.md says what they are told, and when.
         compute_loss: the loss, of the model's outputs, in place of its own.
-        compute_metrics: further metrics of an evaluation.
         goes_on_after: whether the run begins again after an error, so that the model is not written out then.
         after: the error that ended the process before this one, if the run itself goes on after it.
         lock: the output folder's, where the caller holds it already; else :meth:`train` takes it.
@@ -293,8 +292,10 @@ class TrainingLoop:
         self.stop.after_step(step)
 
     def _log_evaluate_save(self) -> None:
-        """Log, evaluate and save, as the control says. A stop by signal saves first, so that a resumed run logs as this
-        would."""
+        """Log, evaluate and save, as the control says.
+
+        A stop by signal saves before it logs: the saved state is that of a run that went on.
+        """
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
             self.log.steps(self._last_rate)

@@ -113,8 +113,7 @@ class RunCheckpoint:
                 raise self._unusable(manifest.TOKENIZER, error) from error
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
-        """Raises UserError unless the weights are those of ``model``, on meta and unstacked; with an adapter, the
-        adapter's.
+        """Raises UserError unless the weights are those of ``model``, on meta and unstacked, or of its adapter.
 
         ``config`` is the job's, where ``model`` is the text part of a multimodal one.
         """
@@ -219,11 +218,8 @@ def find_checkpoint(
     """The checkpoint that ``--resume_from_checkpoint`` asks for: a path's, or the newest whole one of ``output``.
 
     ``latest`` passes over damaged ones, and says so; it does not see those that were set aside. None if nothing was
-    asked for, or nothing was saved yet. Several hosts find the same.
-
-    Args:
-        accept: raises UserError if the run can't go on from a checkpoint. It is called before the tensor files are
-            read, and its error ends the search.
+    asked for, or nothing was saved yet. Several hosts find the same. ``accept`` raises UserError if the run can't go on
+    from a checkpoint, before its tensor files are read, which ends the search.
 
     Raises:
         UserError: the checkpoint at the path is damaged or not there; all of ``output`` are damaged; or ``accept``'s.

@@ -27,16 +27,11 @@ CHANGE_NO_NUMBER = frozenset(
 
 
 def differences(saved: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
-    """A line for each key that changes numbers in which ``saved`` and ``config`` differ; none: one model.
+    """A line for each key that changes numbers in which ``saved``, a `config.json`, and ``config`` differ.
 
     The class of ``config`` reads ``saved``, so that a key which another version of transformers did not write has the
-    class's default, and one that it spelt otherwise (`rope_theta`) is found where it is now.
-
-    Args:
-        saved: the `config.json` of a checkpoint.
-
-    Raises:
-        Exception: any error of transformers on a ``saved`` that it can't read.
+    class's default, and one that it spelt otherwise (`rope_theta`) is found where it is now. Raises any error of
+    transformers on a ``saved`` that it can't read.
     """
     if saved["model_type"] != config.model_type:
         return [f"model_type {saved['model_type']} (the job's is {config.model_type})"]

@@ -244,10 +244,7 @@ def recover(
 ) -> None:
     """Copy the checkpoints that the output folder's run left staged, and say which can't be copied.
 
-    All hosts call it, whatever numbers they had then.
-
-    Args:
-        claimed: holds the output folder inside its ``with``.
+    All hosts call it, whatever numbers they had then; ``claimed`` holds the output folder inside its ``with``.
 
     Raises:
         UserError: as ``claimed``.

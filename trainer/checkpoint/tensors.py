@@ -86,8 +86,7 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
-    """Writes the index that joins the parts, by the ``shapes`` of whole tensors; returns all tensor files' manifest
-    entries.
+    """Writes the index of the parts, by the ``shapes`` of whole tensors; returns the manifest's entries of all files.
 
     Raises:
         StorageError: the disk or the store did not take it.
@@ -108,8 +107,7 @@ class StoredTensors:
     ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round.
 
     Args:
-        listing: the name of the file that lists them.
-        read: its content -> the tensors; raises an error, of many types, if it is none.
+        listing: the file that lists them; ``read`` makes the tensors of its content, or raises an error, of many types.
         begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
 
     Raises:

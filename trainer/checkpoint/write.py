@@ -67,7 +67,6 @@ class CheckpointWriter:
         texts: name -> content of the files that are the same in every checkpoint.
         limit: the number of the run's own checkpoints to keep; None: all.
         check_held: raises TakenOver once ``output`` is another run's.
-        staging: where a checkpoint is written first.
         notice: says from any thread that a checkpoint took another way than asked.
     """
 
@@ -151,12 +150,8 @@ class CheckpointWriter:
     ) -> tuple[float, Saved | None]:
         """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
-        Args:
-            urgent: the process may be killed soon, so a checkpoint that is still copied from the staging folder is not
-                waited for.
-
-        Returns:
-            the seconds that the copy took, for which training stood still; and the write that was waited for.
+        If ``urgent``, as the process may be killed soon, it does not wait for a copy from the staging folder. Returns
+        the seconds that the copy to the host took, for which training stood still; and the write that was waited for.
 
         Raises:
             StorageError: the write before failed.
@@ -189,13 +184,9 @@ class CheckpointWriter:
         return None
 
     def wait(self, *, must_arrive: bool = True) -> Saved | None:
-        """Waits for the write under way, and for the copies of staged checkpoints to ``output``.
+        """Waits for the write under way, which it returns, and for the copies of staged checkpoints to ``output``.
 
-        Args:
-            must_arrive: a checkpoint that could not be copied there is tried once more, and then an error.
-
-        Returns:
-            the write that was waited for; None if there was none.
+        If they ``must_arrive``, those that could not be copied are tried once more.
 
         Raises:
             StorageError: it failed.

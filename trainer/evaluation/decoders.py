@@ -36,7 +36,6 @@ class CachedDecoder:
 
     Args:
         loss: of the model whose layers run one by one, with an attention that takes masks.
-        parameters: returns its current parameters.
         axes: the mesh axes that split rows, and those that split heads where they can.
     """
 

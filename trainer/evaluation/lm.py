@@ -42,8 +42,7 @@ class LM(TemplateLM):
     request loses its beginning, as in the harness's own models.
 
     Args:
-        placed: such as a loop's ``placed``; its current weights are used, and its job's ``sequence_length`` is the
-            longest row.
+        placed: such as a loop's ``placed``; its current weights are used.
 
     Attributes:
         score: the step that scores rows; its ``compiles`` are counted.

@@ -30,12 +30,7 @@ _SHOWN = 200  # characters of a prompt, and of an answer, on the console
 class Samples:
     """Answers the prompts of a run, and keeps the answers of all its lives.
 
-    Args:
-        folder: the run's output folder.
-        resume: the checkpoint that the run goes on from; answers of its own and earlier steps are kept.
-
-    Attributes:
-        entries: ``step``, ``prompt`` and ``answer``, in order.
+    A resumed run keeps the answers of its checkpoint's step and earlier ones.
 
     Raises:
         UserError: the prompts can't be read or have no tokens, or they and the answers are longer than the model's

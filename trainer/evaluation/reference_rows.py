@@ -53,14 +53,7 @@ class ReferredRows(StoredRows):
 
 
 class Reference:
-    """The rows of a run, and the starting weights' values of them.
-
-    Args:
-        objective: it compares with these values.
-
-    Attributes:
-        train: the rows to train on with that column.
-        sets: evaluated rows, by the names of their sets.
+    """The rows of a run, to train on and by the names of evaluated sets, with the starting weights' values.
 
     Raises:
         UserError: the rows are not stored.

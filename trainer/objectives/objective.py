@@ -100,15 +100,13 @@ class Objective:
         length: tokens of a row at most.
 
     Attributes:
-        title: as people write it.
         learns: the thing learned, in words.
-        options: name → option.
         shapes: the records that it reads, in the order in which they are recognised.
-        refuses: option → why it can't be combined with this objective.
         parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
             own, the mean cross entropy of the scored targets, and :meth:`counts` their number, 0-d.
         logged: names of values logged beside the loss: means, divided by the first count.
         reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
+        refuses: option → why it can't be combined with this objective.
     """
 
     title: ClassVar[str]

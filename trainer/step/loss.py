@@ -88,7 +88,6 @@ class Loss:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
             batch: name → tensor [rows, S].
             tokens: the objective's counts, by which the parts of the loss are divided.
-            training: whether dropout, capacities and the load-balancing loss apply.
             random_key: the source of all random numbers; None: nothing may be random.
             measure: (logits, labels) → further values to log, by name.
             by_counts: ``measure`` is wanted for :data:`CORRECT` alone, which needs no logits.
