@@ -217,14 +217,12 @@ def check_records(what: str, records: Any) -> None:
 
 
 def _described(records: Records) -> str:
-    """Describe the records in the run's saved arguments."""
     if isinstance(records, Dataset):
         return f"a Dataset of {len(records)} records"
     return "an IterableDataset" if isinstance(records, IterableDataset) else os.fspath(records)
 
 
 def _adapter(config: Any, args: TrainingArguments, given: RunInputs) -> dict[str, Any]:
-    """Translate a LoraConfig into options."""
     if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
         raise _kind("peft_config", config, "a peft.LoraConfig")
     recipe = given.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))

@@ -71,7 +71,7 @@ class Job:
         settings = Settings.of(args)
         written = None if recipe is None and args.recipe == AUTO else effective_recipe(args, recipe)
         facts = facts_of(config or load_config(args.model, written or UNMADE))
-        # what the model itself can't do is refused before a device is asked for
+        # a job that the model can't do is refused before a device is asked for
         check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
         return cls(written or _made_recipe(args, facts, devices), settings, devices, facts)
@@ -126,7 +126,7 @@ class Job:
 
     @property
     def notice(self) -> str:
-        """Tell the user how the layers run; empty if they run as the recipe says."""
+        """A notice to the user that the layers run otherwise than the recipe says; empty if they do not."""
         return f"its layers run one by one: {self._assembled[1]}" if self._assembled[1] else ""
 
     @functools.cached_property
@@ -204,7 +204,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.rows * self.args.sequence_length
 
     def fingerprint(self) -> dict[str, str]:

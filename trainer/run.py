@@ -75,7 +75,6 @@ class Start:
 
     @property
     def data(self) -> DataOptions:
-        """The data, and how they become rows."""
         given = self.given
         return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model)
 

@@ -95,7 +95,6 @@ def _key(name: Any, offsets: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _size(made: Any) -> list[int]:
-    """The numbers of a `torch.Size`."""
     (numbers,) = made.arguments
     if type(numbers) is not tuple or any(type(number) is not int for number in numbers):
         raise TypeError("a size that is none")

@@ -63,7 +63,6 @@ def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
 
 
 def checksum(data: bytes) -> Checksum:
-    """A file's size and checksum as the manifest holds them."""
     return {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
 
 
@@ -73,7 +72,6 @@ def is_whole(folder: Folder) -> bool:
 
 
 def is_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint holds tensors; all others are small."""
     return TENSORS.fullmatch(name) is not None
 
 

@@ -14,9 +14,9 @@ CHANGE_NO_NUMBER = frozenset(
     {
         # where it came from, and what wrote it
         *("_name_or_path", "architectures", "transformers_version"),
-        # what is stored in which dtype is the run's choice, and other_options says so
+        # stored dtypes are the run's choice, and other_options names them
         *("dtype", "torch_dtype"),
-        # what a forward hands back, or keeps for generation; Loss says itself whether router logits are wanted
+        # outputs of a forward, and its cache for generation; Loss says itself whether router logits are wanted
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
         # labels of classifiers
         *("id2label", "label2id", "problem_type"),

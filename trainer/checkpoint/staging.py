@@ -133,7 +133,6 @@ class Staging:
             manifest.remove(folder_of(self.place, step))
 
     def leave(self) -> None:
-        """Removes the place, if nothing lies there any more."""
         with contextlib.suppress(OSError):
             os.rmdir(str(self.place))
 

@@ -189,7 +189,6 @@ class _Stored:
         return out
 
     def _read(self, name: str, parts: Sequence[tuple[Piece, Slices, Slices]], out: torch.Tensor) -> None:
-        """Copies slices of the pieces in a file to their slices of ``out``."""
         folder = self.tensors.folder
         try:
             with folder.open(name, "rb") as file:

@@ -72,17 +72,14 @@ class LM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text."""
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, for the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation in the tokenizer's chat template, as text."""
         try:
             text = self.tokenizer.apply_chat_template(
                 chat_history,

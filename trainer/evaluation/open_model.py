@@ -99,7 +99,6 @@ def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None)
 
 
 def _has_model(folder: str) -> bool:
-    """Whether a folder with an adapter is a whole model's too."""
     return any(Path(folder).glob("model*.safetensors"))
 
 

@@ -101,7 +101,6 @@ def expected_shape(job: Job) -> GenerationShape:
 
 
 def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
-    """The shape in which prompts of ``lengths`` tokens are answered."""
     shards = job.row_shards
     rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
     shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)

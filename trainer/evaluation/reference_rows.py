@@ -47,7 +47,6 @@ class ReferredRows(StoredRows):
         return self.plain.fingerprint
 
     def read(self, numbers: np.ndarray) -> Columns:
-        """The rows of these numbers. [rows, S]"""
         assert self.values is not None, "what the starting weights say is not known yet"
         return {**super().read(numbers), self.column: self.values[numbers]}
 
@@ -68,7 +67,6 @@ class Reference:
 
     @property
     def known(self) -> bool:
-        """Whether all values are computed or loaded."""
         return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self._splits().values())
 
     def compute(

@@ -50,7 +50,6 @@ class ReferenceStep:
             yield sharding.fetch(found["values"]).numpy()
 
     def trace(self, batch: Tensors) -> torch.Tensor:
-        """Build the graph of ``batch``, and run nothing."""
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():

@@ -23,7 +23,6 @@ class ScoreStep:
 
     @property
     def compiles(self) -> int:
-        """Compiles so far, of all shapes."""
         return sum(guard.compiles for guard in self.guards.values())
 
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[torch.Tensor]:

@@ -56,7 +56,6 @@ class RecordShape:
 
     @property
     def is_chat(self) -> bool:
-        """Whether every record needs a chat template."""
         return self.name in ("messages", "conversations")
 
     def document(self, record: Mapping[str, Any]) -> str | None:
@@ -123,7 +122,6 @@ class Objective:
 
     @classmethod
     def refusals(cls) -> dict[str, str]:
-        """Option or argument → why it can't be combined with this objective."""
         reference = _REFERENCE if cls.reference else {}
         return {**(_LOSS_OF_ITS_OWN if cls.parts else {}), **reference, **cls.refuses}
 

@@ -47,7 +47,6 @@ class Matrices(OnMesh):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split a matrix."""
         return tuple(axis for entry in self.spec[-2:] for axis in entry)
 
     def by_layers(self) -> Matrices:

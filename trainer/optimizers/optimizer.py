@@ -28,7 +28,6 @@ def fits(option: Field[Any], value: Any) -> bool:
 
 
 def range_text(option: Field[Any]) -> str:
-    """The values that an entry's ``option`` may have, in words."""
     said = option.metadata
     return " or ".join(said["words"]) if said["words"] else f"in [{said['least']:g}, {said['below']:g})"
 

@@ -26,7 +26,7 @@ from shardwright.models.layers.decoder_layers import DecoderLayers
 from shardwright.report.units import size
 
 AUTO = "auto"
-# what changes the memory of a step, beside the recipe and the model
+# the options that change the memory of a step, beside the recipe and the model
 _COUNTED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "packing", "isolate_documents"),
     *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
@@ -94,7 +94,6 @@ def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
 
 
 def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
-    """Cells under :data:`VALUES_HEADER`."""
     return [
         (
             value.module,
@@ -126,7 +125,6 @@ def is_auto(job: Job) -> bool:
 
 
 def with_remat(job: Job, remat: str | float) -> Job:
-    """``job`` under another remat policy."""
     return replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, remat=remat)))
 
 

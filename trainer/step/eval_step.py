@@ -39,7 +39,6 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
     def named(self, prefix: str) -> dict[str, float]:

@@ -162,7 +162,6 @@ def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> 
 
 
 def token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_inside: Sequence[str]) -> tuple[str, ...]:
-    """The axes that split the tokens where they meet the parameter."""
     # With capacity, tokens have crossed the axes that split the experts, which then split no expert's tokens.
     crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_inside
     return tuple(axis for axis in recipe.batch if not (crosses and axis in entry.axes_of(0)))

@@ -107,9 +107,7 @@ class Loss:
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
-        if (
-            self.router_loss and training and packed
-        ):  # the load-balancing loss leaves out what this mask marks as padding
+        if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None

@@ -72,8 +72,6 @@ def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, 
 
 
 def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
-    """``spec`` on ``mesh``, in the form that an optimizer takes."""
-
     def constrain(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
 

@@ -63,7 +63,6 @@ class SpikeWatch:
 
     @property
     def size(self) -> int:
-        """The length of the state."""
         return len(_FIELDS) + 2 * self.window
 
     def skipped(self, state: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,6 @@ def _median(values: torch.Tensor) -> torch.Tensor:
 
 
 def spike_watch(args: TrainingArguments) -> SpikeWatch | None:
-    """The spike watch that ``args`` ask for; None: they ask for none."""
     skips = args.on_spike == "skip"
     return None if args.on_spike == "no" else SpikeWatch(args.spike_window, args.spike_threshold, skips)
 

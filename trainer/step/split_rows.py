@@ -1,4 +1,4 @@
-"""Rows whose tokens are split over devices, in the order in which they lie there.
+"""Reordering of rows whose tokens are split over devices.
 
 Rows are reordered inside the graph, around the model's call. Outside, batches and logits have a row's own order: token
 ids are small, and every device of a row is given all of them.
@@ -29,7 +29,6 @@ class RowPieces:
 
     @property
     def count(self) -> int:
-        """The number of devices that share a row."""
         return self.mesh.shape()[self.axis]
 
     def inputs(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:

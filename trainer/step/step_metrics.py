@@ -69,7 +69,6 @@ class MetricsLayout:
         self.slots["gathered"] = slice(0, self.slots["expert_shares"].stop)
 
     def number(self, metrics: torch.Tensor, name: str) -> torch.Tensor:
-        """The one number under ``name``, 0-d."""
         return metrics[self.slots[name].start]
 
     def with_replaced(self, gathered: torch.Tensor, replaced: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -88,7 +87,7 @@ class MetricsLayout:
         metrics = torch.zeros(self.size)
         if restored:
             saved = restored("metrics")
-            # of another window nothing can be used
+            # the spikes' state of another window is of no use
             known = self.size if saved.shape[0] == self.size else min(saved.shape[0], self.slots["spikes"].start)
             metrics[:known] = saved[(slice(0, known),)]
         return metrics

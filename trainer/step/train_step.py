@@ -307,7 +307,6 @@ class TrainStep:
 
 
 def step_name(length: int, lengths: Sequence[int]) -> str:
-    """The name of the step on rows of ``length`` tokens, one of ``lengths``."""
     return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
 
 
