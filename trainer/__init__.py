@@ -36,7 +36,7 @@ __all__ = [
     "train",
 ]
 __version__ = "0.1.0"  # pyproject.toml reads it here
-# public name → the module that defines it
+# public name → its module
 _LATER = {
     "Job": "job",
     "Trainer": "trainer",

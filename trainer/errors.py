@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
-LOST = 76  # a host of the job was lost, or a step hung: started again, the same command goes on
+INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
+PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; the same command goes on
+LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
 
-_SCRIPTS = Path(__file__).parents[1] / "scripts"  # of a checkout
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL: `user:password@`
+_SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
 class UserError(Exception):
@@ -27,7 +27,7 @@ class UserError(Exception):
         why: why the two can't go together.
     """
 
-    code = 2  # the exit code of a script that it ends
+    code = 2  # the script's exit code
 
     def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
         self.asked, self.found, self.why, self.instead = asked, found, why, instead

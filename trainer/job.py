@@ -33,7 +33,7 @@ from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
 
-HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
+HALVINGS, SHORTEST = 3, 32  # of a row, without packing: how often it is halved at most, and its fewest tokens
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Job:
 
         Each costs a compile, and a row shorter than the shortest saves next to nothing.
         """
-        length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # of a row
+        length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # devices that share a row
         halves = [length >> n for n in range(HALVINGS + 1) if length % (1 << n) == 0] if not self.args.packing else []
         return tuple(sorted({length} | {half for half in halves if half >= SHORTEST and half % sharers == 0}))
 
@@ -209,7 +209,7 @@ class Job:
     def fingerprint(self) -> dict[str, str]:
         """Texts that must be equal on every host, which would else wait for another for ever: arguments, recipe, model,
         code."""
-        own = ("output_dir", "staging_dir")  # which the first host chooses for all, and each for itself
+        own = ("output_dir", "staging_dir")  # the first host chooses the one for all, each host the other for itself
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}
         return {

@@ -118,7 +118,7 @@ class TrainingLoop:
             self.watch.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
 
         # ---- weights and steps ----
-        if (words := notice(*job.unused)) is not None and job.lora is None:  # refuses a loss of no parameter
+        if (words := notice(*job.unused)) is not None and job.lora is None:  # job.unused refuses a loss of no parameter
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
             self.placed = placed = place_model(job, self.mesh, weights_of(job, self.base, resume), loss=compute_loss)
@@ -222,7 +222,7 @@ class TrainingLoop:
     def _event(self, name: str, **more: Any) -> None:
         """Tell the callbacks of an event, and take the control they return. The watchdog counts it as progress."""
         hosts().watchdog.moved(self.state.global_step)
-        args: Any = self.args  # they want transformers' own class; ours has the fields that they read
+        args: Any = self.args  # not transformers' class, but with the fields that callbacks read
         self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
 
     def _loop(self) -> None:

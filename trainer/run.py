@@ -258,7 +258,7 @@ def _prepared(
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
         job = elastic.with_kept_batch(job, resume)
-    # a checkpoint of an adapter, or of a part, holds no more than that
+    # a checkpoint of an adapter, or of a part of a model, holds nothing else
     needed = resume is None or job.facts.is_part or job.lora is not None
     source: Source | None = given.weights(job.facts.whole) if needed else None
     if needed and args.model and has_weights(args.model):

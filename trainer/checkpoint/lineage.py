@@ -72,7 +72,7 @@ def run_of(output: Folder) -> str | None:
         return None
     try:
         return str(json.loads(output.read(LINEAGE))["run"])
-    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or of no life
+    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or without a life
         return None
 
 

@@ -18,7 +18,7 @@ from shardwright.files.folder import TEMPORARY, Folder, StorageError
 
 FORMAT = 2  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"
-# tensor files hold nearly all of a checkpoint's bytes, and an index lists the tensors; second are those of format 1
+# tensor files, nearly all of a checkpoint's bytes, and the list of the tensors; the second are format 1's
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
 TEXTS = (
@@ -27,7 +27,7 @@ TEXTS = (
 )
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
-LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors has some 150 for each shard of each
+LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
 LARGEST_MANIFEST = 64 << 20
 Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 checksum in hexadecimal}
 

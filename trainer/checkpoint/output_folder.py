@@ -15,7 +15,7 @@ from shardwright.files.lock import LOCK, FolderLock
 from shardwright.hosts.hosts import hosts
 
 _LOOKS = 30  # at the first host's lock, a second apart
-COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand: the run's page links it
+COMPILE_PAGE = "compile.html"  # a compile report, put there beforehand: the run's page links it
 
 
 def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
@@ -49,7 +49,7 @@ def claim(lock: FolderLock) -> Iterator[None]:
         try:
             held.enter_context(lock)
         except StorageError as error:
-            raise StorageError(  # which it still is: to a run that had the folder before, it may come back
+            raise StorageError(  # still transient: the folder may come back to a run that had it before
                 asked=f"--output_dir {lock.folder}",
                 found=error.found,
                 why="the run writes its model and its log there",

@@ -32,7 +32,7 @@ from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
-BUFFER = " buffer"  # what follows a buffer's name, as the names of optimizer state follow a parameter's
+BUFFER = " buffer"  # follows a buffer's name, as the names of optimizer state follow a parameter's
 
 
 class RunCheckpoint:
@@ -107,7 +107,7 @@ class RunCheckpoint:
                     Path(local, name.removeprefix(within)).write_bytes(self.folder.read(name))
             try:
                 tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
-                tokenizer("text")  # some of its settings are looked at no earlier
+                tokenizer("text")  # it reads some settings only now
                 return tokenizer
             except Exception as error:  # of many types, as for the config
                 raise self._unusable(manifest.TOKENIZER, error) from error
@@ -184,7 +184,7 @@ class RunCheckpoint:
             return value
         except UserError:
             raise
-        except Exception as error:  # of many types: values of other types fail in whatever is asked of them
+        except Exception as error:  # of many types: values of wrong types fail anywhere
             raise self._unusable(name, error) from None
 
     def _check_listed(self, name: str) -> None:

@@ -28,7 +28,7 @@ def way_back(before: Back | None, step: int, spike: int) -> Back | None:
     often."""
     if before is None or before.step != step:
         return Back(step, spike - step, 1)
-    # the batches that were left out then are still not behind the checkpoint's cursor
+    # the checkpoint's cursor still stands before the batches that were left out then
     return Back(step, before.batches + spike - step, before.times + 1) if before.times < MOST_TIMES else None
 
 

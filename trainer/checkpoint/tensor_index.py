@@ -84,7 +84,7 @@ def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
 
     A mesh cuts every dimension of a tensor for all of the others alike, so shards always are such cells.
     """
-    cuts: list[dict[int, int]] = [{} for _ in shape]  # of each dimension: where a cell begins -> its size
+    cuts: list[dict[int, int]] = [{} for _ in shape]  # for each dimension: begin of a cell -> its size
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False

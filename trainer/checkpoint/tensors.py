@@ -124,7 +124,7 @@ class StoredTensors:
         self.folder, self.begin, data = folder, begin, folder.read(listing)
         try:
             self.entries = read(data)
-        except Exception as error:  # of many types: values of other types fail in whatever is asked of them
+        except Exception as error:  # of many types: values of wrong types fail anywhere
             found = f"{type(error).__name__}: {str(error)[:300]}"
             raise damaged(folder, f"{listing} is no list of tensors ({found})") from None
         # name of a layer's tensor -> the stack that it is in, and where

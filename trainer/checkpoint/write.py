@@ -81,7 +81,7 @@ class CheckpointWriter:
     ) -> None:
         self.output, self.texts, self.limit, self.check_held = output, texts, limit, check_held
         self.staging, self.notice = staging, notice
-        self.lineage: Lineage = {}  # those that are still only staged included
+        self.lineage: Lineage = {}  # including those that are only staged so far
         self.run = ""  # this life's name
         self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -91,7 +91,7 @@ class CheckpointWriter:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
         self._copying: Future[None] | None = None
         self._waiting: dict[int, int | None] = {}  # staged, not yet in `output` -> the best step when it was saved
-        self._problem = ""  # why
+        self._problem = ""  # why a copy failed
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -165,7 +165,7 @@ class CheckpointWriter:
         pause = time.perf_counter() - started
         host = {**host, "lineage": {str(step): mark for step, mark in self.lineage.items()}}
         texts = {**self.texts, "host.json": as_json(host), "trainer_state.json": as_json(asdict(trainer_state))}
-        # one of another folder, which is a path, is not this run's to remove
+        # a path, to another folder's checkpoint, is not this run's to remove
         match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
         best = int(match[1]) if match else None
         self._writing = self._thread.submit(self._write, host["step"], snapshot, shapes, texts, best, urgent)
@@ -179,7 +179,7 @@ class CheckpointWriter:
         """
         if self._writing is not None:
             return self._written() if self._writing.done() else None
-        if self._copying is not None and self._copying.done():  # and no write is under way that begins another
+        if self._copying is not None and self._copying.done():  # and no write under way begins another
             self._copied()
         return None
 
@@ -281,7 +281,7 @@ class CheckpointWriter:
     def _copy_until(self, staging: Staging, newest: int) -> None:
         """Copies the checkpoints staged up to step ``newest``; those that can't be written stay there."""
         job = self._copy_hosts
-        # the first host says which: another's other thread may be further by one save
+        # the first host says which: the other thread of another host may be a save ahead
         for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
             source, started = folder_of(staging.place, step), time.perf_counter()
             try:
@@ -297,7 +297,7 @@ class CheckpointWriter:
             best = self._waiting.pop(step)
             self.notice(f"staging: checkpoint-{step} is in {self.output} after {time.perf_counter() - started:.1f} s")
             staging.remove(step)
-            with contextlib.suppress(StorageError):  # an old one too many is the next copy's to remove
+            with contextlib.suppress(StorageError):  # the next copy removes one too many
                 self._expire(job, best)
 
     def _copy(self, source: Folder, target: Folder) -> Files:
@@ -314,7 +314,7 @@ class CheckpointWriter:
             files = fill(folder)
             job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
-            if job.first and not manifest.is_whole(folder):  # it is, where another host died just after
+            if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
                 _remove_quietly(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now

@@ -100,7 +100,7 @@ class CachedDecoder:
             if "logits_to_keep" in inspect.signature(self.loss.model.forward).parameters:  # as generate() does
                 given["logits_to_keep"] = 1
             logits = self.loss.logits(self._parameters, given)[:, -1]
-            # where the head's shards are first: of few rows the partitioner would gather the head, not the logits
+            # first as the head is split: for few rows the partitioner would gather the head instead of the logits
             logits = sharding.constrain(logits, self.mesh, (self.rows, self._splitting(logits.shape[1])))
             logits = self._laid_out(logits)
             self._token = self._laid_out(choose(logits, self.sampling, uniform))

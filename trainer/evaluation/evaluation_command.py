@@ -21,7 +21,7 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     Raises:
         UserError: options that can't be; no such tasks, or their data can't be read; no lm_eval.
     """
-    from shardwright.evaluation.lm import LM  # first: it says so where there is no lm_eval
+    from shardwright.evaluation.lm import LM  # first: its error says that there is no lm_eval
 
     # isort: split
     from lm_eval import simple_evaluate

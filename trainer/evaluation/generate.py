@@ -18,7 +18,7 @@ from shardwright.model.facts import ModelFacts
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
 
-TOKEN = "next token"  # the name of what a graph computes
+TOKEN = "next token"  # the name of a graph's result
 _CACHED = {"full_attention", "sliding_attention", "dummy"}
 
 
@@ -145,7 +145,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> t
     share = torch.where(before < sampling.top_p, share, 0.0)
     reached = share.cumsum(-1)
     index = (reached <= uniform.unsqueeze(-1) * reached[:, -1:]).sum(-1, keepdim=True)
-    # where rounding made the draw reach the sum itself, the last token that has a share
+    # rounding may make the draw reach the sum itself: then the last token that has a share
     index = torch.minimum(index, (share > 0).sum(-1, keepdim=True) - 1)
     return tokens.gather(-1, index).squeeze(-1)
 

@@ -31,7 +31,7 @@ except ImportError as error:
 
 _NEW_TOKENS = 256  # of an answer, where a task does not say; as in the harness's own models
 SHORTEST = 64  # tokens of the shortest rows; each further length is twice as long
-Request = tuple[Any, list[int], list[int]]  # what the harness calls it by; the context's tokens, the continuation's
+Request = tuple[Any, list[int], list[int]]  # the harness's key; tokens of the context, of the continuation
 
 
 class LM(TemplateLM):

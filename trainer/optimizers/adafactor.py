@@ -11,7 +11,7 @@ from shardwright.optimizers.optimizer import Optimizer, State, Update, number
 if TYPE_CHECKING:
     import torch
 
-_SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # of squared gradients, and the least scale of a parameter
+_SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # added to squared gradients; the least scale of a parameter
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Muon(Optimizer):
     rest = AdamW
 
     momentum: float = number(0.95, "its decay, in Nesterov's form", least=0, below=BELOW_ONE)
-    # five are the practice, and each is compiled
+    # five are usual, and each is compiled
     ns_steps: int = number(5, "turns of Newton and Schulz's iteration", least=1, below=21)
     # unlike torch.optim.Muon's default, since one learning rate is for Muon's part and for AdamW's
     adjust_lr_fn: str = number(

@@ -42,7 +42,7 @@ from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, chip_of, device_order
 
-_LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
+_LONGEST_RING = 4  # along one dimension of the torus: few are shorter, and all are its multiples
 
 
 def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction | None = None) -> PlacedModel:
@@ -113,7 +113,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
             keep=not isinstance(remat, str) or remat == "none",
-            # a loop over layers would copy it into a stack and out of it, which takes longer than to make it again
+            # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
             keep_all=not job.recipe.compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_cost.buffer_bytes(flops_a_byte),

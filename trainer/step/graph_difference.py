@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops.partial_gradients import Tensors
 
-Trace = Callable[[Tensors], Tensors]  # a batch → the results of the graph that is built of it
+Trace = Callable[[Tensors], Tensors]  # a batch → the results of its graph
 
 _LIBRARY = sysconfig.get_paths()["purelib"]
-_PASSED = (f"{_LIBRARY}/torch/", f"{_LIBRARY}/torch_xla/")  # nobody wrote an operation of the model there
+_PASSED = (f"{_LIBRARY}/torch/", f"{_LIBRARY}/torch_xla/")  # no line of the model is there
 _COMPUTATION = re.compile(r"^(?:ENTRY )?(%\S+) .*\{$")
 _OPERATION = re.compile(r"^ +(?:ROOT )?(?P<name>%\S+) = (?P<text>(?P<result>.+?) (?P<kind>[\w\-]+)\(.*)$")
 _NAME = re.compile(r"%[\w.\-]+")
@@ -30,7 +30,7 @@ _METADATA = re.compile(r", metadata=\{[^{}]*\}")
 # parameters are numbered anew in each trace, and a kernel's code says where it was made
 _CHANGING = re.compile(r"(?<= parameter\()\d+|[A-Za-z0-9+/=]{200,}")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
-_LINE = "line "  # begins the name of a scope that is a line of Python's
+_LINE = "line "  # the prefix of a scope that names a line of Python
 
 
 class Operation(NamedTuple):
@@ -100,7 +100,7 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
 
 def _operations(text: bytes) -> Iterator[Operation]:
     """The operations of a graph, each after its operands."""
-    values: dict[str, int] = {}  # name of an operation or a computation → what it computes
+    values: dict[str, int] = {}  # operation or computation → a hash of what it computes
     computation, inside = "", 0
     for line in zlib.decompress(text).decode().splitlines():
         if (head := _COMPUTATION.match(line)) is not None:

@@ -68,8 +68,8 @@ class Loss:
         self.router_loss, self.router_losses = router_loss, router_losses
         self.compute, self.objective, self.pieces = compute, objective, pieces
         self.draws = False
-        self._plain_head = True  # until it is seen that more is made of the logits than the loss
-        self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
+        self._plain_head = True  # False once the model is seen to use the logits for more than the loss
+        self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
 
     def __call__(
         self,
@@ -241,7 +241,7 @@ class Loss:
         plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
         if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
             return forward()
-        assert isinstance(head, torch.nn.Linear)  # checked just above; this tells mypy
+        assert isinstance(head, torch.nn.Linear)  # checked just above; for mypy
         given: list[torch.Tensor] = []
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:

@@ -35,12 +35,12 @@ class Prepare:
     def __call__(self, parameters: Tensors) -> Tensors:
         prepared: Tensors = {}
         scales = {name + SCALE for name, parameter in parameters.items() if parameter.dtype == torch.int8}
-        for name, parameter in parameters.items():  # leaves come last: one that is given replaces one that is made here
+        for name, parameter in parameters.items():  # leaves come last: a given one replaces ours
             if name.endswith(SUFFIX):
                 spec = self.partials[name.removesuffix(SUFFIX)].spec
                 prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
             elif parameter.dtype == torch.int8:
-                # multiplied out last, so that what is gathered across devices is the smallest dtype
+                # multiplied out last, so that devices gather the smallest dtype
                 values, scale = (self._whole(n, self._placed(n, parameters[n])) for n in (name, name + SCALE))
                 prepared[name] = from_int8(values, scale, self.dtype)
             elif name not in scales:
@@ -53,7 +53,7 @@ class Prepare:
         return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
 
     def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:
-        # cast first, so that what is gathered across devices is the smaller dtype
+        # cast first, so that devices gather the smaller dtype
         entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
         # the biases that routers add for selection stay as they are: in bfloat16 a step of 0.001 would be lost
         cast = parameter if entry.name in self.biases else parameter.to(self.dtype)

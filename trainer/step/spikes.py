@@ -15,9 +15,9 @@ import torch
 
 from shardwright.arguments.training import TrainingArguments
 
-MOST_IN_A_ROW = 16  # so many steps above the limit one after another are no spike: that is the level now
+MOST_IN_A_ROW = 16  # more spikes in a row are no spikes, but a new level
 _AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median distance from the median
-_LEAST = 0.01  # of the median: a loss that hardly moves is not a spike whenever it does
+_LEAST = 0.01  # of the median, so that a loss that hardly moves does not spike whenever it does
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Spike:
 # the numbers of a state, before the window: the count of good steps, and the fields of Spike
 _FIELDS = ("seen", "step", "loss", "loss_limit", "grad_norm", "grad_norm_limit", "skipped", "in_a_row")
 _SEEN, _SKIPPED, _IN_A_ROW = (_FIELDS.index(name) for name in ("seen", "skipped", "in_a_row"))
-_LAST = slice(_SEEN + 1, _SKIPPED)  # what the last spike was
+_LAST = slice(_SEEN + 1, _SKIPPED)  # the last spike
 
 
 @dataclass(frozen=True)

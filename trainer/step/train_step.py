@@ -61,7 +61,7 @@ class TrainStep:
         self.mesh, self.parameters = placed.mesh, placed.parameters
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
-        # By parameter, in the order of `optimizer.state`: two moments of AdamW's, or what another keeps.
+        # By parameter, in the order of `optimizer.state`, such as AdamW's two moments.
         self.moments = {
             name: tuple(self._placed_state(name, *of, restored) for of in zip(kept, optimizer.specs[name], strict=True))
             for name, kept in optimizer.state.items()
@@ -166,7 +166,7 @@ class TrainStep:
                 updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
                 news = (updated, *moments)
             specs = (self.specs[name], *self.optimizer.specs[name])
-            # all of them: what is not written would leave the graph
+            # all are written: a tensor that is not would leave the graph
             for old, new, spec in zip(olds, news, specs, strict=True):
                 changes = good if all(self.trained.get(name, ())) else self._where_trained(name, good.expand_as(old))
                 kept = torch.where(changes, new.to(old.dtype), old)
@@ -230,8 +230,8 @@ class TrainStep:
         ...]."""
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
-        # and an auxiliary loss, which is a mean already, is averaged. So does what other objectives count.
-        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # of none the loss is 0, not 0/0
+        # and an auxiliary loss, which is a mean already, is averaged. Other objectives' counts weigh equally too.
+        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # so that the loss of no tokens is 0, not 0/0
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
             loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
@@ -251,7 +251,7 @@ class TrainStep:
             sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
             return (loss_sum + loss / count, tokens, sums, parameters), recorded
 
-        # Parameters enter through the carry: what a loop closes over is copied, and the old state is then not donated.
+        # Parameters enter through the carry: a loop copies tensors that it closes over, and the old state is not donated.
         current = {k: p.detach() for k, p in self.parameters.items()}
         zeros = {k: torch.zeros_like(p) for k, p in current.items() if self._learns(k)} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
@@ -290,7 +290,7 @@ class TrainStep:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_(self._learns(k)) for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
-            # on this thread, since each thread has scopes of its own
+            # on this thread, since each has its own scopes
             wanted = {k: leaf for k, leaf in leaves.items() if leaf.requires_grad}
             with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
                 # a parameter has no gradient of its own where all of its gradient is partial
