@@ -120,8 +120,7 @@ class Job:
 
     @property
     def assembled(self) -> PreTrainedModel:
-        """The model that runs, on meta, kernels chosen and scanned layers stacked: a template, of which steps fill a
-        copy."""
+        """The model that runs, on meta, kernels chosen and scanned layers stacked: a template for steps to copy."""
         return self._assembled[0]
 
     @property
@@ -207,8 +206,7 @@ class Job:
         return self.rows * self.args.sequence_length
 
     def fingerprint(self) -> dict[str, str]:
-        """Texts that must be equal on every host, which would else wait for another for ever: arguments, recipe, model,
-        code."""
+        """Texts that must be equal on all hosts, or they would wait for each other for ever: arguments, code, …"""
         own = ("output_dir", "staging_dir")  # the first host chooses the one for all, each host the other for itself
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}

@@ -52,8 +52,7 @@ from shardwright.xla.runtime import chip, device_count, init_runtime
 class Start:
     """A run checked for all but its data; nothing is written and no device opened.
 
-    ``source`` has the starting weights; None: a random init, or ``resume``, the checkpoint to go on from, holds them
-    all.
+    ``source`` has the starting weights; None: a random init, or the checkpoint ``resume`` holds them all.
     """
 
     job: Job
@@ -85,8 +84,7 @@ class Start:
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``; raises as it does. False: it went back to a checkpoint, from which :meth:`open`'s loop
-        goes on."""
+        """Train with ``loop``; raises as it does. False: it went back, and :meth:`open`'s next loop goes on."""
         before = self.rollbacks.back
         try:
             loop.train()
@@ -278,8 +276,7 @@ def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> Non
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
-    """``job``, its rows keeping samples apart if records become samples; refused if the model can't. Reads columns
-    alone."""
+    """``job``, keeping samples apart in rows of several; refused if the model can't. Reads no more than columns."""
     args = job.args
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated)

@@ -169,8 +169,7 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model in the hub's format, or the adapter in PEFT's, with the tokenizer.
 
-        ``output_dir`` is a folder on disk or in a store; default: the run's ``model`` folder, where :meth:`train`
-        leaves it.
+        ``output_dir`` is on disk or in a store; default: the run's ``model`` folder, as :meth:`train` leaves it.
         """
         self.loop.trained.write(Folder(str(output_dir)) if output_dir else self.loop.folder / "model")
 

@@ -18,8 +18,7 @@ OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 @dataclass(frozen=True)
 class Batch:
-    """A run's global batch: its devices, the rows of a step on all of them, and its command's values of
-    :data:`OPTIONS`."""
+    """A run's global batch: its devices, rows of a step on all of them, and :data:`OPTIONS` of its command."""
 
     devices: int
     rows: int
@@ -41,8 +40,7 @@ def saved_batch(resume: RunCheckpoint) -> Batch | None:
 
 
 def share_of(rows: int, shards: int, most: int) -> tuple[int, int] | None:
-    """The two :data:`OPTIONS` of a batch of ``rows``, split ``shards`` ways, micro-batches of ``most`` rows at most; or
-    None."""
+    """The two :data:`OPTIONS` of a batch of ``rows``, split ``shards`` ways, ``most`` rows a micro-batch; or None."""
     share, left = divmod(rows, shards)
     if left:
         return None

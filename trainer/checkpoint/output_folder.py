@@ -22,8 +22,7 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
     """The run's output folder; a resumed run goes on in the one that it has. Nothing is written.
 
     Raises:
-        UserError: the run ``writes`` there, and it is a file, or holds something that nothing tells the run to write
-            over.
+        UserError: it is a file; or the run ``writes``, and it holds something that may not be written over.
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
     if not folder.remote and os.path.isfile(str(folder)):

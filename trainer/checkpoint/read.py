@@ -63,8 +63,7 @@ class RunCheckpoint:
         self.ancestors: Lineage = {int(step): mark for step, mark in self.host.get("lineage", {}).items()}
 
     def __call__(self, name: str) -> Array:
-        """A parameter or buffer as an array, or, by the parameter's name and `StateTensor`'s, optimizer state; else
-        KeyError."""
+        """A parameter, buffer or (parameter's name, space, `StateTensor`'s) optimizer state; else KeyError."""
         try:
             return self._tensors(name)
         except KeyError:

@@ -24,8 +24,7 @@ class Back:
 
 
 def way_back(before: Back | None, step: int, spike: int) -> Back | None:
-    """The way back from ``spike`` to the checkpoint of ``step`` after the way ``before``; None: it went there too
-    often."""
+    """The way back from ``spike`` to the checkpoint of ``step``, after ``before``; None: it went there too often."""
     if before is None or before.step != step:
         return Back(step, spike - step, 1)
     # the checkpoint's cursor still stands before the batches that were left out then

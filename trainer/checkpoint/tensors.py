@@ -35,8 +35,7 @@ Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One process's part of a checkpoint's tensors: manifest entries of its files, and (tensor, dtype, piece) of the
-    index."""
+    """One process's part of a checkpoint: its tensor files' manifest entries, and (tensor, dtype, piece) each."""
 
     files: dict[str, Checksum]
     pieces: list[tuple[str, str, dict[str, Any]]]
@@ -159,8 +158,7 @@ class StoredTensors:
 
 
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
-    """The tensors of the checkpoint in ``folder``, whose tensor files have so many bytes; raises as
-    :class:`StoredTensors`."""
+    """The tensors in ``folder``, whose ``files`` of them have so many bytes; raises as :class:`StoredTensors`."""
     return StoredTensors(folder, INDEX, lambda data: read_index(json.loads(data), files))
 
 

@@ -21,8 +21,8 @@ class CompileGuard:
         """Run the graph that ``trace`` builds of ``batch``; returns its results, as ``trace`` does.
 
         Raises:
-            UserError: the batch's names, shapes or dtypes differ from the first batch's, or they don't and the graph
-                was still compiled again.
+            UserError: the batch's names, shapes or dtypes differ from the first batch's, or they don't and it still
+                compiled again.
         """
         self._compare(batch)
         before = program_count()

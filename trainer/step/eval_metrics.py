@@ -74,7 +74,7 @@ def correct_tokens(predictions: Predictions) -> torch.Tensor:
     """The number of scored targets that have the highest logit; a 0-d float.
 
     It reduces over V alone, which each device does for its part of a split vocabulary; an argmax, or a lookup of the
-    target's logit, could gather it.
+    target's logit, could have the vocabulary gathered.
     """
     logits_BSV = predictions.logits
     own_BS = torch.where(_is_target(predictions), logits_BSV, -torch.inf).amax(-1)

@@ -100,8 +100,7 @@ class EvalStep:
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
     def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
-        """Build the graph that adds ``batch`` to ``sums``, and run nothing; with ``values``, returns :meth:`predict`'s
-        arrays."""
+        """Build the graph that adds ``batch`` to ``sums``; with ``values``, returns :meth:`predict`'s tensors."""
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
@@ -111,8 +110,7 @@ class EvalStep:
             return [sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS)] if values else []
 
     def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
-        """The placed ``batch``'s addition to the sums, and all that was recorded, by name; with each token's
-        ``values``."""
+        """The placed ``batch``'s addition to the sums; all records by name, with each token's ``values``."""
 
         def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
             return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}

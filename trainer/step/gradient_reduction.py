@@ -123,8 +123,7 @@ class PartialGradient:
         return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A tensor [shards, *shape], never read, whose gradient is summed over shards into that of one layer's
-        ``parameter``."""
+        """A tensor [shards, *shape], never read, whose gradient sums to that of one layer's ``parameter``."""
         return _Leaf.apply(parameter, self)
 
     def _spec(self, layout: Layout) -> PartitionSpec:

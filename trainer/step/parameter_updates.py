@@ -50,8 +50,7 @@ class ParameterUpdates:
         learning_rate: torch.Tensor,
         step: torch.Tensor,
     ) -> tuple[torch.Tensor, State]:
-        """The new parameter and its new state after update number ``step`` (from 1), computed in float32 whatever their
-        dtypes."""
+        """The parameter and its state after update number ``step`` (from 1), computed and returned in float32."""
         parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
         decay = self.weight_decay if name in self.decay else 0.0
         return self.rules[name].update(

@@ -48,8 +48,7 @@ class Prepare:
         return prepared
 
     def in_a_loop(self, parameters: Tensors) -> Tensors:
-        """The same for a layer's slices of stacks, which must not choose the layouts of whole stacks; a cast slice
-        never does."""
+        """The same for a layer's slices of stacks: one that isn't cast would choose the whole stack's layout."""
         return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
 
     def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:

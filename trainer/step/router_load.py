@@ -44,8 +44,7 @@ class Routing:
         return sum(count + 1 for count in self.experts.values())
 
     def shares(self, recorded: Tensors) -> torch.Tensor:
-        """For each layer every expert's share of the (token, choice) pairs, and the share dropped: [size]; from
-        :func:`totals`."""
+        """For each layer every expert's share of the (token, choice) pairs, then the share dropped: [size]."""
         flat, device = [], next(iter(recorded.values())).device
         for name, own in self.stacks.items():
             count = self.experts[own[0]]

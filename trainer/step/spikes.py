@@ -15,7 +15,7 @@ import torch
 
 from shardwright.arguments.training import TrainingArguments
 
-MOST_IN_A_ROW = 16  # more spikes in a row are no spikes, but a new level
+MOST_IN_A_ROW = 16  # so many spikes in a row are a new level
 _AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median distance from the median
 _LEAST = 0.01  # of the median, so that a loss that hardly moves does not spike whenever it does
 

@@ -226,8 +226,7 @@ class TrainStep:
         self.metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """Loss, gradients laid out as their parameters (none outside the loss), and metrics of [rows, micro-batches,
-        ...]."""
+        """Loss, gradients laid out as parameters (none outside the loss), metrics of [rows, micro-batches, ...]."""
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
         # and an auxiliary loss, which is a mean already, is averaged. Other objectives' counts weigh equally too.
@@ -251,7 +250,7 @@ class TrainStep:
             sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
             return (loss_sum + loss / count, tokens, sums, parameters), recorded
 
-        # Parameters enter through the carry: a loop copies tensors that it closes over, and the old state is not donated.
+        # Parameters enter through the carry: a loop copies what it closes over, and then the old state is not donated.
         current = {k: p.detach() for k, p in self.parameters.items()}
         zeros = {k: torch.zeros_like(p) for k, p in current.items() if self._learns(k)} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
