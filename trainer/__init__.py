@@ -1,7 +1,7 @@
 """Shardwright trains Hugging Face models across TPU pods from a sharding recipe that a person can read.
 
-What a recipe is written with is imported here at once, and loads neither torch nor transformers. The other public names
-are imported when they are first asked for (PEP 562). `docs/api.md` lists what a program may import.
+The names that a recipe is written with are imported at once, and load neither torch nor transformers. The other public
+names are imported on first use (PEP 562). `docs/api.md` lists what a program may import.
 """
 
 import importlib
@@ -36,7 +36,7 @@ __all__ = [
     "train",
 ]
 __version__ = "0.1.0"  # pyproject.toml reads it here
-# public name → the module that defines it, imported when it is first asked for
+# public name → its module
 _LATER = {
     "Job": "job",
     "Trainer": "trainer",

@@ -1,4 +1,4 @@
-"""UserError, the one error that a user is meant to read, the exit codes that scripts end with, and their commands."""
+"""UserError, the one error that a user is meant to read; exit codes; the commands that messages name."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
-PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; started again, the same command goes on
-LOST = 76  # a host of the job was lost, or a step hung: started again, the same command goes on
+INTERRUPTED = 130  # a shell's code for a program that Ctrl-C ended
+PREEMPTED = 75  # sysexits' EX_TEMPFAIL: SIGTERM came, all is saved; the same command goes on
+LOST = 76  # a host of the job was lost, or a step hung; the same command goes on
 
-_SCRIPTS = Path(__file__).parents[1] / "scripts"  # of a checkout
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL: `user:password@`
+_SCRIPTS = Path(__file__).parents[1] / "scripts"  # in a checkout
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")  # a URL's `user:password@`
 
 
 class UserError(Exception):
-    """What the user asked for can't be. Scripts print it without a traceback and exit with code 2.
+    """A request that can't be met. Scripts print it without a traceback and exit with code 2.
 
     Args:
-        asked: what was asked, e.g. ``recipe mixtral_ep: mesh axis 'expert' of size 3``.
-        found: what was found, e.g. ``model.layers.0.mlp.experts.down_proj has shape [8, 64, 128]``.
+        asked: e.g. ``recipe mixtral_ep: mesh axis 'expert' of size 3``.
+        found: e.g. ``model.layers.0.mlp.experts.down_proj has shape [8, 64, 128]``.
         why: why the two can't go together.
-        instead: what to write instead.
     """
 
-    code = 2  # the exit code of a script that it ends
+    code = 2  # the script's exit code
 
     def __init__(self, *, asked: str, found: str, why: str, instead: str) -> None:
         self.asked, self.found, self.why, self.instead = asked, found, why, instead
@@ -36,10 +35,7 @@ class UserError(Exception):
 
 
 class TransientError(UserError):
-    """Something that the run stands on failed, which may be there again in a moment: a store, a disk, a host.
-
-    After one a run with ``--max_restarts`` begins again. What else is of that kind is a subclass.
-    """
+    """A store, a disk or a host failed, and may soon work again: with ``--max_restarts`` the run begins again."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -49,7 +45,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def command(name: str) -> str:
-    """The command ``name`` (``train``, ``plan``, …) in the words by which the user of this program would start it."""
+    """The command ``name`` (``train``, ``plan``, …) as the user of this program would type it."""
     folder, _ = os.path.split(sys.argv[0])
     if os.path.realpath(folder) == os.path.realpath(_SCRIPTS):  # python scripts/plan.py, by whichever path
         return f"python {shlex.quote(os.path.join(folder, name + '.py'))}"
@@ -57,12 +53,11 @@ def command(name: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """``text`` as it may be written down or told to others. Keys come from the environment, which is never told."""
+    """``text`` without the user and password of its URLs, fit to be written down."""
     return _CREDENTIALS.sub("", text)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a program that ``error`` ends."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return error.code if isinstance(error, UserError) else 1

@@ -1,4 +1,4 @@
-"""What a caller made in Python and gives a run beside its arguments: resolved, or refused by name."""
+"""Python objects that a caller gives a run beside its arguments: resolved, or refused by name."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ Records: TypeAlias = str | os.PathLike | Dataset | IterableDataset
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Beside the arguments, which name none of these.
+    """Python objects passed to Trainer that no option can name.
 
     Args:
-        recipe: instead of a file's.
-        model: whose weights are the start; on the CPU.
-        config: the model's, or that of a random init.
-        tokenizer: instead of one that is named.
+        model: the starting weights; on the CPU.
+        config: of ``model``, or of a random init.
         train: records to train on.
-        evaluated: records to hold out, by the names of their sets.
-        collator: what makes samples of records; those of ``train`` and ``evaluated`` are made already.
+        evaluated: held-out records, by the names of their sets.
+        collator: has made samples of the records in ``train`` and ``evaluated`` already.
         compute_loss: see `Loss`.
         compute_metrics: see `Predictions`.
     """
@@ -55,7 +53,7 @@ class RunInputs:
         """The source of the given model's weights, under the names of ``whole``; None: no model is given.
 
         Raises:
-            UserError: it is another model than its config makes.
+            UserError: the model isn't the one that its config makes.
         """
         if self.model is None:
             return None
@@ -90,10 +88,10 @@ def resolve(
     compute_loss_func: Any = None,
     compute_metrics: Any = None,
 ) -> tuple[TrainingArguments, RunInputs]:
-    """``args``, with what of the rest they can say, and what they can't.
+    """Split a caller's objects: options that ``args`` can hold go into ``args``, the rest into RunInputs.
 
     Raises:
-        UserError: something is of a kind that can't be trained with; names it.
+        UserError: names an object of a kind that can't be trained with.
     """
     _check_kind("args", args, TrainingArguments, "shardwright.TrainingArguments(…), transformers' names")
     options: dict[str, Any] = {}
@@ -153,7 +151,7 @@ def _resolve_model(model: Any, options: dict[str, Any], given: dict[str, Any]) -
 
 
 def _collated(collator: Collator, train: Any, evaluated: Any) -> tuple[Any, Any]:
-    """The records as samples; a dict of sets stays one."""
+    """Turn the records into samples; a dict of sets stays a dict."""
     check_records("train_dataset", train)
     sets = {} if evaluated is None else named_sets("eval_dataset", evaluated)
     for name, records in {"train_dataset": train, **{f"eval_dataset {n}": each for n, each in sets.items()}}.items():
@@ -185,10 +183,10 @@ def _resolve_data(train: Any, evaluated: Any, options: dict[str, Any], given: di
 
 
 def named_sets(what: str, asked: Any) -> dict[str, Any]:
-    """Name → records, of a dict of several sets, or of one without a name.
+    """Name → records; a single set has the empty name.
 
     Raises:
-        UserError: they are no records, or a name is none that a log entry can have.
+        UserError: they are no records, or a log entry can't have that name.
     """
     sets = dict(asked) if isinstance(asked, Mapping) else {"": asked}
     for name, each in sets.items():
@@ -206,7 +204,7 @@ def named_sets(what: str, asked: Any) -> dict[str, Any]:
 
 
 def check_records(what: str, records: Any) -> None:
-    """Refuse what is no dataset; ``what``: the argument's name."""
+    """Refuse ``records`` that are no dataset; ``what`` is the argument's name."""
     if isinstance(records, Mapping):
         raise UserError(
             asked=f"{what}=a {type(records).__name__} of {', '.join(map(str, records))}",
@@ -219,14 +217,12 @@ def check_records(what: str, records: Any) -> None:
 
 
 def _described(records: Records) -> str:
-    """What the run's saved arguments say of it."""
     if isinstance(records, Dataset):
         return f"a Dataset of {len(records)} records"
     return "an IterableDataset" if isinstance(records, IterableDataset) else os.fspath(records)
 
 
 def _adapter(config: Any, args: TrainingArguments, given: RunInputs) -> dict[str, Any]:
-    """The options that say what a LoraConfig does."""
     if not callable(getattr(config, "to_dict", None)) or getattr(config, "peft_type", None) != "LORA":
         raise _kind("peft_config", config, "a peft.LoraConfig")
     recipe = given.recipe or (UNMADE if args.recipe == AUTO else load_recipe(args.recipe))

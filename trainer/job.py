@@ -1,7 +1,7 @@
-"""Job: what a run is, resolved once and handed on whole: recipe, arguments, config, model on meta, plan.
+"""Job: a run resolved once and handed on whole: recipe, arguments, config, model on meta, plan.
 
-Whatever can be refused without data, weights or a device is refused here: nothing but the recipe and the config is
-read, and nothing is allocated.
+It refuses whatever can be refused without data, weights or a device. It reads only the recipe and the config, and
+allocates nothing.
 """
 
 from __future__ import annotations
@@ -33,20 +33,15 @@ from shardwright.models.adapters.lora import Lora
 from shardwright.models.experts.capacity import Capacity
 from shardwright.models.layers.decoder_layers import DecoderLayers
 
-HALVINGS, SHORTEST = 3, 32  # of the rows of a batch without packing
+HALVINGS, SHORTEST = 3, 32  # of a row, without packing: how often it is halved at most, and its fewest tokens
 
 
 @dataclass(frozen=True)
 class Job:
     """One training job, checked. ``replace(job, recipe=…)`` or ``replace(job, args=…)`` makes a checked neighbour.
 
-    A neighbour shares the model's facts, and with them the model and all that was tried with it.
-
-    Args:
-        recipe: with what the arguments override (:func:`effective_recipe`).
-        args: what the run does besides layout.
-        devices: devices in the mesh.
-        facts: the model.
+    A neighbour shares the model's facts, and with them the model and all that was tried with it. ``recipe`` has the
+    arguments' overrides (:func:`effective_recipe`).
 
     Raises:
         UserError: the recipe's mesh, layouts or compute policy do not fit the model or the arguments.
@@ -66,11 +61,9 @@ class Job:
         recipe: Recipe | None = None,
         config: PretrainedConfig | None = None,
     ) -> Job:
-        """The job that ``args`` describe. ``count_devices`` is asked last: it may have to open the devices.
+        """The job that ``args`` describe, with ``recipe`` and ``config`` in place of theirs, if given.
 
-        Args:
-            recipe: instead of the one that ``args`` name.
-            config: instead of that of the model that they name.
+        ``count_devices`` is called last: it may have to open the devices.
 
         Raises:
             UserError: as the class; no such recipe or model.
@@ -78,7 +71,7 @@ class Job:
         settings = Settings.of(args)
         written = None if recipe is None and args.recipe == AUTO else effective_recipe(args, recipe)
         facts = facts_of(config or load_config(args.model, written or UNMADE))
-        # what the model itself can't do is refused before a device is asked for
+        # a job that the model can't do is refused before a device is asked for
         check_model(written or _made_recipe(args, facts), settings, facts)
         devices = count_devices()
         return cls(written or _made_recipe(args, facts, devices), settings, devices, facts)
@@ -92,7 +85,6 @@ class Job:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The model's config."""
         return self.facts.config
 
     @property
@@ -102,7 +94,7 @@ class Job:
 
     @functools.cached_property
     def lora(self) -> Lora | None:
-        """Which of the model's weights are adapted; None: all are trained."""
+        """The weights that LoRA adapts; None: the whole model is trained."""
         return lora_options.lora_of(self.args, self.model)
 
     @property
@@ -112,12 +104,12 @@ class Job:
 
     @functools.cached_property
     def plan(self) -> ShardingPlan:
-        """Where each of the adapted model's parameters goes."""
+        """The layout of each of the adapted model's parameters."""
         return lora_options.plan_of(self.recipe, self.facts, self.lora, self.devices, self.args)
 
     @functools.cached_property
     def _assembled(self) -> tuple[PreTrainedModel, str]:
-        """The model that runs, and why its layers run one by one where the recipe says something else."""
+        """The model that runs, and why its layers run one by one although the recipe scans them."""
         compute, why = self.recipe.compute, ""
         chosen = self.lora, attention_of(self.recipe, self.args, self.facts), compute.experts
         if compute.scan:
@@ -128,15 +120,12 @@ class Job:
 
     @property
     def assembled(self) -> PreTrainedModel:
-        """The model that runs, on meta: kernels chosen, layers stacked where they are scanned.
-
-        It is a template, and :func:`shardwright.step.build.place_model` fills a copy.
-        """
+        """The model that runs, on meta, kernels chosen and scanned layers stacked: a template for steps to copy."""
         return self._assembled[0]
 
     @property
     def notice(self) -> str:
-        """What a user should know about how the layers run; empty if they run as the recipe says."""
+        """A notice to the user that the layers run otherwise than the recipe says; empty if they do not."""
         return f"its layers run one by one: {self._assembled[1]}" if self._assembled[1] else ""
 
     @functools.cached_property
@@ -149,7 +138,7 @@ class Job:
 
     @property
     def unused(self) -> tuple[frozenset[str], str | None]:
-        """The names of the model's parameters that take no part in the loss, and why that can't be told, if so.
+        """Names of the parameters that take no part in the loss; and, if that can't be told, why.
 
         Raises:
             UserError: none takes part.
@@ -158,12 +147,12 @@ class Job:
 
     @functools.cached_property
     def untrained(self) -> frozenset[str]:
-        """The stored names of the parameters that no gradient reaches, in any layer of a stack."""
+        """Stored names of the parameters that no gradient reaches, in any layer of a stack."""
         return frozenset(name for name, layers in self.trained.items() if not any(layers))
 
     @functools.cached_property
     def trained(self) -> dict[str, list[bool]]:
-        """Stored name → for each layer of a stack, or the parameter alone, whether a gradient reaches it.
+        """Stored name → whether a gradient reaches it, for each layer of a stack or for the parameter alone.
 
         Raises:
             UserError: none reaches any.
@@ -176,34 +165,30 @@ class Job:
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch on all devices together."""
+        """Rows of a micro-batch, on all devices together."""
         return self.args.per_device_train_batch_size * self.plan.batch_shards
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """The lengths that rows of a training batch may have, in tokens, shortest first; one, but without packing.
+        """Lengths that a training batch's rows may have, in tokens, shortest first; with packing only one.
 
-        Each is a compile, and a row of fewer tokens than the shortest saves next to nothing.
+        Each costs a compile, and a row shorter than the shortest saves next to nothing.
         """
-        length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # of a row
+        length, sharers = self.args.sequence_length, self.devices // self.plan.batch_shards  # devices that share a row
         halves = [length >> n for n in range(HALVINGS + 1) if length % (1 << n) == 0] if not self.args.packing else []
         return tuple(sorted({length} | {half for half in halves if half >= SHORTEST and half % sharers == 0}))
 
     @property
     def row_shards(self) -> int:
-        """What divides the rows of a graph that takes one token of each.
-
-        It is the ways in which the mesh splits a batch's tokens; or the devices, where experts take equally many tokens
-        on each of them.
-        """
+        """Batch divisor of a decode step: the shards of a batch's tokens, or every device for dropless experts."""
         return self.devices if self.recipe.compute.experts == "dropless" else self.plan.token_shards
 
     @property
     def evaluation_rows(self) -> int:
-        """Rows of an evaluation's batch, on all devices together: those of a micro-batch, or fewer with a capacity.
+        """Rows of an evaluation batch, on all devices together: a micro-batch's, or fewer with a capacity.
 
-        An evaluation drops no token, so each expert has a slot for every one. With twice the train step's slots it
-        takes no more than that, whose backward keeps a gradient beside each tensor of slots.
+        An evaluation drops no token, so each expert has a slot for every one. Limited to twice the train step's slots
+        it takes no more memory than that step, whose backward keeps a gradient beside each tensor of slots.
         """
         rows, length, compute = self.args.per_device_train_batch_size, self.args.sequence_length, self.recipe.compute
         if compute.experts == "capacity" and self.facts.routing is not None:
@@ -218,15 +203,11 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.rows * self.args.sequence_length
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal on every host of the job, as texts: the arguments, the recipe, the model, the code.
-
-        Two programs that are not the same and wait for each other would do so for ever.
-        """
-        own = ("output_dir", "staging_dir")  # which the first host chooses for all, and each for itself
+        """Texts that must be equal on all hosts, or they would wait for each other for ever: arguments, code, …"""
+        own = ("output_dir", "staging_dir")  # the first host chooses the one for all, each host the other for itself
         arguments = {f"--{name}": json.dumps(value) for name, value in self.args.as_dict().items() if name not in own}
         texts = {f"the job's {name}": json.dumps(content, default=str) for name, content in self.as_texts().items()}
         return {
@@ -240,7 +221,7 @@ class Job:
         }
 
     def as_texts(self) -> dict[str, Any]:
-        """File name → JSON-able content of what tells, in the output folder, what was run."""
+        """File name → JSON content of the files in the output folder that record the run."""
         texts = {
             "recipe.json": self.recipe.as_dict(),
             "training_args.json": self.args.as_dict(),
@@ -252,7 +233,7 @@ class Job:
 
 
 def effective_recipe(args: TrainingArguments, recipe: Recipe | None = None) -> Recipe:
-    """``recipe``, or the one that ``args`` name, with what they override (``--mesh``, ``--compute``, ``--bf16``).
+    """``recipe``, or the one that ``args`` name, with their overrides (``--mesh``, ``--compute``, ``--bf16``).
 
     Raises:
         UserError: no such recipe, or an override that it can't take.
@@ -262,7 +243,7 @@ def effective_recipe(args: TrainingArguments, recipe: Recipe | None = None) -> R
 
 
 def _made_recipe(args: TrainingArguments, facts: ModelFacts, devices: int | None = None) -> Recipe:
-    """The recipe made for a model, on the axes that ``--mesh`` asks for, with what else ``args`` override."""
+    """The recipe made for a model, on the axes of ``--mesh``, with the other overrides of ``args``."""
     return _overridden(auto_recipe(facts.model, facts.experts, args.mesh, devices).recipe, args)
 
 

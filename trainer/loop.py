@@ -1,4 +1,4 @@
-"""TrainingLoop: from the first batch to the last checkpoint, and what it logs, saves and leaves."""
+"""TrainingLoop: from the first batch to the last checkpoint, with its logs and saves."""
 
 from __future__ import annotations
 
@@ -58,20 +58,17 @@ from shardwright.xla.stop_requests import StopRequests
 class TrainingLoop:
     """Trains one causal language model.
 
-    What the data or a checkpoint can't be is refused in the constructor, before a weight is placed.
+    The constructor refuses unfit data or an unfit checkpoint before a weight is placed.
 
     Args:
-        job: what to train, checked.
         corpus: rows to train on and held-out rows, of which ``max_eval_rows`` are evaluated.
-        source: where the weights come from, under the names of ``job.facts.whole``; default: its random init from the
-            arguments' seed.
-        resume: the checkpoint of a run to go on with, under whatever recipe and mesh it was saved.
+        source: the starting weights, under the names of ``job.facts.whole``; default: a random init from the seed.
+        resume: the checkpoint to go on from, under whatever recipe and mesh it was saved.
         callbacks: transformers callbacks; docs/run.md says what they are told, and when.
         compute_loss: the loss, of the model's outputs, in place of its own.
-        compute_metrics: what an evaluation measures besides.
         goes_on_after: whether the run begins again after an error, so that the model is not written out then.
-        after: what ended the process before this one, if the run itself goes on after it.
-        lock: the output folder's, where the caller holds it already; :meth:`train` takes it for its own length.
+        after: the error that ended the process before this one, if the run itself goes on after it.
+        lock: the output folder's, where the caller holds it already; else :meth:`train` takes it.
 
     Raises:
         UserError: the job is for another number of devices, the rows don't fill a batch, or the checkpoint is another
@@ -121,7 +118,7 @@ class TrainingLoop:
             self.watch.samples = Samples(job, corpus.tokenizer, self.folder, self.console, resume)
 
         # ---- weights and steps ----
-        if (words := notice(*job.unused)) is not None and job.lora is None:  # refuses a loss of no parameter
+        if (words := notice(*job.unused)) is not None and job.lora is None:  # job.unused refuses a loss of no parameter
             say(self.console, f"unused:  {words}")
         with waiting(self.console, "placing the weights on the devices …"):
             self.placed = placed = place_model(job, self.mesh, weights_of(job, self.base, resume), loss=compute_loss)
@@ -196,7 +193,7 @@ class TrainingLoop:
         return self.state
 
     def evaluate(self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval") -> dict[str, float]:
-        """What the held-out sets, or ``sets``, come to, which is also logged and told to the callbacks.
+        """Evaluate the held-out sets, or ``sets``; the result is also logged and told to the callbacks.
 
         Returns:
             ``eval_loss`` (nats a token), ``eval_perplexity``, ``eval_accuracy`` and what compute_metrics gives; of a
@@ -212,7 +209,7 @@ class TrainingLoop:
     # ---- the loop ----
 
     def _refer(self, *, kept: bool = True) -> None:
-        """Have what the starting weights say of all rows, if the objective asks for it; ``kept``: in the folder too."""
+        """Evaluate all rows with the starting weights, if the objective needs it; ``kept``: saved in the folder too."""
         if self.reference is None:
             return
         if not self.reference.known:
@@ -223,9 +220,9 @@ class TrainingLoop:
             self.reference.save(self.folder)
 
     def _event(self, name: str, **more: Any) -> None:
-        """Tell the callbacks of an event; what they return is the control from then on. Each is progress."""
+        """Tell the callbacks of an event, and take the control they return. The watchdog counts it as progress."""
         hosts().watchdog.moved(self.state.global_step)
-        args: Any = self.args  # they want transformers' own class; ours has the fields that they read
+        args: Any = self.args  # not transformers' class, but with the fields that callbacks read
         self.control = getattr(self.callbacks, name)(args, self.state, self.control, **more)
 
     def _loop(self) -> None:
@@ -251,8 +248,8 @@ class TrainingLoop:
     def _evaluate_first(self) -> None:
         """Evaluate before the first step, if that is asked for.
 
-        A resumed run evaluates only if a signal cut the evaluation short after which it was saved: its losses and its
-        best weights are then those of a run that was never stopped.
+        A resumed run evaluates only if a signal cut short the evaluation before its save: its losses and its best
+        weights are then those of a run that was never stopped.
         """
         state, args = self.state, self.args
         if self.resume is None:
@@ -277,7 +274,7 @@ class TrainingLoop:
         self._log_evaluate_save()
 
     def _step(self) -> None:
-        """One optimizer step and its events: those of what lies inside its computation come right before and after."""
+        """One optimizer step and its events; events inside its computation come right before and after it."""
         state, step = self.state, self.state.global_step + 1
         self._event("on_step_begin")
         with self.watch.clock.on("data"):
@@ -295,8 +292,9 @@ class TrainingLoop:
         self.stop.after_step(step)
 
     def _log_evaluate_save(self) -> None:
-        """What follows a step, and an epoch. A stop by signal saves before it logs: what is saved is as in a run that
-        went on.
+        """Log, evaluate and save, as the control says.
+
+        A stop by signal saves before it logs: the saved state is that of a run that went on.
         """
         control = self.control
         if control.should_log or control.should_evaluate or control.should_training_stop:
@@ -317,7 +315,7 @@ class TrainingLoop:
     # ---- evaluation and logs ----
 
     def _evaluate_and_log(self) -> dict[str, float] | None:
-        """What the held-out sets come to, each logged and told to the callbacks; None if a signal cut it short."""
+        """Evaluate the held-out sets, log and tell each; None if a signal cut it short."""
         started = time.perf_counter()
         with self.watch.clock.on("evaluation"):
             found = self.evaluator(stoppable=True)
@@ -370,7 +368,7 @@ class TrainingLoop:
         return noted_folder(best, self.folder)
 
     def _write_out_with(self, best: Folder | None) -> UserError | None:
-        """Write out with the weights in ``best``, and place them on the devices, though not before all is written.
+        """Write out with the weights in ``best``, and only then place them on the devices.
 
         If they can't be read, the last step's weights are written, and the error to end with is returned.
         """

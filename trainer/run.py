@@ -1,4 +1,4 @@
-"""From arguments to a finished run, top to bottom: what `scripts/train.py` calls."""
+"""From arguments to a finished run, top to bottom: `scripts/train.py` calls it."""
 
 from __future__ import annotations
 
@@ -50,11 +50,9 @@ from shardwright.xla.runtime import chip, device_count, init_runtime
 
 @dataclass(frozen=True)
 class Start:
-    """A run that nothing more can be refused of before its data are read; nothing is written and no device opened.
+    """A run checked for all but its data; nothing is written and no device opened.
 
-    Args:
-        source: the weights that it starts from; None: a random init, or all of them are in ``resume``.
-        resume: the checkpoint to go on from.
+    ``source`` has the starting weights; None: a random init, or the checkpoint ``resume`` holds them all.
     """
 
     job: Job
@@ -70,13 +68,12 @@ class Start:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Holds the output folder inside the ``with``: of several hosts the first does, for all."""
+        """Hold the output folder inside the ``with``: of several hosts the first does, for all."""
         with hosts().answerable(), claimed_by_all(self.lock):
             yield
 
     @property
     def data(self) -> DataOptions:
-        """Which data, and how they become rows."""
         given = self.given
         return data_options(self.job.args, self.job.config, given.train, given.evaluated, given.model)
 
@@ -87,11 +84,7 @@ class Start:
         return self.restarts is not None and self.restarts.follows(error, begun=True)
 
     def trained(self, loop: TrainingLoop) -> bool:
-        """Train with ``loop``. False: it went back to a checkpoint, and what :meth:`open` gives now goes on from it.
-
-        Raises:
-            UserError: as :meth:`TrainingLoop.train`.
-        """
+        """Train with ``loop``; raises as it does. False: it went back, and :meth:`open`'s next loop goes on."""
         before = self.rollbacks.back
         try:
             loop.train()
@@ -104,13 +97,13 @@ class Start:
         return True
 
     def _newest(self) -> RunCheckpoint | None:
-        """The newest checkpoint that the run can go back to: its own, or that of its command."""
+        """The newest checkpoint that the run can go back to: its own, or the one its command names."""
         accept = functools.partial(_check_resume, self.job)
         own = hosts().once(lambda: live_steps(self.lock.folder))
         return find_checkpoint("latest", self.lock.folder, self.console, accept) if own else self.resume
 
     def open(self) -> TrainingLoop:
-        """Devices, data, weights, and the loop on them."""
+        """Open devices, data and weights, and the loop on them."""
         started = time.perf_counter()
         console, back = self.console, self.rollbacks.back
         resume = self.rollbacks.resume or self.resume
@@ -203,12 +196,10 @@ def prepare(
     writes: bool = True,
     restarts: Restarts | None = None,
 ) -> Start:
-    """Refuse what can be, cheapest first; until the end no device is opened, and nothing is written but what a run
-    had staged and not brought to the output folder yet.
+    """Refuse what can be, cheapest first.
 
-    Args:
-        given: what ``args`` can't name.
-        writes: the output folder must be free, for the run fills it.
+    Until the end no device is opened, and nothing is written but what a run had staged and not yet copied to the output
+    folder. If the run ``writes``, its output folder must be free.
 
     Raises:
         UserError: anything in the arguments, the recipe or the model that can't be.
@@ -229,7 +220,7 @@ def prepare(
 
 
 def _with_remat(job: Job, console: Console) -> Job:
-    """``job``, and where its recipe leaves it to us what the backward computes again, what was found for it."""
+    """``job``, with a remat policy chosen for it where its recipe says auto."""
     if not is_auto(job):
         return job
     known = chip()
@@ -247,7 +238,7 @@ def _prepared(
     console: Console,
     writes: bool,
 ) -> Start:
-    """What is refused once the devices are known; every host of the job does it."""
+    """The checks once the number of devices is known; every host of the job makes them."""
     check_mesh(job.recipe.mesh)
     job = _for_samples(job, given)
     check_adapter(job)
@@ -265,7 +256,7 @@ def _prepared(
     resume = find_checkpoint(args.resume_from_checkpoint, lock.folder, console, accept)
     if resume is not None:
         job = elastic.with_kept_batch(job, resume)
-    # a checkpoint of an adapter, or of a part, holds no more than that
+    # a checkpoint of an adapter, or of a part of a model, holds nothing else
     needed = resume is None or job.facts.is_part or job.lora is not None
     source: Source | None = given.weights(job.facts.whole) if needed else None
     if needed and args.model and has_weights(args.model):
@@ -274,7 +265,7 @@ def _prepared(
 
 
 def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> None:
-    """Bring what the run staged on its hosts, and could not copy any more, to the output folder."""
+    """Copy checkpoints that an earlier run left staged on its hosts to the output folder."""
     if args.staging_dir is None:
         return
     output = Folder(str(args.output_dir))
@@ -285,10 +276,7 @@ def _recover(args: TrainingArguments, lock: FolderLock, console: Console) -> Non
 
 
 def _for_samples(job: Job, given: RunInputs) -> Job:
-    """``job``, whose rows keep samples apart if the dataset's records become samples: refused if the model can't.
-
-    Of the dataset no more is read than shows its columns.
-    """
+    """``job``, keeping samples apart in rows of several; refused if the model can't. Reads no more than columns."""
     args = job.args
     for evaluated in (given.evaluated or args.eval_sets).values():
         locate(evaluated)
@@ -307,7 +295,6 @@ def _for_samples(job: Job, given: RunInputs) -> Job:
 
 
 def _check_resume(job: Job, found: RunCheckpoint) -> None:
-    """Raise UserError unless the job can go on from ``found``."""
     found.check_model(job.adapted, job.config)
     found.check_optimizer(job.args.optim)
     if job.lora is not None:

@@ -1,4 +1,4 @@
-"""Trainer: what a person calls from Python, under transformers' names; `scripts/train.py` goes the same way."""
+"""Trainer: the Python interface, under transformers' names; `scripts/train.py` goes the same way."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ from shardwright.weights.hub_push import push_folder
 class Trainer:
     """Trains a causal language model on a mesh: transformers' Trainer by name and meaning, with a ``recipe`` besides.
 
-    Nothing is read, and no device opened, before :meth:`train`, :meth:`evaluate` or :meth:`predict`. What is given here
-    goes before what ``args`` name; docs/fine_tuning.md has an example and docs/run.md what differs from transformers.
+    Nothing is read, and no device opened, before :meth:`train`, :meth:`evaluate` or :meth:`predict`. Objects given here
+    override what ``args`` name; docs/fine_tuning.md has an example and docs/run.md what differs from transformers.
 
     Args:
         model: a hub id or folder, whose weights are the start; a config of transformers, for a random init; or a
             ``PreTrainedModel`` on the CPU. Default: what ``args`` name, else the recipe's own small model.
-        args: everything else that a run does. The attribute of that name holds the run's own settings, which nothing
-            changes any more, once one is prepared.
+        args: everything else that a run does. Once a run is prepared, the attribute ``args`` holds its frozen settings.
         recipe: a name, the path of a file, or a ``Recipe``. Default: what ``args`` name, which is ``auto``.
         train_dataset: a path or hub id, or a ``Dataset`` or ``IterableDataset``, whose records are of any shape that
             docs/data.md lists.
@@ -60,7 +59,7 @@ class Trainer:
         peft_config: a ``peft.LoraConfig``; what it says beyond plain LoRA is refused by name.
 
     Raises:
-        UserError: something given is of a kind that can't be.
+        UserError: an argument is of a kind that can't be trained with.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Trainer:
 
     @property
     def loop(self) -> TrainingLoop:
-        """The loop on the devices, opened when it is first asked for. Nothing is written yet."""
+        """The loop on the devices, opened on first use. Nothing is written yet."""
         if self._loop is None:
             return self._open(self._prepare(writes=False))
         return self._loop
@@ -112,8 +111,8 @@ class Trainer:
         """Train to ``max_steps``, a signal or a loss that is not finite; leaves the output folder complete.
 
         Args:
-            resume_from_checkpoint: the path of one; True: the newest in the output folder, or a new run if it has none
-                yet. Default: what ``args`` say.
+            resume_from_checkpoint: a checkpoint's path; True: the newest in the output folder, or a new run if it has
+                none yet. Default: what ``args`` say.
 
         Raises:
             UserError: anything in the arguments, the recipe, the model or the data that can't be; or the trainer has
@@ -139,9 +138,9 @@ class Trainer:
     def evaluate(
         self, eval_dataset: Records | Mapping[str, Records] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss, perplexity, token accuracy and your own metrics of what is held out, or of ``eval_dataset``.
+        """Loss, perplexity, token accuracy and your own metrics of the held-out sets, or of ``eval_dataset``.
 
-        They are logged and told to the callbacks. Of a dict's sets each is named: ``eval_NAME_loss``.
+        They are logged and told to the callbacks. A dict's sets are each named: ``eval_NAME_loss``.
         """
         if eval_dataset is None:
             return self.loop.evaluate(prefix=metric_key_prefix)
@@ -149,7 +148,7 @@ class Trainer:
         return self.loop.evaluate(sets, metric_key_prefix)
 
     def predict(self, test_dataset: Records, metric_key_prefix: str = "test") -> PredictionOutput:
-        """What the model says of each record, without its logits, which would not fit on a host.
+        """Predict every record's tokens; without logits, which would not fit on a host.
 
         Each record has a row of S = ``sequence_length`` tokens, in the order of the data; one that is dropped, split or
         has no scored token is treated as in training.
@@ -170,9 +169,7 @@ class Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model in the hub's format, or the adapter in PEFT's, with the tokenizer.
 
-        Args:
-            output_dir: a folder, on disk or in a store. Default: ``model`` in that of the run, where :meth:`train`
-                leaves it.
+        ``output_dir`` is on disk or in a store; default: the run's ``model`` folder, as :meth:`train` leaves it.
         """
         self.loop.trained.write(Folder(str(output_dir)) if output_dir else self.loop.folder / "model")
 
@@ -192,7 +189,7 @@ class Trainer:
             token: None: HF_TOKEN, or what `hf auth login` left. It is kept nowhere.
 
         Raises:
-            UserError: the hub can't be reached or lets this token not in, or the output folder is in a store.
+            UserError: the hub can't be reached or refuses this token, or the output folder is in a store.
         """
         folder = self.loop.folder / "model"
         if folder.remote:
@@ -224,7 +221,7 @@ class Trainer:
         return self._loop
 
     def _rows(self, records: Any) -> StoredRows:
-        """The rows of records that are no part of the run, made as its own are."""
+        """The rows of further records, made as the run's own are."""
         loop = self.loop
         assert self._start is not None
         if self._given.collator is not None and isinstance(records, Dataset | IterableDataset):

@@ -1,6 +1,6 @@
 """The same command on another number of devices: the global batch stays, and with it the data's order and the loss.
 
-All of it is arithmetic on the arguments and on what the checkpoint says, so every host comes to the same.
+It is arithmetic on the arguments and the checkpoint, so every host comes to the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ OPTIONS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 @dataclass(frozen=True)
 class Batch:
-    """A run's global batch, on its devices.
-
-    Args:
-        devices: of the run.
-        rows: of an optimizer step, on all of them together.
-        asked: the values of :data:`OPTIONS` in its command.
-    """
+    """A run's global batch: its devices, rows of a step on all of them, and :data:`OPTIONS` of its command."""
 
     devices: int
     rows: int
@@ -46,11 +40,7 @@ def saved_batch(resume: RunCheckpoint) -> Batch | None:
 
 
 def share_of(rows: int, shards: int, most: int) -> tuple[int, int] | None:
-    """The two :data:`OPTIONS` with which ``shards`` ways to split a batch make one of ``rows``; None: nothing does.
-
-    Args:
-        most: rows of a micro-batch for each of them, of which there is memory for no more.
-    """
+    """The two :data:`OPTIONS` of a batch of ``rows``, split ``shards`` ways, ``most`` rows a micro-batch; or None."""
     share, left = divmod(rows, shards)
     if left:
         return None
@@ -98,7 +88,7 @@ def with_kept_batch(job: Job, resume: RunCheckpoint) -> Job:
 
 
 def said(job: Job, resume: RunCheckpoint) -> str | None:
-    """What is said of ``job`` if it keeps the batch of ``resume`` on other devices; None: it is as the command says."""
+    """The notice that ``job`` keeps the batch of ``resume`` on other devices; None: the command's batch stays."""
     args, saved = job.args, saved_batch(resume)
     now: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS}
     if saved is None or tuple(now.values()) == args.asked_batch:

@@ -1,4 +1,4 @@
-"""Checkpoints of format 1, which are read and no longer written, and what the first of them lack.
+"""The reader of checkpoints of format 1, which are no longer written, and the migration of the oldest of them.
 
 Their tensors are in the format of `torch.distributed.checkpoint` (DCP): `.metadata`, a pickle, lists them, and each
 shard lies in a `.distcp` file as `torch.save` wrote it. torch's own readers aren't asked: its weights-only unpickler
@@ -25,21 +25,15 @@ from shardwright.files.safetensors_file import NAMES
 _AROUND = 64 << 10  # bytes; a record has some 1,500 beside its values
 _HEAD = 4096  # bytes in which its values begin
 _DTYPES = {str(dtype): name for dtype, name in NAMES.items()}
-# in a ZIP archive, the entry of a tensor's values, not compressed; the length of what pads it follows that of its name
+# in a ZIP archive, the entry of a tensor's values, not compressed; the length of its padding follows that of its name
 _VALUES = re.compile(rb"PK\x03\x04.{4}\x00\x00.{16}\x0e\x00(..)archive/data/0", re.DOTALL)
 
 
-# ---- what the first ones lack ----
+# ---- migration ----
 
 
 def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], state: dict[str, Any]) -> None:
-    """Adds to the texts of the checkpoint in ``folder`` what its version of Shardwright did not write.
-
-    Args:
-        host: the content of `host.json`.
-        arguments: of `training_args.json`.
-        state: of `trainer_state.json`.
-    """
+    """Adds fields that old versions lack to a checkpoint's `host.json`, `training_args.json`, `trainer_state.json`."""
     arguments.setdefault("optim", "adamw")  # there was no other
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
     host.setdefault("asked_batch", [arguments.get(name) for name in sizes])  # a run never had another
@@ -50,7 +44,7 @@ def migrate(folder: Folder, host: dict[str, Any], arguments: dict[str, Any], sta
         live = live_steps(home)
     earlier = [step for step in live if step < host["step"]] if host["step"] in live else []
     host["lineage"] = {str(step): mark(folder_of(home, step)) for step in earlier}
-    # of the best one beside it the path was noted, and the folder may have been moved since
+    # the path of the best checkpoint was noted, and the folder may have been moved since
     name = (state.get("best_model_checkpoint") or "").rstrip("/").rpartition("/")[2]
     if name and is_whole(home / name):
         state["best_model_checkpoint"] = name
@@ -65,7 +59,7 @@ def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
 
 
 def _values_begin(file: IO[bytes], piece: Piece, count: int) -> int:
-    """Where in ``file`` the ``count`` bytes of a record's values begin.
+    """The place in ``file`` at which the ``count`` bytes of a record's values begin.
 
     Raises:
         ValueError: it is no record of so many.
@@ -79,7 +73,7 @@ def _values_begin(file: IO[bytes], piece: Piece, count: int) -> int:
 
 
 def _index(data: bytes) -> dict[str, Any]:
-    """The index that `.metadata` would be today."""
+    """Translate `.metadata` into the index of format 2."""
     fields = _ListReader(io.BytesIO(data)).load().state
     places = {_key(index.state["fqn"], index.state["offset"]): at.state for index, at in fields["storage_data"].items()}
     index = {}
@@ -101,7 +95,6 @@ def _key(name: Any, offsets: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _size(made: Any) -> list[int]:
-    """The numbers of a `torch.Size`."""
     (numbers,) = made.arguments
     if type(numbers) is not tuple or any(type(number) is not int for number in numbers):
         raise TypeError("a size that is none")
@@ -112,7 +105,7 @@ def _size(made: Any) -> list[int]:
 
 
 class _Made:
-    """What stands for a class or function that a pickle names, and for what the pickle would make of it.
+    """A placeholder for a class or function that a pickle names, and for the object that it would make.
 
     Compared by identity, so that no key of a dict costs more than another.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the host: where the run is, the states of random generators, and packages' versions."""
+"""The host's part of a checkpoint: the run's position, the states of random generators, and packages' versions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ def host_state(
     mesh: Mapping[str, int],
     asked_batch: Sequence[int],
 ) -> dict[str, Any]:
-    """What a checkpoint says of the host after ``step``, JSON-able.
+    """The host's state after ``step``, as JSON values.
 
     Args:
         learning_rate: the schedule's peak.
-        data: the cursor of the batch that comes next.
-        metrics_read: see `TrainStep`.
-        mesh: axis → size.
-        asked_batch: rows of a micro-batch for each device and micro-batches a step, as the command asked for them; a
-            run that goes on on other devices may have trained with others.
+        data: the cursor of the next batch.
+        asked_batch: the command's rows of a micro-batch for each device and micro-batches a step; a run resumed on
+            other devices may have trained with others.
     """
     return {
         "step": step,
@@ -46,7 +44,7 @@ def host_state(
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of Python's, numpy's and torch's generators, JSON-able."""
+    """The states of Python's, numpy's and torch's generators, as JSON values."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=False)
     return {

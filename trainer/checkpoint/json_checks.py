@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint must hold to be gone on from: checked when it is opened, before hours of work."""
+"""Checks of a checkpoint's JSON files when it is opened, before hours of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST = 1 << 53  # no count is as large
 
 
 def check_host(host: dict[str, Any]) -> None:
-    """Raises an error, of many types, unless `host.json` is what a save writes."""
+    """Raises an error, of many types, unless `host.json` is as a save writes it."""
     _check(host, "step", _is_count(host["step"]))
     _check(host, "learning_rate", _is_number(host["learning_rate"]) and 0 < host["learning_rate"] < math.inf)
     _check(host, "metrics_read", type(host["metrics_read"]) is bool)
@@ -25,13 +25,13 @@ def check_host(host: dict[str, Any]) -> None:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """Raises an error unless what an export reads of `training_args.json` has its type."""
+    """Raises an error unless the fields of `training_args.json` that an export reads have their types."""
     _check(arguments, "model", isinstance(arguments.get("model"), str | None))
     _check(arguments, "seed", _is_count(arguments.get("seed", 0)))
 
 
 def check_trainer_state(state: dict[str, Any]) -> None:
-    """Raises an error, of many types, unless `trainer_state.json` is what transformers' class writes."""
+    """Raises an error, of many types, unless `trainer_state.json` is as transformers' class writes it."""
     TrainerState(**state)
     for name in ("global_step", "num_input_tokens_seen"):
         _check(state, name, _is_count(state.get(name, 0)))

@@ -1,10 +1,10 @@
-"""Which checkpoints an output folder has, and which of them are the live run's: its lineage.
+"""The checkpoints of an output folder, and those of them that are the live run's: its lineage.
 
 The checkpoints of a run are the folders `checkpoint-N` of its output folder, N being the step. When a run goes on from
-an older one, or starts anew beside old ones, those that it does not go on from stay, but are set aside: `latest` does
-not find them, and they are neither counted nor removed. `lineage.json` says which are not: the steps of the live run,
-oldest first. A step is listed there before its checkpoint is whole, and one that never became whole counts for nothing.
-It also names the life that the run began last: what an earlier one staged elsewhere is not the live run's.
+an older one, or starts anew beside old ones, the others stay, but are set aside: `latest` does not find them, and they
+are neither counted nor removed. `lineage.json` lists the steps of the live run, oldest first. A step is listed there
+before its checkpoint is whole, and one that never became whole counts for nothing. It also names the run's last life: a
+checkpoint that an earlier life staged elsewhere is not the live run's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ Lineage = dict[int, str]  # step -> the mark of its checkpoint (`manifest.mark`)
 
 
 def folder_of(output: Folder, step: int) -> Folder:
-    """The folder of the checkpoint of ``step``."""
     return output / f"checkpoint-{step}"
 
 
 def noted(checkpoint: Folder, output: Folder) -> str:
-    """Returns what a run in ``output`` notes of a checkpoint: its name where it lies there too, so that both may move.
-
-    Of one that lies elsewhere it notes the path. :func:`noted_folder` goes back.
-    """
+    """A run's note of a checkpoint: its name if it lies in ``output``, so that both may move; else its path."""
     return checkpoint.name if checkpoint.parent == output else checkpoint.absolute
 
 
@@ -41,13 +37,13 @@ def noted_folder(text: str, output: Folder) -> Folder:
 
 
 def whole_steps(output: Folder) -> list[int]:
-    """Returns the steps of the checkpoints in ``output`` whose save ended, oldest first, set aside or not."""
+    """The steps of the checkpoints in ``output`` whose save ended, oldest first, set aside or not."""
     steps = sorted(int(match[1]) for name in output.names() if (match := NAME.fullmatch(name)))
     return [step for step in steps if manifest.is_whole(folder_of(output, step))]
 
 
 def live_steps(output: Folder) -> list[int]:
-    """Returns the steps of the live run's checkpoints whose save ended, oldest first.
+    """The steps of the live run's checkpoints whose save ended, oldest first.
 
     In a folder without a `lineage.json`, to which checkpoints were copied, none is set aside.
 
@@ -76,21 +72,17 @@ def run_of(output: Folder) -> str | None:
         return None
     try:
         return str(json.loads(output.read(LINEAGE))["run"])
-    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or of no life
+    except (ValueError, KeyError, TypeError, RecursionError):  # damaged, or without a life
         return None
 
 
 def write_lineage(output: Folder, steps: Iterable[int], run: str) -> None:
-    """Says that the checkpoints of ``steps`` are the live run's, in its life ``run``; sets every other one aside."""
+    """Declare the checkpoints of ``steps`` the live run's, in its life ``run``; all others are set aside."""
     output.write(LINEAGE, (json.dumps({"steps": list(steps), "run": run}) + "\n").encode())
 
 
 def line_to(output: Folder, step: int, ancestors: Lineage) -> Lineage:
-    """Returns the line of ``output``'s checkpoint of ``step``: those before it that are still as it knew them, and it.
-
-    Args:
-        ancestors: what the checkpoint says of those before it.
-    """
+    """The lineage of ``output``'s checkpoint of ``step``: its noted ``ancestors`` that are unchanged since, and it."""
     whole = set(whole_steps(output))
     known = {other: mark for other, mark in ancestors.items() if other in whole}
     found = [other for other, mark in known.items() if manifest.mark(folder_of(output, other)) == mark]

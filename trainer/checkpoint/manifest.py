@@ -18,7 +18,7 @@ from shardwright.files.folder import TEMPORARY, Folder, StorageError
 
 FORMAT = 2  # raise it when the meaning of what is written changes
 MANIFEST = "manifest.json"
-# nearly all of a checkpoint's bytes, and the list of the tensors; the second are those of format 1
+# tensor files, nearly all of a checkpoint's bytes, and the list of the tensors; the second are format 1's
 TENSORS = re.compile(r"tensors-(\d+)-\d+\.safetensors|__(\d+)_\d+\.distcp")
 INDEX, METADATA = "tensors.json", ".metadata"
 TEXTS = (
@@ -27,7 +27,7 @@ TEXTS = (
 )
 TOKENIZER = "tokenizer"
 BLOCK = 16 << 20  # bytes that a check reads at a time
-LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors has some 150 for each shard of each
+LARGEST = 1 << 32  # bytes of a file that is read whole; the list of tensors takes some 150 for each shard
 LARGEST_MANIFEST = 64 << 20
 Checksum = dict[str, int | str]  # {"bytes": a file's size, "xxh3": its XXH3 checksum in hexadecimal}
 
@@ -38,12 +38,12 @@ def write_manifest(folder: Folder, files: Mapping[str, Checksum]) -> None:
 
 
 def mark(folder: Folder) -> str:
-    """Returns what tells a whole checkpoint from every other: its manifest's checksum, hence that of all its files."""
+    """The checksum of a checkpoint's manifest, hence of all its files: it tells the checkpoint from every other."""
     return xxhash.xxh3_64_hexdigest(folder.read(MANIFEST))
 
 
 def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
-    """Asks the disk or the store whether what was just written is there; reads the manifest alone.
+    """Asks the disk or the store whether the files just written are there; reads the manifest alone.
 
     Raises:
         StorageError: names the file that is gone, or is not what this process wrote.
@@ -63,7 +63,6 @@ def check_written(folder: Folder, files: Mapping[str, Checksum]) -> None:
 
 
 def checksum(data: bytes) -> Checksum:
-    """Returns a file's size and checksum as the manifest holds them."""
     return {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
 
 
@@ -73,29 +72,23 @@ def is_whole(folder: Folder) -> bool:
 
 
 def is_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint holds tensors; all others are small."""
     return TENSORS.fullmatch(name) is not None
 
 
 def writer_of(name: str) -> int:
-    """The number of the host that wrote a file: its own tensors; the first wrote all that there is one of."""
+    """The number of the host that wrote a file: each host its own tensors, the first host all else."""
     match = TENSORS.fullmatch(name)
     return int(match[1] or match[2]) if match else 0
 
 
 def format_of(files: Iterable[str]) -> int:
-    """The format of a checkpoint of these files."""
     return 1 if METADATA in files else FORMAT
 
 
 def check(
     folder: Folder, names: Iterable[str] | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Reads files of a checkpoint and compares their sizes and checksums with the manifest's.
-
-    Args:
-        names: which files, as the manifest names them; default: all.
-        progress: called with each count of bytes that were read.
+    """Reads files of a checkpoint, by default all, and compares their sizes and checksums with the manifest's.
 
     Raises:
         UserError: names the file that is missing, cut short, or changed; or there is no manifest.
@@ -133,7 +126,7 @@ def _check_is_file(folder: Folder, name: str) -> None:
 
 
 def read_manifest(folder: Folder) -> dict[str, Checksum]:
-    """Returns path in ``folder`` -> size and checksum, of every file of a checkpoint but the manifest itself.
+    """Path in ``folder`` -> size and checksum, of every file of a checkpoint but the manifest itself.
 
     Raises:
         UserError: the manifest is missing, damaged, or of another format.
@@ -193,7 +186,7 @@ def remove(folder: Folder) -> None:
 
 
 def damaged(folder: Folder, found: str) -> UserError:
-    """Returns the error that says what is wrong with a checkpoint's files."""
+    """The error that says how a checkpoint's files are damaged."""
     return UserError(
         asked=f"the checkpoint {folder}",
         found=found,
@@ -203,13 +196,13 @@ def damaged(folder: Folder, found: str) -> UserError:
 
 
 def _as_bytes(files: Any, version: Any = None) -> bytes:
-    """Returns the manifest's text, which holds a checksum of itself; by default in the format of the files."""
+    """The manifest's text, which holds a checksum of itself; by default in the format of the files."""
     version = format_of(files) if version is None else version
     own = xxhash.xxh3_64_hexdigest(json.dumps([version, files]).encode())
     return json.dumps({"format": version, "files": files, "checksum": own}, indent=1).encode()
 
 
 def ours(names: Sequence[str]) -> bool:
-    """Whether all of these files of a folder are such as our saves write, so that it may be removed."""
+    """Whether our saves write all these names of files, so that their folder may be removed."""
     known = {MANIFEST, INDEX, METADATA, TOKENIZER, *TEXTS}
     return all(name in known or name.endswith(TEMPORARY) or is_tensors(name) for name in names)

@@ -15,19 +15,14 @@ from shardwright.files.lock import LOCK, FolderLock
 from shardwright.hosts.hosts import hosts
 
 _LOOKS = 30  # at the first host's lock, a second apart
-COMPILE_PAGE = "compile.html"  # a compile report that was put there beforehand: the run's page links it
+COMPILE_PAGE = "compile.html"  # a compile report, put there beforehand: the run's page links it
 
 
 def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = True) -> Folder:
-    """The run's output folder. Nothing is written.
-
-    A run that is resumed goes on in the folder that it has.
-
-    Args:
-        writes: the folder must be free, for the run fills it.
+    """The run's output folder; a resumed run goes on in the one that it has. Nothing is written.
 
     Raises:
-        UserError: it is a file, or holds something that nothing tells the run to write over.
+        UserError: it is a file; or the run ``writes``, and it holds something that may not be written over.
     """
     folder = Folder(args.output_dir or _default(args, recipe_name))
     if not folder.remote and os.path.isfile(str(folder)):
@@ -44,7 +39,7 @@ def find_output(args: TrainingArguments, recipe_name: str, *, writes: bool = Tru
 
 @contextlib.contextmanager
 def claim(lock: FolderLock) -> Iterator[None]:
-    """Holds ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
+    """Hold ``lock`` of the output folder inside the ``with``, which also shows that the folder can be written.
 
     Raises:
         UserError: it can't be, or a living run holds it: refused before hours of work.
@@ -53,7 +48,7 @@ def claim(lock: FolderLock) -> Iterator[None]:
         try:
             held.enter_context(lock)
         except StorageError as error:
-            raise StorageError(  # which it still is: to a run that had the folder before, it may come back
+            raise StorageError(  # still transient: the folder may come back to a run that had it before
                 asked=f"--output_dir {lock.folder}",
                 found=error.found,
                 why="the run writes its model and its log there",
@@ -64,7 +59,7 @@ def claim(lock: FolderLock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_by_all(lock: FolderLock) -> Iterator[None]:
-    """Holds ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
+    """Hold ``lock`` of the output folder inside the ``with``: of several hosts the first does, and all see the folder.
 
     Raises:
         UserError: as :func:`claim`; or another host sees another folder.

@@ -1,7 +1,7 @@
 """Finds a run's checkpoint, refuses it early if the run can't go on from it, checks it, and reads it.
 
-One is opened in two parts: its small files (names, shapes and all that is not tensors) are checked and read at once,
-and its tensor files, nearly all of its bytes, are checked only after the caller has accepted what the small files say.
+A checkpoint is opened in two parts: its small files (names, shapes and all that is not tensors) are checked and read at
+once, and its tensor files, nearly all of its bytes, only after the caller has accepted the small files.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardwright.report.bars import byte_bar
 from shardwright.report.lines import say
 
 METRICS = "metrics"  # the only tensor of the state that belongs to no parameter or buffer
-BUFFER = " buffer"  # what follows a buffer's name, as the names of optimizer state follow a parameter's
+BUFFER = " buffer"  # follows a buffer's name, as the names of optimizer state follow a parameter's
 
 
 class RunCheckpoint:
-    """A run's checkpoint, on disk or in a store: all that it keeps of the host, and a source of its tensors.
+    """A run's checkpoint, on disk or in a store: the host's state, and a source of its tensors.
 
     Needs no device. Constructing one checks and reads its small files; :meth:`check_tensors` checks the others.
 
@@ -63,20 +63,14 @@ class RunCheckpoint:
         self.ancestors: Lineage = {int(step): mark for step, mark in self.host.get("lineage", {}).items()}
 
     def __call__(self, name: str) -> Array:
-        """Returns a parameter, a tensor of its optimizer state or a buffer as an array; KeyError if there is none.
-
-        Args:
-            name: the model's own name, stacked or not; for optimizer state, followed by what `StateTensor` calls it.
-        """
+        """A parameter, buffer or (parameter's name, space, `StateTensor`'s) optimizer state; else KeyError."""
         try:
             return self._tensors(name)
         except KeyError:
             return self._tensors(name + BUFFER)
 
     def check_tensors(self, console: Console) -> None:
-        """Reads every tensor file and compares its size and checksum with those that it was written with.
-
-        Several hosts share the files, and all of them call this.
+        """Compares every tensor file with its size and checksum in the manifest; several hosts share the files.
 
         Raises:
             UserError: names the file that is missing or damaged.
@@ -88,7 +82,7 @@ class RunCheckpoint:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether what it holds of the model is an adapter, without the weights beside it."""
+        """Whether it holds an adapter, without the weights beside it."""
         return "adapter_config.json" in self._files
 
     @property
@@ -112,18 +106,15 @@ class RunCheckpoint:
                     Path(local, name.removeprefix(within)).write_bytes(self.folder.read(name))
             try:
                 tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
-                tokenizer("text")  # some of its settings are looked at no earlier
+                tokenizer("text")  # it reads some settings only now
                 return tokenizer
             except Exception as error:  # of many types, as for the config
                 raise self._unusable(manifest.TOKENIZER, error) from error
 
     def check_model(self, model: PreTrainedModel, config: PretrainedConfig | None = None) -> None:
-        """Raises UserError unless the weights are those of ``model``, which is on meta and not stacked.
+        """Raises UserError unless the weights are those of ``model``, on meta and unstacked, or of its adapter.
 
-        Of a model with an adapter they are the adapter's alone.
-
-        Args:
-            config: the job's, where ``model`` is the text part of a multimodal one.
+        ``config`` is the job's, where ``model`` is the text part of a multimodal one.
         """
         wanted = {name: tuple(t.shape) for name, t in {**own_parameters(model), **saved_buffers(model)}.items()}
         names = (name for name in self._tensors.names() if " " not in name or name.endswith(BUFFER))
@@ -166,14 +157,14 @@ class RunCheckpoint:
             raise manifest.damaged(self.folder, f"config.json is no config of a model ({error})") from None
 
     def best_for(self, output: Folder) -> str | None:
-        """Returns what a run in ``output`` that goes on from here notes as its best checkpoint, if there is one."""
+        """The best checkpoint's note for a run in ``output`` that goes on from here, if there is one."""
         best, home = self.trainer_state.best_model_checkpoint, self.folder.parent
         if best is None:
             return None
         return noted(noted_folder(best, home), output)
 
     def other_options(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Returns a line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
+        """A line for each of ``arguments`` that differs from the saved run's: allowed, but worth saying."""
         unimportant = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "staging_dir"}
         return [
             f"--{name} {value} (it was {self.arguments[name]})"
@@ -182,7 +173,7 @@ class RunCheckpoint:
         ]
 
     def _json(self, name: str, check: Callable[[dict[str, Any]], None] = lambda value: None) -> dict[str, Any]:
-        """Returns the content of a file that the manifest names; ``check`` raises what is wrong with it."""
+        """The content of a file that the manifest names; ``check`` raises an error if it is wrong."""
         self._check_listed(name)
         try:
             value = json.loads(self.folder.read(name))
@@ -192,7 +183,7 @@ class RunCheckpoint:
             return value
         except UserError:
             raise
-        except Exception as error:  # of many types: values of other types fail in whatever is asked of them
+        except Exception as error:  # of many types: values of wrong types fail anywhere
             raise self._unusable(name, error) from None
 
     def _check_listed(self, name: str) -> None:
@@ -204,13 +195,13 @@ class RunCheckpoint:
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that belong to ``model``'s state dict, under the names that they have in a checkpoint."""
+    """The buffers that belong to ``model``'s state dict, under the names that they have in a checkpoint."""
     saved = model.state_dict().keys()
     return {name + BUFFER: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def open_checked(folder: Folder, console: Console) -> RunCheckpoint:
-    """Returns the checkpoint in ``folder``, once all of its files are found to be as they were written.
+    """The checkpoint in ``folder``, once all of its files are found to be as they were written.
 
     Raises:
         UserError: there is no whole checkpoint, or names the file that is missing or damaged.
@@ -223,14 +214,11 @@ def open_checked(folder: Folder, console: Console) -> RunCheckpoint:
 def find_checkpoint(
     asked: str | None, output: Folder, console: Console, accept: Callable[[RunCheckpoint], None]
 ) -> RunCheckpoint | None:
-    """Returns what ``--resume_from_checkpoint`` asks for: a path's checkpoint, or the newest whole one of ``output``.
+    """The checkpoint that ``--resume_from_checkpoint`` asks for: a path's, or the newest whole one of ``output``.
 
-    ``latest`` passes over damaged ones, and says so; those that were set aside it does not see. None if nothing was
-    asked for, or nothing was saved yet. Several hosts find the same.
-
-    Args:
-        accept: raises UserError if the run can't go on from a checkpoint. It is called before the tensor files are
-            read, and what it raises ends the search.
+    ``latest`` passes over damaged ones, and says so; it does not see those that were set aside. None if nothing was
+    asked for, or nothing was saved yet. Several hosts find the same. ``accept`` raises UserError if the run can't go on
+    from a checkpoint, before its tensor files are read, which ends the search.
 
     Raises:
         UserError: the checkpoint at the path is damaged or not there; all of ``output`` are damaged; or ``accept``'s.

@@ -1,7 +1,7 @@
 """Going back after a spike: to the newest checkpoint before it, and on from there without the batches in between.
 
-It is a resume in the same process: devices stay open, and the step is not compiled again. What went wrong may lie in
-the batches or in what they met; without them, the same weights go another way.
+It is a resume in the same process: devices stay open, and the step is not compiled again. The fault may lie in the
+batches or in the state that met them; without them, the same weights go another way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ MOST_TIMES = 3  # to one checkpoint
 
 @dataclass(frozen=True)
 class Back:
-    """A way back.
-
-    Args:
-        step: of the checkpoint.
-        batches: how many of those that follow it are left out.
-        times: how often the run went back to it, this time included.
-    """
+    """A way back to the checkpoint of ``step``, without the ``batches`` behind it, gone so many ``times``."""
 
     step: int
     batches: int
@@ -30,14 +24,10 @@ class Back:
 
 
 def way_back(before: Back | None, step: int, spike: int) -> Back | None:
-    """How a run goes back from step ``spike`` to the checkpoint of ``step``; None: it did so too often.
-
-    Args:
-        before: the last time that it went back.
-    """
+    """The way back from ``spike`` to the checkpoint of ``step``, after ``before``; None: it went there too often."""
     if before is None or before.step != step:
         return Back(step, spike - step, 1)
-    # the batches that were left out then are still not behind the checkpoint's cursor
+    # the checkpoint's cursor still stands before the batches that were left out then
     return Back(step, before.batches + spike - step, before.times + 1) if before.times < MOST_TIMES else None
 
 
@@ -45,9 +35,8 @@ class Rollbacks:
     """The ways that a run went back.
 
     Attributes:
-        resume: the checkpoint that it is to go on from; None: that of its command.
-        back: how it came there.
-        why: what is said of it.
+        resume: the checkpoint to go on from; None: the one its command names.
+        why: the notice about the last way ``back``.
     """
 
     def __init__(self) -> None:

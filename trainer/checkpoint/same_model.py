@@ -1,4 +1,4 @@
-"""Whether two configs are of one model: weights of equal names and shapes may still belong to another."""
+"""The test that two configs are of one model: weights of equal names and shapes may still belong to another."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-# Every key counts but these, which change no number of a step, wherever in the config they stand.
+# Keys that change no number of a step, wherever in the config they stand; every other key counts.
 CHANGE_NO_NUMBER = frozenset(
     {
         # where it came from, and what wrote it
         *("_name_or_path", "architectures", "transformers_version"),
-        # what is stored in which dtype is the run's choice, and other_options says so
+        # stored dtypes are the run's choice, and other_options names them
         *("dtype", "torch_dtype"),
-        # what a forward hands back, or keeps for generation; Loss says itself whether router logits are wanted
+        # outputs of a forward, and its cache for generation; Loss says itself whether router logits are wanted
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
         # labels of classifiers
         *("id2label", "label2id", "problem_type"),
@@ -27,17 +27,11 @@ CHANGE_NO_NUMBER = frozenset(
 
 
 def differences(saved: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
-    """Returns a line for each key that changes numbers in which ``saved`` and ``config`` differ; none: one model.
+    """A line for each key that changes numbers in which ``saved``, a `config.json`, and ``config`` differ.
 
-    ``saved`` is read by the class of ``config``, so that a key which another version of transformers did not write has
-    the class's default, and one that it spelt otherwise (`rope_theta`) is found where it is now.
-
-    Args:
-        saved: the `config.json` of a checkpoint.
-        config: the job's.
-
-    Raises:
-        Exception: whatever transformers raises of a ``saved`` that it can't read.
+    The class of ``config`` reads ``saved``, so that a key which another version of transformers did not write has the
+    class's default, and one that it spelt otherwise (`rope_theta`) is found where it is now. Raises any error of
+    transformers on a ``saved`` that it can't read.
     """
     if saved["model_type"] != config.model_type:
         return [f"model_type {saved['model_type']} (the job's is {config.model_type})"]

@@ -1,8 +1,8 @@
-"""Checkpoints in a folder of each host's own first, on its disk or in its memory, and in the output folder soon after.
+"""Checkpoints staged in a folder of each host's own, on its disk or in its memory, and copied to the output folder.
 
-A save is then over when every host's part is whole in its own folder, which a local disk or memory does within the
-seconds that a preempted machine is left; the way to a store takes its time while training goes on. What a start finds
-staged, and not in the output folder, it copies there first, if between them the hosts have every file of it.
+A save is over when every host's part is whole in its own folder, which a local disk or memory does within the seconds
+that a preempted machine is left; the copy to a store takes its time while training goes on. A run that starts first
+copies the checkpoints that are staged but not in the output folder, if the hosts have every file between them.
 
 In DIR, the folder that the user names, each output folder has a place of its own, and each checkpoint a folder in it:
 the host's files of the checkpoint, `staged.json` (for which output folder, and by which run's life), and last the
@@ -36,7 +36,7 @@ _PROBE = ".host-"
 Files = Mapping[str, manifest.Checksum]  # a checkpoint's files, of all hosts, as its manifest has them
 
 
-# ---- what is decided ----
+# ---- decisions ----
 
 
 def has_room(waiting: int, urgent: bool) -> bool:
@@ -45,41 +45,28 @@ def has_room(waiting: int, urgent: bool) -> bool:
 
 
 def own_files(files: Files, index: int) -> list[str]:
-    """Which of a checkpoint's files host ``index`` wrote: its tensors, and the first host all that there is one of."""
+    """The files of a checkpoint that host ``index`` wrote."""
     return [name for name in files if manifest.writer_of(name) == index]
 
 
 def holders(files: Files, held: Sequence[Collection[str]]) -> dict[str, int]:
-    """Which host copies each of ``files``: the first that holds it. A file that no host holds is left out.
-
-    Args:
-        held: for each host, the names of the files that lie whole in its folder.
-    """
+    """File -> the first host that holds it whole, by the names that each host has ``held``; it copies the file."""
     first = {name: next((host for host, names in enumerate(held) if name in names), None) for name in files}
     return {name: host for name, host in first.items() if host is not None}
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What one host's folder says of a staged checkpoint; whether its files are as they were is not asked yet.
-
-    Args:
-        run: the life of a run that wrote it, as the output folder's lineage names it.
-        files: those of all hosts.
-    """
+    """A checkpoint that the life ``run`` staged, with the ``files`` of all hosts, which are not checked yet."""
 
     run: str
     files: Files
 
 
 def recoverable(found: Sequence[Mapping[int, Staged]], run: str | None, newest: int) -> dict[int, Files]:
-    """The checkpoints, newest first, that the life ``run`` staged after ``newest``: step -> their files.
+    """The checkpoints, newest first, that the life ``run`` staged after step ``newest``: step -> their files.
 
-    Of another life's, the output folder's run has gone another way since, and never goes on from them.
-
-    Args:
-        found: what each host has.
-        newest: the step of the output folder's newest checkpoint; -1: it has none.
+    Another life's are left out: the output folder's run has gone another way since.
     """
     wanted: dict[int, Files] = {}
     for staged in found:
@@ -98,7 +85,7 @@ class Staging:
 
     Args:
         root: the folder that the user names, which may have those of other output folders too.
-        output: the output folder's path from the root; the same on all hosts.
+        output: the output folder's absolute path; the same on all hosts.
     """
 
     root: Folder
@@ -106,12 +93,12 @@ class Staging:
 
     @property
     def place(self) -> Folder:
-        """Where those of the output folder lie."""
+        """The folder for checkpoints of the output folder."""
         name = self.output.rstrip("/").rpartition("/")[2]
         return self.root / f"{name}-{xxhash.xxh3_64_hexdigest(self.output.encode())}"
 
     def seal(self, step: int, files: Files, run: str) -> None:
-        """Says that a checkpoint is whole here, now that every host has written its ``files``."""
+        """Declares that a checkpoint is whole here, now that every host has written its ``files``."""
         folder = folder_of(self.place, step)
         folder.write(NOTE, json.dumps({"output": self.output, "run": run}).encode())
         manifest.write_manifest(folder, files)
@@ -121,7 +108,7 @@ class Staging:
         return sorted(int(match[1]) for name in self.place.names() if (match := NAME.fullmatch(name)))
 
     def found(self) -> dict[int, Staged]:
-        """What lies here for the output folder and was whole once: step -> what it says of itself."""
+        """Step -> the checkpoints of the output folder that lie here and were whole once."""
         made = {}
         for step in whole_steps(self.place):
             folder = folder_of(self.place, step)
@@ -131,7 +118,7 @@ class Staging:
         return made
 
     def others(self) -> list[str]:
-        """The output folders, as far as they can be read, that others have something staged for in the same folder."""
+        """The other output folders that have something staged in the same folder, as far as they can be read."""
         seen = set()
         for name in self.root.names():
             place = self.root / name
@@ -141,12 +128,11 @@ class Staging:
         return sorted(seen)
 
     def remove(self, step: int) -> None:
-        """Removes a staged checkpoint, or what there is of it; what can't be removed stays until the next start."""
+        """Removes a staged checkpoint, or its remains; whatever can't be removed stays until the next start."""
         with contextlib.suppress(UserError):
             manifest.remove(folder_of(self.place, step))
 
     def leave(self) -> None:
-        """Removes the place, if nothing lies there any more."""
         with contextlib.suppress(OSError):
             os.rmdir(str(self.place))
 
@@ -222,7 +208,8 @@ def copy_files(
     """Copies files of a staged checkpoint, and compares them with their checksums on the way.
 
     Raises:
-        StorageError: the disk or the store did not take it. UserError: a file is not what was staged.
+        StorageError: the disk or the store did not take it.
+        UserError: a file is not what was staged.
     """
     for name in names:
         parent, _, base = name.rpartition("/")
@@ -239,15 +226,14 @@ def copy_files(
 
 
 def publish(output: Folder, step: int, files: Files, steps: Collection[int], run: str) -> None:
-    """Makes the checkpoint of ``step``, whose ``files`` are there, a whole one of the life ``run``, which has
-    ``steps`` too."""
+    """Makes the checkpoint of ``step``, whose ``files`` are there, whole; the life ``run`` has ``steps`` too."""
     # first, or a kill in between would leave a whole checkpoint that counts as set aside
     write_lineage(output, sorted({*steps, step}), run)
     manifest.write_manifest(folder_of(output, step), files)
 
 
 def make_room(folder: Folder) -> None:
-    """Removes what lies in the place of a checkpoint: a half one, or one that was set aside."""
+    """Removes a half checkpoint, or one that was set aside, in the place of a new one."""
     if manifest.ours(folder.names()):
         manifest.remove(folder)
 
@@ -255,15 +241,13 @@ def make_room(folder: Folder) -> None:
 def recover(
     staging: Staging, output: Folder, claimed: Callable[[], contextlib.AbstractContextManager[None]], console: Console
 ) -> None:
-    """Copy what the output folder's run staged and did not bring there, and say what can't be.
+    """Copy the checkpoints that the output folder's run left staged, and say which can't be copied.
 
-    Called by all hosts, whichever numbers they had then.
-
-    Args:
-        claimed: holds the output folder inside its ``with``.
+    All hosts call it, whatever numbers they had then; ``claimed`` holds the output folder inside its ``with``.
 
     Raises:
-        UserError: as ``claimed``. StorageError: the output folder can't be written.
+        UserError: as ``claimed``.
+        StorageError: the output folder can't be written.
     """
     job = hosts()
     if others := job.together(staging.others):

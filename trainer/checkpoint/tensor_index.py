@@ -1,7 +1,7 @@
 """A checkpoint's list of its tensors, checked before a tensor is touched: `tensors.json`.
 
-Each tensor is cut into pieces that tile it, and each piece's values are a run of bytes in a file. What is claimed never
-exceeds what lies in the files: shapes, dtypes, pieces and the files' sizes agree.
+Each tensor is cut into pieces that tile it, and each piece's values are a run of bytes in a file. No claim exceeds what
+lies in the files: shapes, dtypes, pieces and the files' sizes agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST = 1 << 62  # no size or offset is as large
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor, and where its values lie: in ``length`` bytes of ``file`` from ``begin`` on, row-major."""
+    """A box of a tensor, and the place of its values: ``length`` bytes of ``file`` from ``begin`` on, row-major."""
 
     file: str
     begin: int
@@ -43,11 +43,11 @@ class Entry:
 
 
 def read_index(index: Any, files: Mapping[str, int], around: int = 0) -> dict[str, Entry]:
-    """Returns the tensors of an index: name -> {dtype, shape, pieces: [{file, begin, length, offsets, shape}, …]}.
+    """The tensors of an index: name -> {dtype, shape, pieces: [{file, begin, length, offsets, shape}, …]}.
 
     Args:
         files: name -> bytes of the files of tensors.
-        around: how many bytes a piece may have beside its values.
+        around: bytes that a piece may have beside its values.
 
     Raises:
         ValueError: says what does not agree. Other errors, of many types: a value of another type.
@@ -84,7 +84,7 @@ def tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[in
 
     A mesh cuts every dimension of a tensor for all of the others alike, so shards always are such cells.
     """
-    cuts: list[dict[int, int]] = [{} for _ in shape]  # of each dimension: where a cell begins -> its size
+    cuts: list[dict[int, int]] = [{} for _ in shape]  # for each dimension: begin of a cell -> its size
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False

@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint: safetensors files of shards, and an index that says where in the whole each lies.
+"""The tensors of a checkpoint: safetensors files of shards, and an index of each one's place in the whole.
 
-What is written are shards that lie on the host already, so a save need not wait for the devices. File K of a host holds
-the K-th shard of each of its tensors, under the tensor's name. Tensors are read by slices, under any layout and whether
-layers are stacked or not.
+Shards are on the host before they are written, so a save need not wait for the devices. File K of a host holds the K-th
+shard of each of its tensors, under the tensor's name. Tensors are read by slices, under any layout and whether layers
+are stacked or not.
 
 The files are those of `torch.distributed.checkpoint`'s Hugging Face format, and its `HuggingFaceStorageReader` reads
 them. Its writer is not used: it makes each file in memory before it writes it, and of several shards of a tensor in one
@@ -35,22 +35,14 @@ Snapshot = Mapping[str, Shards]  # a tensor's name -> its shards, on the host
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one process wrote of a checkpoint's tensors.
-
-    Args:
-        files: the manifest's entries of the files written.
-        pieces: (tensor's name, its dtype, the piece), as the index has them.
-    """
+    """One process's part of a checkpoint: its tensor files' manifest entries, and (tensor, dtype, piece) each."""
 
     files: dict[str, Checksum]
     pieces: list[tuple[str, str, dict[str, Any]]]
 
 
 def write_part(folder: Folder, snapshot: Snapshot, process: int = 0) -> TensorPart:
-    """Writes the shards of ``snapshot`` into files of this process's own.
-
-    Args:
-        process: this process's number, which is in its files' names.
+    """Writes the shards of ``snapshot`` into files that bear the number of this ``process``.
 
     Raises:
         StorageError: the disk or the store did not take it.
@@ -93,10 +85,7 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 def write_index(
     folder: Folder, parts: Sequence[TensorPart], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Checksum]:
-    """Writes what makes one checkpoint of the parts; returns the manifest's entries of all files of tensors.
-
-    Args:
-        shapes: a tensor's name -> shape of the whole.
+    """Writes the index of the parts, by the ``shapes`` of whole tensors; returns the manifest's entries of all files.
 
     Raises:
         StorageError: the disk or the store did not take it.
@@ -117,12 +106,11 @@ class StoredTensors:
     ``model.layers.*.x`` or ``model.layers.1:9:2.x``, and the other way round.
 
     Args:
-        listing: the name of the file that lists them.
-        read: its content -> the tensors; raises an error, of many types, if it is none.
+        listing: the file that lists them; ``read`` makes the tensors of its content, or raises an error, of many types.
         begin: a piece's file, the piece, its values' bytes -> where in the file they begin.
 
     Raises:
-        UserError: their list says what can't be, or does not agree with the files' sizes.
+        UserError: their list can't be read, or does not agree with the files' sizes.
     """
 
     def __init__(
@@ -135,7 +123,7 @@ class StoredTensors:
         self.folder, self.begin, data = folder, begin, folder.read(listing)
         try:
             self.entries = read(data)
-        except Exception as error:  # of many types: values of other types fail in whatever is asked of them
+        except Exception as error:  # of many types: values of wrong types fail anywhere
             found = f"{type(error).__name__}: {str(error)[:300]}"
             raise damaged(folder, f"{listing} is no list of tensors ({found})") from None
         # name of a layer's tensor -> the stack that it is in, and where
@@ -147,11 +135,11 @@ class StoredTensors:
         }
 
     def names(self) -> list[str]:
-        """Returns every tensor's name; of a stack, the names of its layers."""
+        """Every tensor's name; of a stack, the names of its layers."""
         return [*(name for name in self.entries if not is_stacked(name)), *self._layers]
 
     def __call__(self, name: str) -> Array:
-        """Returns the array of that name; KeyError if there is none."""
+        """The array of that name; KeyError if there is none."""
         if name in self.entries:
             return _Stored(self, name, self.entries[name])
         if name in self._layers:
@@ -170,14 +158,7 @@ class StoredTensors:
 
 
 def open_tensors(folder: Folder, files: Mapping[str, int]) -> StoredTensors:
-    """The tensors of the checkpoint in ``folder``.
-
-    Args:
-        files: name -> bytes of the files of tensors.
-
-    Raises:
-        UserError: as :class:`StoredTensors`.
-    """
+    """The tensors in ``folder``, whose ``files`` of them have so many bytes; raises as :class:`StoredTensors`."""
     return StoredTensors(folder, INDEX, lambda data: read_index(json.loads(data), files))
 
 
@@ -206,7 +187,6 @@ class _Stored:
         return out
 
     def _read(self, name: str, parts: Sequence[tuple[Piece, Slices, Slices]], out: torch.Tensor) -> None:
-        """Copies slices of the pieces in a file to their slices of ``out``."""
         folder = self.tensors.folder
         try:
             with folder.open(name, "rb") as file:
@@ -225,7 +205,7 @@ def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> S
 def _fill(out: torch.Tensor, file: IO[bytes], begin: int, shape: Sequence[int], where: Slices) -> None:
     """Reads into ``out`` the values at ``where`` of a box of ``shape``, row-major in ``file`` from ``begin`` on.
 
-    Runs of rows are read, and of a box of more dimensions than two, a matrix at a time, where columns are left out.
+    Where columns are left out, whole rows are read, a matrix at a time for boxes of more than two dimensions.
     """
     if not shape:
         out, shape, where = out[None], (1,), (slice(0, 1),)

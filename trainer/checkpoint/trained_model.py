@@ -1,4 +1,4 @@
-"""TrainedModel: the model on the devices, as a run saves it, writes it out and gives it other weights."""
+"""TrainedModel: the model on the devices, saved, written out, or given other weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainedModel:
     Args:
         model: holds the buffers.
         parameters: name → placed parameter; the dict that the steps share.
-        base: where the weights came from, under the names of ``job.facts.whole``.
+        base: the source of the starting weights, under the names of ``job.facts.whole``.
     """
 
     job: Job
@@ -39,26 +39,22 @@ class TrainedModel:
     console: Console
 
     def saved(self, state: Tensors) -> Tensors:
-        """What of a run a checkpoint holds: ``state``, of the train step, and buffers; no weights that are frozen
-        under an adapter, which are where the run took them from.
-        """
+        """A checkpoint's tensors: the train step's ``state`` and buffers; no frozen weights under an adapter."""
         left_out = self.job.untrained if self.job.lora is not None else frozenset()
         everything = {**state, **saved_buffers(self.model)}
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
 
     def write(self, folder: Folder, source: Source | None = None) -> None:
-        """Write the model in the hub's format, which `AutoModelForCausalLM.from_pretrained(folder)` loads; or the
-        adapter in PEFT's, which `PeftModel.from_pretrained` loads onto the model.
+        """Write the model as `AutoModelForCausalLM.from_pretrained` loads it; or the adapter, as `PeftModel` loads it.
 
-        Args:
-            source: of the weights; default: those that are being trained.
+        The weights are those of ``source``, by default those being trained.
         """
         folder = folder if hosts().first else UnwrittenFolder(str(folder))
         live = LiveWeights(self.model, self.job.stored, self.mesh, self.parameters)
         write_model(self.job, folder, source or live, self.base, self.tokenizer, self.console)
 
     def in_checkpoint(self, folder: Folder) -> Source:
-        """The weights that a checkpoint of this run holds.
+        """The weights in a checkpoint of this run.
 
         Raises:
             UserError: they can't be read, or are another model's.

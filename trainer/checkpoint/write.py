@@ -2,8 +2,8 @@
 
 A save has three parts: the state's shards are copied to the host, for which training pauses; a thread writes them; and
 the manifest (`shardwright.checkpoint.manifest`) is written last. If a write fails, the run stops. With a staging folder
-(`shardwright.checkpoint.staging`) the thread writes there, and a second one copies what is whole to the output folder;
-if that fails it is tried again, and the run stops only where two checkpoints wait for it already.
+(`shardwright.checkpoint.staging`) the thread writes there, and a second one copies whole checkpoints to the output
+folder; if that fails it is tried again, and the run stops only where two checkpoints wait for it already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def expired(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """Returns which of a run's whole checkpoints, in the order of writing, to remove, so that ``limit`` are kept.
+    """The checkpoints to remove of a run's whole ones, in the order of writing, so that ``limit`` are kept.
 
     The one written last and the one of step ``best`` are never removed.
     """
@@ -60,15 +60,14 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run into ``output``, one at a time, in a thread of its own.
 
-    Several hosts write a checkpoint together: each its shards, the first all that there is one of, the manifest last.
-    Where it is used in a ``with``, the write under way has ended when that ends, whatever ended it.
+    Several hosts write a checkpoint together: each its shards, the first all other files, the manifest last. A ``with``
+    around it ends only when the write under way has ended.
 
     Args:
         texts: name -> content of the files that are the same in every checkpoint.
-        limit: how many of the run's own checkpoints to keep; None: all.
+        limit: the number of the run's own checkpoints to keep; None: all.
         check_held: raises TakenOver once ``output`` is another run's.
-        staging: where a checkpoint is written first.
-        notice: says what went otherwise than asked with it, from any thread.
+        notice: says from any thread that a checkpoint took another way than asked.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class CheckpointWriter:
     ) -> None:
         self.output, self.texts, self.limit, self.check_held = output, texts, limit, check_held
         self.staging, self.notice = staging, notice
-        self.lineage: Lineage = {}  # those that are still only staged included
+        self.lineage: Lineage = {}  # including those that are only staged so far
         self.run = ""  # this life's name
         self._hosts = hosts().beside()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -92,7 +91,7 @@ class CheckpointWriter:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="staged")
         self._copying: Future[None] | None = None
         self._waiting: dict[int, int | None] = {}  # staged, not yet in `output` -> the best step when it was saved
-        self._problem = ""  # why
+        self._problem = ""  # why a copy failed
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -108,13 +107,11 @@ class CheckpointWriter:
             self.staging.leave()
 
     def begin(self, resume: RunCheckpoint | None = None) -> list[int]:
-        """Removes what killed saves left, and makes the line that ends in ``resume`` the folder's live one.
+        """Removes the remains of killed saves, and makes the line that ends in ``resume`` the folder's live one.
 
-        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own.
-
-        Returns:
-            the steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this
-            run comes to its step.
+        A run that starts anew, or goes on from a checkpoint of another folder, begins a line of its own. Returns the
+        steps of the whole checkpoints that are set aside: no run removes them, but one is replaced when this run comes
+        to its step.
         """
         self.run = self._hosts.once(lambda: uuid.uuid4().hex)
         self.lineage = self._hosts.once(lambda: self._begun(resume))
@@ -136,7 +133,7 @@ class CheckpointWriter:
         return line
 
     def _clear(self, staging: Staging) -> None:
-        """What earlier lives left staged has arrived, or this one goes another way."""
+        """Removes earlier lives' staged checkpoints: they have arrived, or this life goes another way."""
         for step in staging.steps():
             if not manifest.is_whole(folder_of(self.output, step)):
                 place = folder_of(staging.place, step)
@@ -151,14 +148,10 @@ class CheckpointWriter:
         *,
         urgent: bool = False,
     ) -> tuple[float, Saved | None]:
-        """Waits for the write before, if one is under way; then copies ``state`` to the host, for the thread to write.
+        """Waits for the write under way, if there is one; then copies ``state`` to the host, for the thread to write.
 
-        Args:
-            urgent: the process may be killed soon, so a checkpoint that is still copied from the staging folder is not
-                waited for.
-
-        Returns:
-            the seconds that the copy took, for which training stood still; and the write that was waited for.
+        If ``urgent``, as the process may be killed soon, it does not wait for a copy from the staging folder. Returns
+        the seconds that the copy to the host took, for which training stood still; and the write that was waited for.
 
         Raises:
             StorageError: the write before failed.
@@ -172,32 +165,28 @@ class CheckpointWriter:
         pause = time.perf_counter() - started
         host = {**host, "lineage": {str(step): mark for step, mark in self.lineage.items()}}
         texts = {**self.texts, "host.json": as_json(host), "trainer_state.json": as_json(asdict(trainer_state))}
-        # one of another folder, which is a path, is not this run's to remove
+        # a path, to another folder's checkpoint, is not this run's to remove
         match = NAME.fullmatch(trainer_state.best_model_checkpoint or "")
         best = int(match[1]) if match else None
         self._writing = self._thread.submit(self._write, host["step"], snapshot, shapes, texts, best, urgent)
         return pause, before
 
     def finished(self) -> Saved | None:
-        """Returns the write that has ended since the last call, if one has.
+        """The write that has ended since the last call, if one has.
 
         Raises:
             StorageError: it failed.
         """
         if self._writing is not None:
             return self._written() if self._writing.done() else None
-        if self._copying is not None and self._copying.done():  # and no write is under way that begins another
+        if self._copying is not None and self._copying.done():  # and no write under way begins another
             self._copied()
         return None
 
     def wait(self, *, must_arrive: bool = True) -> Saved | None:
-        """Waits for the write under way, and for the way of what is staged to ``output``.
+        """Waits for the write under way, which it returns, and for the copies of staged checkpoints to ``output``.
 
-        Args:
-            must_arrive: what could not be copied there is tried once more, and then an error.
-
-        Returns:
-            the write that was waited for; None if there was none.
+        If they ``must_arrive``, those that could not be copied are tried once more.
 
         Raises:
             StorageError: it failed.
@@ -219,12 +208,10 @@ class CheckpointWriter:
         return saved
 
     def _written(self) -> Saved | None:
-        """Waits for the write under way, and returns it."""
         writing, self._writing = self._writing, None
         return self._ended(writing) if writing is not None else None
 
     def _copied(self) -> None:
-        """Waits for the copy under way."""
         copying, self._copying = self._copying, None
         if copying is not None:
             self._ended(copying)
@@ -292,9 +279,9 @@ class CheckpointWriter:
         return files
 
     def _copy_until(self, staging: Staging, newest: int) -> None:
-        """Copies what is staged up to step ``newest``; what the disk or the store does not take waits there."""
+        """Copies the checkpoints staged up to step ``newest``; those that can't be written stay there."""
         job = self._copy_hosts
-        # the first host says which: another's other thread may be further by one save
+        # the first host says which: the other thread of another host may be a save ahead
         for step in job.once(lambda: [each for each in list(self._waiting) if each <= newest]):
             source, started = folder_of(staging.place, step), time.perf_counter()
             try:
@@ -310,7 +297,7 @@ class CheckpointWriter:
             best = self._waiting.pop(step)
             self.notice(f"staging: checkpoint-{step} is in {self.output} after {time.perf_counter() - started:.1f} s")
             staging.remove(step)
-            with contextlib.suppress(StorageError):  # an old one too many is the next copy's to remove
+            with contextlib.suppress(StorageError):  # the next copy removes one too many
                 self._expire(job, best)
 
     def _copy(self, source: Folder, target: Folder) -> Files:
@@ -327,7 +314,7 @@ class CheckpointWriter:
             files = fill(folder)
             job.once(lambda: publish(self.output, step, files, list(self.lineage), self.run))
         except BaseException:
-            if job.first and not manifest.is_whole(folder):  # it is, where another host died just after
+            if job.first and not manifest.is_whole(folder):  # it is whole if another host died just after
                 _remove_quietly(folder)
             raise
         # if that fails nothing is removed: it may be another run's by now
@@ -352,7 +339,7 @@ class CheckpointWriter:
 def _write_rest(
     folder: Folder, parts: Sequence[tensors.TensorPart], shapes: Mapping[str, Sequence[int]], texts: Mapping[str, bytes]
 ) -> dict[str, manifest.Checksum]:
-    """What there is one of, once every host has written its tensors; returns the manifest's entries."""
+    """Write the files of which all hosts have one, after their tensors; returns the manifest's entries."""
     files = tensors.write_index(folder, parts, shapes)
     for name, data in texts.items():
         parent, _, base = name.rpartition("/")
@@ -362,7 +349,7 @@ def _write_rest(
 
 
 def _remove_quietly(folder: Folder) -> None:
-    """Removes what a failed save wrote; an error in that is dropped, for the user must hear why the save failed."""
+    """Removes the files of a failed save; an error in that is dropped, for the user must hear why the save failed."""
     try:
         manifest.remove(folder)
     except UserError:
@@ -372,11 +359,7 @@ def _remove_quietly(folder: Folder) -> None:
 def run_texts(
     texts: Mapping[str, Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, bytes]:
-    """Returns name -> content of the files that are the same in every checkpoint of a run.
-
-    Args:
-        texts: name -> JSON-able content of those that are not the config's or the tokenizer's.
-    """
+    """Name -> content of the files that are the same in every checkpoint of a run: ``texts``, config and tokenizer."""
     files = {name: as_json(value) for name, value in texts.items()}
     files["config.json"] = as_json(config.to_dict())
     if tokenizer is not None:

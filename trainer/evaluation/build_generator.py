@@ -17,13 +17,13 @@ from shardwright.weights.place import place_buffers
 
 
 def build_generator(placed: PlacedModel, shape: GenerationShape, sampling: Sampling) -> Generator:
-    """What continues texts with the model and the weights of ``placed``, which stay where they are.
+    """A generator with the model and the weights of ``placed``, which stay where they are.
 
     With a cache the layers run one by one, each on its slice of a stack: a cache is a tensor for each layer. Where
     transformers has no cache of one shape for the model, each token is computed from the whole row.
 
     Raises:
-        UserError: the model has not as many positions as ``shape``.
+        UserError: the model has fewer positions than ``shape``.
     """
     job, mesh, batch = placed.job, placed.mesh, placed.batch_axes
     heads = tuple(axis for axis in job.plan.mesh if axis not in (*batch, SEQUENCE))

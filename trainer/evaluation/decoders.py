@@ -1,4 +1,4 @@
-"""What computes the next tokens of a generation: with a cache of keys and values, or from whole rows without one.
+"""Decoders: the next tokens of a generation, with a cache of keys and values, or from whole rows without one.
 
 Shape suffixes: R rows, P tokens of a prompt, L tokens of a row, prompt and answer.
 """
@@ -32,11 +32,10 @@ class CachedDecoder:
 
     Prompts stand at the end of their P tokens, behind padding that nothing sees, so that all rows go on at the same
     place of the cache. Layers of a sliding window have a cache of all L tokens too: a window that moved in it would be
-    another graph. What a token sees is said by transformers' own masks.
+    another graph. transformers' own masks say which tokens see each other.
 
     Args:
         loss: of the model whose layers run one by one, with an attention that takes masks.
-        parameters: gives its parameters, as they are now.
         axes: the mesh axes that split rows, and those that split heads where they can.
     """
 
@@ -56,7 +55,6 @@ class CachedDecoder:
         self._position: torch.Tensor  # [R, 1], where it stands
 
     def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         tokens = torch.zeros(self.shape.rows, self.shape.prompt, dtype=torch.int64)
         seen = torch.ones(self.shape.rows, self.shape.length, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
@@ -72,7 +70,6 @@ class CachedDecoder:
         return self._advance(placed, uniform)
 
     def next(self, uniform: torch.Tensor) -> Tensors:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         placed = place_batch({"uniform": uniform}, self.mesh, self.rows)
         inputs = {
             "input_ids": self._laid_out(self._token.unsqueeze(-1)),
@@ -82,30 +79,28 @@ class CachedDecoder:
         return self._advance(inputs, placed["uniform"])
 
     def as_if_run(self) -> None:
-        """On an abstract mesh: let what the last graph computes be there, without data, for the next to be lowered."""
+        """On an abstract mesh: place the last graph's results, without data, so that the next graph can be lowered."""
         self._token = self._placed("token", self._token)
         self._position = self._placed("position", self._position)
         for name, (layer, key) in self._cached().items():
             setattr(layer, key, self._placed(name, getattr(layer, key)))
 
     def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         if tensor.dim() < 4:
             return batch_spec(2, self.rows) if tensor.dim() == 2 else (None,) * tensor.dim()
         return (self.rows, self._splitting(tensor.shape[1]), None, None)
 
     def end(self) -> None:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         del self.cache, self._token, self._parameters, self._seen, self._position
 
     def _advance(self, inputs: Tensors, uniform: torch.Tensor) -> Tensors:
-        """Build the graph of the model on ``inputs``, which come next in the cache; what it computes, by name."""
+        """Build the graph of the model on the ``inputs`` that come next in the cache; returns its results by name."""
         with torch.no_grad():
             given: dict[str, Any] = {**inputs, "past_key_values": self.cache, "use_cache": True}
             if "logits_to_keep" in inspect.signature(self.loss.model.forward).parameters:  # as generate() does
                 given["logits_to_keep"] = 1
             logits = self.loss.logits(self._parameters, given)[:, -1]
-            # where the head's shards are first: of few rows the partitioner would gather the head, not the logits
+            # first as the head is split: for few rows the partitioner would gather the head instead of the logits
             logits = sharding.constrain(logits, self.mesh, (self.rows, self._splitting(logits.shape[1])))
             logits = self._laid_out(logits)
             self._token = self._laid_out(choose(logits, self.sampling, uniform))
@@ -117,7 +112,7 @@ class CachedDecoder:
         return {TOKEN: self._token, "next position": self._position, **cached}
 
     def _cached(self) -> dict[str, tuple[StaticLayer, str]]:
-        """Name → where it is, of each tensor of the cache."""
+        """The cache's tensors: name → (layer, attribute)."""
         return {
             f"{key} of layer {number}": (layer, key)
             for number, layer in enumerate(self.cache.layers)
@@ -150,7 +145,6 @@ class RowDecoder:
         self.guards = (CompileGuard(NEXT_TOKEN, 1),)
 
     def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         tokens = torch.zeros(self.shape.rows, self.shape.length, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
@@ -160,7 +154,6 @@ class RowDecoder:
         return self.next(uniform)
 
     def next(self, uniform: torch.Tensor) -> Tensors:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         drawn = place_batch({"uniform": uniform}, self.placed.mesh, self.placed.batch_axes)["uniform"]
         with torch.no_grad():
             logits = self.placed.loss.logits(self.placed.parameters, {"input_ids": self._tokens})
@@ -172,11 +165,9 @@ class RowDecoder:
         return {TOKEN: token, "next tokens": self._tokens, "next last": self._last}
 
     def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         return batch_spec(2, self.placed.batch_axes) if tensor.dim() == 2 else (None,)
 
     def end(self) -> None:
-        """As :class:`shardwright.evaluation.generate.Decoder` says."""
         del self._tokens, self._last
 
     def _laid_out(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from shardwright.arguments.option_values import Checked, check_values, option
 
 @dataclass
 class EvaluationArguments(Checked):
-    """Which model is measured, where it lies, and by which tasks."""
+    """The model to measure, its layout on a mesh, and the tasks."""
 
     model: str = field(
         metadata={
@@ -57,5 +57,4 @@ class EvaluationArguments(Checked):
 
     @property
     def task_names(self) -> list[str]:
-        """The names in ``tasks``."""
         return [name for name in (word.strip() for word in self.tasks.split(",")) if name]

@@ -19,9 +19,9 @@ def run(options: EvaluationArguments, console: Console | None = None) -> dict[st
     """Measure the model of ``options``, print lm-eval's table and write its results; returns them.
 
     Raises:
-        UserError: anything in the options that can't be; tasks or their data that can't be had; no lm_eval.
+        UserError: options that can't be; no such tasks, or their data can't be read; no lm_eval.
     """
-    from shardwright.evaluation.lm import LM  # first: it says so where there is no lm_eval
+    from shardwright.evaluation.lm import LM  # first: its error says that there is no lm_eval
 
     # isort: split
     from lm_eval import simple_evaluate

@@ -18,7 +18,7 @@ from shardwright.model.facts import ModelFacts
 from shardwright.models.ops.partial_gradients import Tensors
 from shardwright.step.compile_guard import CompileGuard
 
-TOKEN = "next token"  # the name of what a graph computes
+TOKEN = "next token"  # the name of a graph's result
 _CACHED = {"full_attention", "sliding_attention", "dummy"}
 
 
@@ -28,8 +28,8 @@ class GenerationShape:
 
     Args:
         rows: texts at a time; the batch axes divide it.
-        prompt: the most tokens of a prompt; of a longer one the beginning is cut.
-        new: the most tokens behind it.
+        prompt: the most tokens of a prompt; a longer one loses its beginning.
+        new: the most new tokens.
     """
 
     rows: int
@@ -38,7 +38,6 @@ class GenerationShape:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
         return self.prompt + self.new
 
 
@@ -47,8 +46,8 @@ class Sampling:
     """How the next token is chosen.
 
     Args:
-        temperature: what logits are divided by; 0: the token with the highest is taken.
-        top_p: of the others only the likeliest are drawn from, so many that their probabilities come to this.
+        temperature: divides the logits; 0: the token with the highest logit is taken.
+        top_p: only the likeliest tokens are drawn from, as many as have this probability together.
     """
 
     temperature: float = 0.0
@@ -56,42 +55,34 @@ class Sampling:
 
 
 class Decoder(Protocol):
-    """What computes the next token of every row. It builds graphs, and runs none."""
+    """Computes the next token of every row. It builds graphs, and runs none."""
 
     @property
     def guards(self) -> tuple[CompileGuard, ...]:
-        """Those that count the compiles of the first token's graph, and of the others' where that is another."""
+        """The guards of the prefill and decode graphs; only one if they are the same."""
 
     def begin(self, prompts: Sequence[Sequence[int]], uniform: torch.Tensor) -> Tensors:
-        """What the graph of the first token behind each prompt computes, by name; :data:`TOKEN` is it, [rows].
+        """Build the graph of each prompt's next token; returns results by name, the token [rows] as :data:`TOKEN`.
 
-        Args:
-            uniform: [rows], drawn from [0, 1): which token is sampled.
+        ``uniform`` [rows], drawn from [0, 1), decides which token is sampled.
         """
 
     def next(self, uniform: torch.Tensor) -> Tensors:
-        """The same of the token behind those that were computed so far."""
+        """Build the graph of the next token; returns its results as :meth:`begin` does."""
 
     def spec_of(self, tensor: torch.Tensor) -> PartitionSpec:
-        """How one of the computed tensors is laid out."""
+        """The layout of one of the results."""
 
     def end(self) -> None:
-        """Let go of what is on the devices."""
+        """Free the memory on the devices."""
 
 
 class Generator:
-    """Continues texts.
-
-    Args:
-        decoder: of ``shape``.
-    """
-
     def __init__(self, decoder: Decoder, shape: GenerationShape) -> None:
         self.decoder, self.shape = decoder, shape
 
     @property
     def compiles(self) -> int:
-        """Compiles so far."""
         return sum(guard.compiles for guard in self.decoder.guards)
 
     def __call__(
@@ -108,7 +99,6 @@ class Generator:
 
         Args:
             prompts: at most as many as there are rows, none of them empty.
-            seed: what is sampled depends on it alone.
             ended: whether the answer to prompt number ``row`` ends with its last token for another reason.
         """
         shape, generator = self.shape, torch.Generator().manual_seed(seed)
@@ -155,7 +145,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> t
     share = torch.where(before < sampling.top_p, share, 0.0)
     reached = share.cumsum(-1)
     index = (reached <= uniform.unsqueeze(-1) * reached[:, -1:]).sum(-1, keepdim=True)
-    # where rounding made the draw reach the sum itself, the last token that has a share
+    # rounding may make the draw reach the sum itself: then the last token that has a share
     index = torch.minimum(index, (share > 0).sum(-1, keepdim=True) - 1)
     return tokens.gather(-1, index).squeeze(-1)
 
@@ -173,7 +163,7 @@ def can_cache(model: PreTrainedModel) -> bool:
 
 
 def check_positions(facts: ModelFacts, length: int) -> None:
-    """Raises UserError if the model has not as many positions as ``length``."""
+    """Refuse more tokens than the model has positions for."""
     most = facts.positions
     if most is not None and length > most:
         raise UserError(

@@ -46,16 +46,14 @@ class Evaluator:
 
     @property
     def first(self) -> StoredRows:
-        """The rows of the first set."""
         return next(iter(self.sets.values()))
 
     def __call__(
         self, sets: Mapping[str, StoredRows] | None = None, prefix: str = "eval", *, stoppable: bool = False
     ) -> dict[str, float]:
-        """What the held-out sets, or ``sets``, come to, as log entries; each set is told by itself.
+        """Evaluate the held-out sets, or ``sets``; returns log entries, and tells each set's as it ends.
 
-        Args:
-            stoppable: a signal ends it within a batch; of the set that it cut short nothing is told.
+        If ``stoppable``, a signal ends it within a batch, and nothing is told of the set that it cut short.
         """
         entries: dict[str, float] = {}
         for name, rows in (self.sets if sets is None else sets).items():
@@ -67,14 +65,13 @@ class Evaluator:
         return entries
 
     def predict(self, rows: StoredRows, prefix: str = "test") -> tuple[dict[str, float], np.ndarray, np.ndarray]:
-        """What ``rows`` come to, and of each the tokens and log-probabilities of `EvalStep.predict`."""
+        """Evaluate ``rows``; also returns the tokens and log-probabilities of `EvalStep.predict`, a row each."""
         found, ids, log_probs = self.step.predict(self._batches(rows, False))
         metrics = found.named(prefix)
         self._event("on_predict", metrics=metrics)
         return metrics, ids[: len(rows)], log_probs[: len(rows)]
 
     def _batches(self, rows: StoredRows, stoppable: bool) -> Iterator[Batch]:
-        """The batches of ``rows``; if ``stoppable``, none after a signal."""
         batches = heldout_batches(rows, self._rows, *self._share)
         for batch in tracked(self._console, "held-out rows", batches, math.ceil(len(rows) / self._rows)):
             if stoppable and self._stop.any:

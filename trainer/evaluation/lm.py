@@ -31,24 +31,22 @@ except ImportError as error:
 
 _NEW_TOKENS = 256  # of an answer, where a task does not say; as in the harness's own models
 SHORTEST = 64  # tokens of the shortest rows; each further length is twice as long
-Request = tuple[Any, list[int], list[int]]  # what the harness calls it by; the context's tokens, the continuation's
+Request = tuple[Any, list[int], list[int]]  # the harness's key; tokens of the context, of the continuation
 
 
 class LM(TemplateLM):
     """The harness's view of a model on the mesh. Pass it to ``lm_eval.simple_evaluate(model=LM(…), tasks=[…])``.
 
     A row holds one request and padding behind it, which no token sees. Rows are as long as the first of 64, 128, … up
-    to the job's ``sequence_length`` that holds them; shorter rows come in larger batches, of as many tokens. What is
-    longer loses its beginning, as in the harness's own models.
+    to the job's ``sequence_length`` that holds them; shorter rows come in larger batches, of as many tokens. A longer
+    request loses its beginning, as in the harness's own models.
 
     Args:
-        placed: such as a loop's ``placed``; its weights are used as they are then, and the ``sequence_length`` of its
-            job is the longest row.
-        tokenizer: the model's.
+        placed: such as a loop's ``placed``; its current weights are used.
 
     Attributes:
         score: the step that scores rows; its ``compiles`` are counted.
-        generators: what generates, by shape and sampling; their ``compiles`` are counted.
+        generators: by shape and sampling; their ``compiles`` are counted.
 
     Raises:
         UserError: a tokenizer without a token that a text can begin with.
@@ -70,22 +68,18 @@ class LM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text."""
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, for the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation in the tokenizer's chat template, as text."""
         try:
             text = self.tokenizer.apply_chat_template(
                 chat_history,
@@ -149,7 +143,7 @@ class LM(TemplateLM):
         return found
 
     def _generation(self, asked: dict[str, Any]) -> tuple[int, Sampling, list[str]]:
-        """What a request asks for: the most new tokens, how they are chosen, and the words that end them."""
+        """A request's most new tokens, their sampling, and the words that end them."""
         given = dict(normalize_gen_kwargs(asked, _NEW_TOKENS))
         new, until, samples = given.pop("max_gen_toks"), given.pop("until"), given.pop("do_sample")
         temperature, top_p = given.pop("temperature", 1.0), given.pop("top_p", 1.0)
@@ -195,7 +189,7 @@ class LM(TemplateLM):
         return found
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
-        """The requests' numbers of each batch, and the batch: as `ScoreStep` takes it; long rows first."""
+        """Each batch's request numbers, and the batch as `ScoreStep` takes it; long rows first."""
         groups: dict[int, list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
             tokens = min(len(context) + len(continuation) - 1, self.max_length)

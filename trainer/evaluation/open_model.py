@@ -1,4 +1,4 @@
-"""What `--model` names, opened: its job, its weights on the mesh and its tokenizer."""
+"""The model that `--model` names, opened: its job, its weights on the mesh and its tokenizer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ LONGEST = 4096  # tokens of a row by default, where the model has positions for 
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model whose weights lie on the mesh, ready to be evaluated."""
-
     placed: PlacedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -78,7 +76,7 @@ def _checkpoint(model: str) -> RunCheckpoint | None:
 
 
 def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None) -> tuple[str, str | None]:
-    """Where the plain weights lie, by hub id or folder, and the adapter's folder, if there is one."""
+    """The plain weights' hub id or folder, and the adapter's folder, if there is one."""
     if saved is None and os.path.isfile(Path(options.model) / CONFIG) and not _has_model(options.model):
         return _named_base(options.model), options.adapter or options.model
     if saved is not None and options.adapter is not None:
@@ -101,12 +99,11 @@ def _base_and_adapter(options: EvaluationArguments, saved: RunCheckpoint | None)
 
 
 def _has_model(folder: str) -> bool:
-    """Whether a folder with an adapter is a whole model's too."""
     return any(Path(folder).glob("model*.safetensors"))
 
 
 def _named_base(folder: str) -> str:
-    """The model that the adapter in ``folder`` says that it stands on."""
+    """The base model that the config of the adapter in ``folder`` names."""
     try:
         base: Any = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
@@ -124,7 +121,7 @@ def _named_base(folder: str) -> str:
 
 
 def _saved_base(saved: RunCheckpoint, needed: bool = True) -> str:
-    """The weights that the run of a checkpoint started from: what it did not train is there."""
+    """The weights that a checkpoint's run started from, which hold the frozen part."""
     base = saved.arguments.get("model") or ""
     if needed and not (base and has_weights(base)):
         raise UserError(

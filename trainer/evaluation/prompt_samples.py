@@ -1,4 +1,4 @@
-"""The answers to ``--sample_prompts`` at each evaluation, by which a person sees how the model changes."""
+"""The answers to ``--sample_prompts`` at each evaluation, which show how the model changes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ _SHOWN = 200  # characters of a prompt, and of an answer, on the console
 class Samples:
     """Answers the prompts of a run, and keeps the answers of all its lives.
 
-    Args:
-        folder: the run's output folder.
-        resume: the checkpoint that the run goes on from; answers of its own and earlier steps are kept.
-
-    Attributes:
-        entries: ``step``, ``prompt`` and ``answer``, in order.
+    A resumed run keeps the answers of its checkpoint's step and earlier ones.
 
     Raises:
         UserError: the prompts can't be read or have no tokens, or they and the answers are longer than the model's
@@ -67,9 +62,9 @@ class Samples:
         self.generator: Generator | None = None
 
     def take(self, step: int, placed: PlacedModel) -> None:
-        """Answers the prompts with the weights as they are, says the answers and writes them down.
+        """Answer the prompts with the current weights, say the answers and write them down.
 
-        The same draws each time: what changes is the model. What can't be written is said, and the run goes on.
+        The draws are the same each time: only the model changes. A failed write is said, and the run goes on.
         """
         if self.generator is None:
             self.generator = build_generator(placed, self.shape, sampling_of(self.job.args))
@@ -91,17 +86,13 @@ class Samples:
 
 
 def sampling_of(args: TrainingArguments) -> Sampling:
-    """How the answers' tokens are chosen."""
     return Sampling(args.sample_temperature, args.sample_top_p)
 
 
 def expected_shape(job: Job) -> GenerationShape:
-    """The shape in which a run answers its prompts, known without its data.
+    """The shape in which a run answers its prompts, known without its data; raises as :class:`Samples`.
 
     A tokenizer that the run trains on them makes at most a token of each byte.
-
-    Raises:
-        UserError: as :class:`Samples`.
     """
     prompts, tokenizer = read_prompts(str(job.args.sample_prompts)), asked_tokenizer(job.args, job.config)
     if tokenizer is not None:
@@ -110,7 +101,6 @@ def expected_shape(job: Job) -> GenerationShape:
 
 
 def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
-    """The shape in which prompts of so many tokens are answered."""
     shards = job.row_shards
     rows = min(math.ceil(len(lengths) / shards), max(job.evaluation_rows // shards, 1)) * shards
     shape = GenerationShape(rows, min(max(lengths), job.args.sequence_length), job.args.sample_tokens)
@@ -119,7 +109,7 @@ def _shape(job: Job, lengths: Sequence[int]) -> GenerationShape:
 
 
 def _earlier(resume: RunCheckpoint) -> list[dict[str, Any]]:
-    """The answers that lie beside a checkpoint, of its step and earlier ones."""
+    """The answers beside a checkpoint, of its step and earlier ones."""
     home, found = resume.folder.parent, []
     with contextlib.suppress(StorageError, ValueError, RecursionError):  # none there, or cut short
         if home.is_file(SAMPLES):

@@ -1,6 +1,6 @@
-"""What the starting weights say of every row: computed once, before the first step, and kept beside the rows.
+"""The starting weights' values of every row: computed once, before the first step, and kept beside the rows.
 
-A run that goes on has trained weights, so it reads what its first life wrote.
+A resumed run has trained weights, so it reads the values that its first life wrote.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ FILE = "reference.safetensors"
 
 
 class ReferredRows(StoredRows):
-    """Stored rows with one column more, what the starting weights say; their name is that of the rows without it.
-
-    Args:
-        column: its name.
+    """Stored rows with one more ``column``, the starting weights' values; their fingerprint leaves it out.
 
     Attributes:
         values: that column, float32 [rows, ...]; None until it is known.
@@ -47,24 +44,15 @@ class ReferredRows(StoredRows):
 
     @property
     def fingerprint(self) -> str:
-        """That of the rows alone."""
         return self.plain.fingerprint
 
     def read(self, numbers: np.ndarray) -> Columns:
-        """The rows of these numbers. [rows, S]"""
         assert self.values is not None, "what the starting weights say is not known yet"
         return {**super().read(numbers), self.column: self.values[numbers]}
 
 
 class Reference:
-    """The rows of a run, and what the starting weights say of them.
-
-    Args:
-        objective: which compares with what they say.
-
-    Attributes:
-        train: the rows to train on with that column.
-        sets: those that are evaluated, by the names of their sets.
+    """The rows of a run, to train on and by the names of evaluated sets, with the starting weights' values.
 
     Raises:
         UserError: the rows are not stored.
@@ -79,17 +67,14 @@ class Reference:
 
     @property
     def known(self) -> bool:
-        """Whether it was computed or loaded, to its end."""
         return all(rows.values is not None and not np.isnan(rows.values).any() for rows in self._splits().values())
 
     def compute(
         self, placed: PlacedModel, batch: tuple[int, int, int], stopped: Callable[[], bool], console: Console
     ) -> None:
-        """Ask the ``placed`` weights about all rows; where ``stopped`` says so it ends, and the rest is NaN.
+        """Compute the values of all rows with the ``placed`` weights; once ``stopped``, the rest stays NaN.
 
-        Args:
-            batch: how many rows it has, and which of them this process reads, as
-                :func:`shardwright.data.rows.batches.heldout_batches` takes both.
+        ``batch`` is its rows and this process's share of it, as `heldout_batches` takes them.
         """
         step, size = ReferenceStep(placed), batch[0]
         splits = self._splits()
@@ -106,17 +91,17 @@ class Reference:
                     return
 
     def save(self, folder: Folder) -> None:
-        """Write it to ``folder``, whole or not at all."""
+        """Write the values to ``folder``, whole or not at all."""
         splits = self._splits()
         values = {name: rows.values for name, rows in splits.items() if rows.values is not None}
         names = {name: rows.fingerprint for name, rows in splits.items()}
         folder.write(FILE, save(values, metadata=names))
 
     def load(self, folder: Folder) -> None:
-        """Read what :meth:`save` wrote there.
+        """Read the values that :meth:`save` wrote there.
 
         Raises:
-            UserError: nothing was, or it is of other rows.
+            UserError: there are none, or they are of other rows.
         """
         found = "no such file"
         try:
@@ -137,7 +122,7 @@ class Reference:
             rows.values = values[name]
 
     def _differs(self, values: dict[str, np.ndarray]) -> str:
-        """How ``values`` don't fit the rows; empty if they do."""
+        """Say how ``values`` don't fit the rows; empty if they do."""
         for name, rows in self._splits().items():
             wanted = (len(rows), *self.shape)
             if values[name].shape != wanted or values[name].dtype != np.float32:
@@ -151,7 +136,7 @@ class Reference:
 
 
 def not_one_dataset(*, mixed: bool) -> UserError:
-    """The error of rows with which the starting weights' values can't be kept: of a mixture, or of a stream."""
+    """The error of rows beside which no reference values can be kept: those of a mixture, or of a stream."""
     return UserError(
         asked="an objective that compares with the starting weights",
         found="a mixture of datasets" if mixed else "rows that are made as training goes on",
@@ -163,7 +148,7 @@ def not_one_dataset(*, mixed: bool) -> UserError:
 
 
 def referred(corpus: Corpus, args: TrainingArguments) -> tuple[Corpus, Reference | None]:
-    """``corpus`` with what the starting weights say, if the objective asks for it: of what is evaluated no more rows.
+    """``corpus`` with the reference columns that the objective needs, its held-out sets cut to the evaluated rows.
 
     Raises:
         UserError: as :class:`Reference`.

@@ -1,4 +1,4 @@
-"""ReferenceStep: what the starting weights say of rows, in one graph."""
+"""ReferenceStep: the starting weights' values of rows, in one graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFERENCE_PASS = "reference pass"
 
 
 class _Referring(Objective):
-    """No loss: what ``objective`` asks of the starting weights."""
+    """An objective without a loss, which records the reference values of ``objective``."""
 
     title, parts = "the reference pass", ("nothing",)
 
@@ -35,7 +35,7 @@ class _Referring(Objective):
 
 
 class ReferenceStep:
-    """What the weights as they are, an adapter's left out, give for the column that the objective compares with."""
+    """Computes the reference column with the current weights, an adapter's left out."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self.placed, self.loss = placed, copy.copy(placed.loss)
@@ -44,13 +44,12 @@ class ReferenceStep:
         self.guard = CompileGuard(REFERENCE_PASS, expected=1)
 
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[np.ndarray]:
-        """Of each of ``batches`` (host tensors of [rows, S]) the column's values, float32 [rows, ...]."""
+        """Yields each batch's column values, float32 [rows, ...]; ``batches`` are host tensors of [rows, S]."""
         for batch in batches:
             found = self.guard.run(batch, lambda batch: {"values": self.trace(batch)})
             yield sharding.fetch(found["values"]).numpy()
 
     def trace(self, batch: Tensors) -> torch.Tensor:
-        """Build the graph of ``batch``, and run nothing."""
         mesh, specs = self.placed.mesh, self.placed.specs
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():

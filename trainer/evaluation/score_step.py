@@ -15,11 +15,7 @@ from shardwright.xla.batch import own_rows, place_batch
 
 
 class ScoreStep:
-    """Scores rows; no logit leaves a device.
-
-    Attributes:
-        guards: (rows, S) → the guard of that shape's graph, which may be compiled once.
-    """
+    """Scores rows; no logit leaves a device. ``guards``: (rows, S) → the guard of that shape's graph."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self.placed = placed
@@ -27,7 +23,6 @@ class ScoreStep:
 
     @property
     def compiles(self) -> int:
-        """Compiles so far, of all shapes."""
         return sum(guard.compiles for guard in self.guards.values())
 
     def __call__(self, batches: Iterable[Tensors]) -> Iterator[torch.Tensor]:
@@ -36,8 +31,8 @@ class ScoreStep:
         A batch is read once the next one has been started, so that the devices don't wait for the host.
 
         Args:
-            batches: ``input_ids`` [rows, S], and ``targets`` [rows, S], the token that follows each; -100: not
-                scored. A row without a target scores 0 and 1.
+            batches: ``input_ids`` [rows, S], and ``targets`` [rows, S], the token that follows each; -100: not scored.
+                A row without a target scores 0 and 1.
         """
         waiting = None
         for batch in batches:
@@ -63,8 +58,8 @@ class ScoreStep:
 def row_scores(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """[rows, 2], as :class:`ScoreStep` yields it, of ``logits`` [rows, S, V] and ``targets`` [rows, S].
 
-    Of several tokens with the highest logit the first is the greedy one, as argmax has it. All is reductions over V
-    alone, as in `correct_tokens`.
+    The first of several tokens with the highest logit is the greedy one, as argmax has it. It reduces over V alone, as
+    `correct_tokens` does.
     """
     logits = logits.to(torch.float32)
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)

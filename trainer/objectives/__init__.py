@@ -1,7 +1,7 @@
-"""Objectives: what a run learns. One file each, and none elsewhere; a file of this folder without a title is a helper.
+"""Objectives: the losses a run can learn by, one file each. A file of this folder without a title is a helper.
 
-An entry says which records it reads and how they share rows, which options it has, and how a loss is made of a model's
-logits. It imports torch inside its functions: a command line's choices and help are made of the entries.
+An entry has its record shapes, their packing into rows, its options, and its loss of a model's logits. It imports torch
+inside its functions: a command line's choices and help are made of the entries.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from shardwright.objectives.pairs import PairObjective, log_sigmoid
 
 
 class DPO(PairObjective):
-    """The chosen answer shall have become likelier than the rejected one, beside the starting weights."""
+    """The chosen answer's likelihood shall grow more than the rejected one's, compared with the starting weights."""
 
     title = "DPO"
     reference = "reference"

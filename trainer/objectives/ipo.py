@@ -7,7 +7,7 @@ from shardwright.objectives.pairs import PairObjective
 
 
 class IPO(PairObjective):
-    """The margin of DPO, per token, shall be 1 / (2 tau): it is not driven on without end."""
+    """The margin of DPO, per token, shall be 1 / (2 tau), no more."""
 
     title = "IPO"
     reference = "reference"

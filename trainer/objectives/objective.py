@@ -1,4 +1,4 @@
-"""Objective: what an entry of this folder says of itself, and the functions that a step and an evaluation call.
+"""Objective: the base of this folder's entries, with the functions that a step and an evaluation call.
 
 Shape legend: B rows, S tokens in a row, V vocabulary.
 """
@@ -28,16 +28,16 @@ _REFERENCE = {
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What a record is made of.
+    """The columns of a kind of record.
 
     Args:
-        name: as a person is told it.
+        name: as users read it.
         required: the columns that it is known by.
         optional: columns that are read where there are any.
-        trained: what the loss is on, in words.
+        trained: the tokens that the loss is on, in words.
         answers: the columns, strings or messages, that each answer the record's prompt. Each becomes a segment of its
             own, and those of a record lie side by side in a row, in this order.
-        unit: what a sample of it is called.
+        unit: the word for one sample of it.
         words: the columns as an error names them; empty: the required ones.
     """
 
@@ -56,11 +56,10 @@ class RecordShape:
 
     @property
     def is_chat(self) -> bool:
-        """Whether every record needs a chat template."""
         return self.name in ("messages", "conversations")
 
     def document(self, record: Mapping[str, Any]) -> str | None:
-        """The record as one string; of text None if there is none."""
+        """The record as one string; None for a text record without text."""
         if self.is_text:
             return record[self.required[0]]
         values = {name: _without_nulls(record.get(name)) for name in (*self.required, *self.optional)}
@@ -69,7 +68,6 @@ class RecordShape:
 
 
 def text_shape(column: str = "text") -> RecordShape:
-    """The shape of records with a text in ``column``."""
     return RecordShape("text", (column,))
 
 
@@ -84,8 +82,7 @@ def _without_nulls(value: Any) -> Any:
 class Number:
     """An option that only some objectives have; those that share a name share the number.
 
-    Args:
-        fits: whether the loss can be made with a value; ``why``: what it is, for one that does not fit.
+    ``fits`` tells whether the loss can be made with a value, and ``why`` says to the others what kind of number it is.
     """
 
     default: float
@@ -95,22 +92,20 @@ class Number:
 
 
 class Objective:
-    """What is learned of a run's records. An entry is a subclass with a title.
+    """An objective. An entry is a subclass with a title.
 
     Args:
         numbers: its options by name.
         length: tokens of a row at most.
 
     Attributes:
-        title: as people write it.
-        learns: what is learned, in words.
-        options: name → option.
+        learns: the thing learned, in words.
         shapes: the records that it reads, in the order in which they are recognised.
-        refuses: option → why it can't be combined with this objective.
         parts: names of the parts of the loss, as many as :meth:`counts` has numbers. Empty: the loss is the model's
             own, the mean cross entropy of the scored targets, and :meth:`counts` their number, 0-d.
-        logged: names of what is logged beside the loss: means, divided by the first count.
-        reference: which of :attr:`columns` holds what the starting weights say; None: they are not asked.
+        logged: names of values logged beside the loss: means, divided by the first count.
+        reference: the one of :attr:`columns` that holds the starting weights' values; None: it needs none.
+        refuses: option → why it can't be combined with this objective.
     """
 
     title: ClassVar[str]
@@ -127,7 +122,6 @@ class Objective:
 
     @classmethod
     def refusals(cls) -> dict[str, str]:
-        """Option or argument → why it can't be combined with this objective."""
         reference = _REFERENCE if cls.reference else {}
         return {**(_LOSS_OF_ITS_OWN if cls.parts else {}), **reference, **cls.refuses}
 
@@ -141,13 +135,13 @@ class Objective:
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
-        """What a batch holds for the loss alone: name → shape of a row's values, float32. The model does not see it."""
+        """Batch columns for the loss alone: name → shape of a row's values, float32. The model does not see them."""
         return {}
 
     def counts(self, batch: Batch) -> Tensor:
-        """What the parts of the loss are divided by, of tensors [..., S]: float [parts].
+        """The divisors of the parts of the loss, from tensors [..., S]: float [parts].
 
-        Of a step's micro-batches all are counted together, so that each weighs as much as it has of them.
+        A step's micro-batches are counted together, so that each weighs as much as it has of them.
         """
         raise NotImplementedError
 

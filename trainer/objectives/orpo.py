@@ -7,7 +7,7 @@ from shardwright.objectives.pairs import PairObjective, log_sigmoid
 
 
 class ORPO(PairObjective):
-    """The next token of the chosen answer, and that its odds are higher than the rejected one's."""
+    """The chosen answer's tokens are learned, and its odds shall be higher than the rejected one's."""
 
     title = "ORPO"
     on_chosen = True

@@ -1,7 +1,7 @@
-"""PairObjective: which of two answers is preferred, learned from log-probabilities of segments of packed rows.
+"""PairObjective: the preferred one of two answers, learned from log-probabilities of segments of packed rows.
 
 A row's pairs are numbered as its segments are: the chosen answer of pair k, behind its prompt, is segment 2k - 1, and
-the rejected one 2k; so of values [..., 2P] of a row's segments the even places are the chosen answers'.
+the rejected one 2k; so in a row's values [..., 2P] the even places are the chosen answers'.
 
 Shape legend: B rows, S tokens in a row, V vocabulary, P pairs in a row at most.
 """
@@ -32,7 +32,7 @@ BETA = Number(
 
 
 class PairObjective(Objective):
-    """A loss of pairs. What is logged bears trl's names, and trl 1.16 computes the same.
+    """A loss of pairs. Its logged values bear trl's names, and trl 1.16 computes the same.
 
     Attributes:
         on_chosen: the cross entropy of the chosen answers, their prompts' too, is added: the second part of the loss.
@@ -65,14 +65,14 @@ class PairObjective(Objective):
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
-        """What the starting weights say of each segment [2P], where the loss compares with them."""
+        """The starting weights' log-probability of each segment [2P], where the loss compares with them."""
         return {self.reference: (2 * self.groups,)} if self.reference else {}
 
     def losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """The loss of each pair [B, P], also of those that are none, of both answers' scores [B, P].
+        """The loss of each pair [B, P], empty pairs included, from both answers' scores [B, P].
 
-        A score is how much likelier an answer is than to the starting weights, as a difference of log-probabilities;
-        without a reference, the mean log-probability of its scored tokens.
+        A score is an answer's log-probability minus that by the starting weights; without a reference, the mean
+        log-probability of its scored tokens.
         """
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class PairObjective(Objective):
         if self.reference:
             scores = sums - batch[self.reference]
         else:
-            # of no tokens -1, since the odds of a certain answer are infinite
+            # an answer of no tokens scores -1, since the odds of a certain answer are infinite
             scores = torch.where(lengths > 0, sums / lengths.clamp(min=1), -torch.ones_like(sums))
         both = _halves(scores)
         losses = self.losses(*(_halves(scores / lengths.clamp(min=1)) if self.per_token else both))
@@ -132,12 +132,12 @@ def log_sigmoid(margins: Tensor) -> Tensor:
 
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The values of the chosen answers, and of the rejected ones: of [..., 2P] each [..., P]."""
+    """The values of the chosen and of the rejected answers: from [..., 2P] each [..., P]."""
     return values[..., 0::2], values[..., 1::2]
 
 
 def _real(lengths: Tensor) -> Tensor:
-    """1 where both answers of a pair have scored targets, else 0: of their numbers [..., 2P], float [..., P]."""
+    """1 where both answers of a pair have scored targets, else 0: from their numbers [..., 2P], float [..., P]."""
     import torch
 
     chosen, rejected = _halves(lengths)

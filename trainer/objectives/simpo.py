@@ -9,7 +9,7 @@ from shardwright.objectives.pairs import BETA, PairObjective, log_sigmoid
 
 
 class SimPO(PairObjective):
-    """The mean log-probability of the chosen answer's tokens shall be the higher, by a margin."""
+    """The mean log-probability of the chosen answer's tokens shall be higher than the rejected one's, by a margin."""
 
     title = "SimPO"
     options: ClassVar = {

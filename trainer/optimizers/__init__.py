@@ -1,7 +1,7 @@
-"""Optimizers: one file each, and none elsewhere. The file's name is what ``--optim`` takes.
+"""Optimizers: one file each. The file's name is what ``--optim`` takes.
 
-An entry says what it is called, which numbers it has, what it keeps of a parameter and how it updates one. It imports
-torch inside its functions: a command line's choices and help are made of the entries.
+An entry has a title, its numbers, its state of a parameter and its update rule. It imports torch inside its functions:
+a command line's choices and help are made of the entries.
 """
 
 from __future__ import annotations

@@ -11,16 +11,16 @@ from shardwright.optimizers.optimizer import Optimizer, State, Update, number
 if TYPE_CHECKING:
     import torch
 
-_SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # of squared gradients, and the least scale of a parameter
+_SQUARE_EPSILON, _SCALE_EPSILON = 1e-30, 1e-3  # added to squared gradients; the least scale of a parameter
 
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """Adafactor (arXiv:1804.04235) at a learning rate that is given, without a first moment.
+    """Adafactor (arXiv:1804.04235) at a given learning rate, without a first moment.
 
-    It equals `transformers.optimization.Adafactor(relative_step=False, warmup_init=False)` step by step. The second
-    moment of a matrix is the outer product of its rows' and its columns' means, which are all that is kept; that of
-    experts is factored for each of them.
+    It equals `transformers.optimization.Adafactor(relative_step=False, warmup_init=False)` step by step. A matrix's
+    second moment is the outer product of its rows' and its columns' means, which alone are kept; each expert's matrix
+    is factored by itself.
     """
 
     title = "Adafactor"
@@ -34,11 +34,10 @@ class Adafactor(Optimizer):
 
     @classmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        """The second moment: factored of whatever has two dimensions or more, as transformers' is."""
+        """The second moment: factored for two dimensions or more, as transformers' is."""
         return {"second moment rows": 1, "second moment columns": 2} if len(shape) > 1 else {"second moment": 0}
 
     def update(self, of: Update) -> tuple[torch.Tensor, State]:
-        """See the class."""
         new_share = (self.decay_rate * of.step.log()).exp()  # exp of a log: as in AdamW
         squares = of.gradient * of.gradient + _SQUARE_EPSILON
         factored = len(of.state) == 2
@@ -58,7 +57,7 @@ class Adafactor(Optimizer):
 
 
 def _root_mean_square(tensor: torch.Tensor, of: Update) -> torch.Tensor:
-    """That of each parameter by itself, to be multiplied with ``tensor``."""
+    """Each parameter's own root mean square, broadcastable to ``tensor``."""
     dims = list(range(int(of.layout.stacked), tensor.dim()))
     squares = tensor * tensor
     return (squares.mean(dims, keepdim=True) if dims else squares).sqrt()

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step.
-
-    Its numbers have options of their own, under transformers' names: ``--adam_beta1``.
-    """
+    """Adam with decoupled weight decay (arXiv:1711.05101), equal to `torch.optim.AdamW` step by step."""
 
     title = "AdamW"
     about = "two moments"
@@ -28,11 +25,9 @@ class AdamW(Optimizer):
 
     @classmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        """Two moments."""
         return {"first moment": 0, "second moment": 0}
 
     def update(self, of: Update) -> tuple[torch.Tensor, State]:
-        """See the class."""
         first, second = of.state
         first = self.beta1 * first + (1 - self.beta1) * of.gradient
         second = self.beta2 * second + (1 - self.beta2) * of.gradient * of.gradient

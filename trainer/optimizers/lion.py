@@ -24,11 +24,9 @@ class Lion(Optimizer):
 
     @classmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        """One moment."""
         return {"momentum": 0}
 
     def update(self, of: Update) -> tuple[torch.Tensor, State]:
-        """See the class."""
         (momentum,) = of.state
         direction = (self.beta1 * momentum + (1 - self.beta1) * of.gradient).sign()
         momentum = self.beta2 * momentum + (1 - self.beta2) * of.gradient

@@ -1,10 +1,10 @@
-"""Muon: the momentum of a matrix, orthogonalised, is its update (https://kellerjordan.github.io/posts/muon/).
+"""Muon: a matrix is updated by its orthogonalised momentum (https://kellerjordan.github.io/posts/muon/).
 
-It equals `torch.optim.Muon` of torch 2.9 step by step, whose coefficients and compute dtype it has; the matrices of
-experts are orthogonalised each by itself. Of a stack of layers each device is given some layers' matrices whole, by an
-exchange before the iteration and one after it, and goes through them one at a time: nothing crosses devices in the
-iteration. A matrix that is in no stack is never gathered: its iteration runs on shards of the longer dimension, and
-what every device holds whole is the Gram matrix of the shorter one, in each turn.
+It equals `torch.optim.Muon` of torch 2.9 step by step, with its coefficients and compute dtype; experts' matrices are
+orthogonalised each by itself. In a stack of layers each device gets some layers' matrices whole, by an exchange before
+the iteration and one after it, and goes through them one at a time: nothing crosses devices in the iteration. A matrix
+outside stacks is never gathered: its iteration runs on shards of the longer dimension, and every device holds whole
+only the Gram matrix of the shorter one, in each turn.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardwright.optimizers.optimizer import BELOW_ONE, OnMesh, Optimizer, State
 if TYPE_CHECKING:
     import torch
 
-# of Newton and Schulz's quintic iteration, and the least norm: those of torch/optim/_muon.py, torch 2.9
+# the coefficients of Newton and Schulz's quintic iteration, and the least norm: torch/optim/_muon.py, torch 2.9
 _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
 
 
 @dataclass(frozen=True)
 class Matrices(OnMesh):
-    """How the iteration's tensors lie on the mesh: [rows, columns], or [experts, rows, columns], of one layer."""
+    """The layout of the iteration's tensors on the mesh: [rows, columns], or [experts, rows, columns], of one layer."""
 
     def stored(self, matrix: torch.Tensor) -> torch.Tensor:
-        """As the parameter is."""
+        """Laid out as the parameter."""
         return self.constrain(matrix, self.spec)
 
     def split(self, matrix: torch.Tensor, dim: int) -> torch.Tensor:
@@ -47,11 +47,10 @@ class Matrices(OnMesh):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those that split a matrix."""
         return tuple(axis for entry in self.spec[-2:] for axis in entry)
 
     def by_layers(self) -> Matrices:
-        """Of several layers, [layers, …]: what splits a matrix splits the layers, whose matrices are whole."""
+        """The layout of [layers, …]: the axes of a matrix split the layers, whose matrices are whole."""
         return replace(self, spec=(self._entry(self.axes), *self.spec[:-2], (), ()))
 
     def _entry(self, axes: Collection[str]) -> tuple[str, ...]:
@@ -60,14 +59,14 @@ class Matrices(OnMesh):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """See the module."""
+    """The module's optimizer."""
 
     title = "Muon"
     about = "matrices of layers move by their orthogonalised momentum, the rest by AdamW"
     rest = AdamW
 
     momentum: float = number(0.95, "its decay, in Nesterov's form", least=0, below=BELOW_ONE)
-    # five are the practice, and each is compiled
+    # five are usual, and each is compiled
     ns_steps: int = number(5, "turns of Newton and Schulz's iteration", least=1, below=21)
     # unlike torch.optim.Muon's default, since one learning rate is for Muon's part and for AdamW's
     adjust_lr_fn: str = number(
@@ -79,21 +78,19 @@ class Muon(Optimizer):
 
     @classmethod
     def takes(cls, name: str, shape: Sequence[int]) -> bool:
-        """Matrices of layers, one for each expert.
+        """Whether it is a matrix of a layer, or one for each expert.
 
-        The rest are embeddings, head, norms, biases, and kernels of convolutions along a sequence, which are
-        [channels, 1, width].
+        The rest are embeddings, head, norms, biases, and convolution kernels, which are [channels, 1, width].
         """
         in_a_layer = any(part == "*" or part[:1].isdigit() for part in name.split("."))
         return in_a_layer and len(shape) > 1 and min(shape[-2:]) > 1 and "bias" not in name
 
     @classmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        """One moment."""
         return {"momentum": 0}
 
     def update(self, of: Update) -> tuple[torch.Tensor, State]:
-        """See the module. The iteration computes in bfloat16."""
+        """The iteration computes in bfloat16."""
         (momentum,), gradient = of.state, of.gradient
         momentum = momentum + (1 - self.momentum) * (gradient - momentum)
         update = self._orthogonalised((momentum - (1 - self.momentum) * (momentum - gradient)).bfloat16(), of.layout)
@@ -126,7 +123,7 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.Tensor:
-    """U Vᵀ of ``matrix`` = U S Vᵀ, nearly: its singular values come to lie about 1. [..., rows, columns], as given."""
+    """U Vᵀ of ``matrix`` = U S Vᵀ, nearly: its singular values become about 1. [..., rows, columns], laid out alike."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     wide = layout.split(matrix.mT if tall else matrix, -1)
@@ -140,8 +137,8 @@ def orthogonalised(matrix: torch.Tensor, steps: int, layout: Matrices) -> torch.
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product, in float32: torch's ``addmm`` rounds a product and what is added to it once, together.
+    """The matrix product, in float32: torch's ``addmm`` rounds a product and its addend once, together.
 
-    Of values in bfloat16 it costs a TPU no more, whose products add up in float32 whatever they return.
+    For bfloat16 values it costs a TPU no more: its products add up in float32 whatever they return.
     """
     return left.float() @ right.float()

@@ -1,4 +1,4 @@
-"""Optimizer: what an entry of this folder says of itself, and the update that a step calls."""
+"""Optimizer: the base of this folder's entries, and the update that a step calls."""
 
 from __future__ import annotations
 
@@ -23,26 +23,23 @@ def number(default: Any, help: str, *, least: float = -math.inf, below: float = 
 
 
 def fits(option: Field[Any], value: Any) -> bool:
-    """Whether an entry's ``option`` may have ``value``."""
     said = option.metadata
     return value in said["words"] if said["words"] else said["least"] <= value < said["below"]
 
 
 def range_text(option: Field[Any]) -> str:
-    """The values that an entry's ``option`` may have, in words."""
     said = option.metadata
     return " or ".join(said["words"]) if said["words"] else f"in [{said['least']:g}, {said['below']:g})"
 
 
 @dataclass(frozen=True)
 class OnMesh:
-    """How a parameter lies on the mesh.
+    """A parameter's layout on the mesh.
 
     Args:
         mesh: axis → devices along it, in mesh order.
         spec: the axes that split each dimension.
         stacked: whether dimension 0 is layers, each a parameter of its own.
-        constrain: lays a tensor out.
     """
 
     mesh: Mapping[str, int]
@@ -77,15 +74,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """What updates the weights. An entry is a frozen dataclass with a title; its fields are made by :func:`number`.
+    """An update rule of weights. An entry is a frozen dataclass with a title; its fields are made by :func:`number`.
 
     torch's own optimizers are not used: on XLA their state appears at the first step, replicated, and their step count
     and learning rate are Python numbers.
 
     Attributes:
         title: as people write it.
-        about: what it keeps, and when to take it, for ``--help``.
-        rest: the entry that updates what this one does not take; None: it takes all.
+        about: its state, and when to take it, for ``--help``.
+        rest: the entry that updates the parameters this one does not take; None: it takes all.
     """
 
     title: ClassVar[str]
@@ -100,7 +97,7 @@ class Optimizer(ABC):
     @classmethod
     @abstractmethod
     def state(cls, shape: Sequence[int]) -> Mapping[str, int]:
-        """What is kept of a parameter that has ``shape`` in a layer: name → the parameter's dimension that it lacks.
+        """The state of a parameter that has ``shape`` in a layer: name → the parameter's dimension that it lacks.
 
         A tensor of the state has the parameter's shape and layout, or those without one dimension, counted from the
         end; 0: none is lacking. The names follow the parameter's, after a space, in checkpoints.

@@ -1,7 +1,7 @@
-"""`remat="auto"`: the share of a layer's values that the backward need not compute again, found once and kept.
+"""`remat="auto"`: the share of a layer's values that is kept for the backward, found once and cached.
 
-The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU. The
-answer is kept in the cache, so that a run on chips starts with it.
+The TPU's own compiler finds it (:mod:`shardwright.compile.search.remat_share`), which takes minutes and no TPU. A run
+on chips starts with the cached answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwright.models.layers.decoder_layers import DecoderLayers
 from shardwright.report.units import size
 
 AUTO = "auto"
-# what changes the memory of a step, beside the recipe and the model
+# the options that change the memory of a step, beside the recipe and the model
 _COUNTED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "packing", "isolate_documents"),
     *("weight_dtype", "optimizer_dtype", "lora_r", "lora_target", "base_dtype", "objective", "router_balance"),
@@ -36,16 +36,15 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class LayerValue:
-    """What a product or a kernel of a layer makes, and the backward uses: kept from the forward, or computed again.
+    """The output of a layer's product or kernel that the backward uses: kept from the forward, or computed again.
 
     Args:
-        module: that makes it, as ``model.layers.*.self_attn.q_proj``.
+        module: its producer, as ``model.layers.*.self_attn.q_proj``.
         operation: as ``mm`` or ``splash``.
-        shape: of it in one layer, on all chips together.
-        layers: how many have it.
+        shape: in one layer, on all chips together.
+        layers: the number of layers that have it.
         bytes: of a chip's part, in all layers.
-        flops: that a chip takes in a step to compute it again, in all layers.
-        kept: from the forward.
+        flops: a chip's work in a step to compute it again, in all layers.
     """
 
     module: str
@@ -61,7 +60,7 @@ class LayerValue:
 
 
 class Answer(NamedTuple):
-    """The policy that ``auto`` means, why, and what is kept by it as far as that was noted."""
+    """The policy that ``auto`` means, why, and the values it keeps as far as they were noted."""
 
     policy: str | float
     why: str
@@ -72,9 +71,9 @@ VALUES_HEADER = ("value of a layer", "of", "shape, all chips", "layers", "HBM a 
 
 
 def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
-    """The values of a model whose step was traced under a policy that keeps a share, in the order of what is kept.
+    """The layer values of a model whose step was traced under a policy that keeps a share; otherwise none.
 
-    That is by the FLOPs that a byte of each saves. Before, and under another policy, there are none.
+    The first to be kept come first: those that save the most FLOPs a byte.
     """
     devices, steps = job.plan.devices, job.args.gradient_accumulation_steps
     found = [
@@ -95,7 +94,6 @@ def layer_values(job: Job, model: nn.Module) -> tuple[LayerValue, ...]:
 
 
 def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
-    """Cells under :data:`VALUES_HEADER`."""
     return [
         (
             value.module,
@@ -111,10 +109,9 @@ def value_rows(values: Sequence[LayerValue]) -> list[tuple[str, ...]]:
 
 
 def _parts(plan: ShardingPlan, module: str) -> int:
-    """Into how many parts the chips split what ``module`` makes.
+    """The number of parts into which the chips split the output of ``module``: a kernel's by all chips.
 
-    They split the tokens, and the columns of a product whose weight is split along the output's dimension; what a
-    kernel makes, they split all.
+    A product's is split by its tokens, and by its columns where its weight's output dimension is split.
     """
     weight = f"{module}.weight"
     if weight not in plan.specs:
@@ -124,17 +121,15 @@ def _parts(plan: ShardingPlan, module: str) -> int:
 
 
 def is_auto(job: Job) -> bool:
-    """Whether the job's recipe leaves it to us what is kept."""
     return job.recipe.compute.remat == AUTO
 
 
 def with_remat(job: Job, remat: str | float) -> Job:
-    """``job`` under another remat policy."""
     return replace(job, recipe=replace(job.recipe, compute=replace(job.recipe.compute, remat=remat)))
 
 
 def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] = ()) -> Path:
-    """Note that ``job``, whose recipe says ``auto``, fits ``chip`` with ``share``, which keeps those of ``values``.
+    """Cache that ``job``, whose recipe says ``auto``, fits ``chip`` with ``share``; and which of ``values`` that keeps.
 
     Raises:
         UserError: the cache can't be written.
@@ -148,7 +143,7 @@ def keep_answer(job: Job, chip: str, share: float, values: Sequence[LayerValue] 
 
 
 def answer(job: Job, chip: str) -> Answer:
-    """The policy that ``auto`` means for ``job`` on a ``chip``, by its name; empty: none that is known."""
+    """The policy that ``auto`` means for ``job`` on the ``chip`` of that name; empty: unknown chip."""
     path = _path(job, chip)
     try:
         noted = json.loads(path.read_text())

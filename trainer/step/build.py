@@ -1,6 +1,6 @@
 """A job on a mesh → its model, weights and steps: kernels bound to the mesh, activations laid out, state placed.
 
-There is one way to it, for a run on this process's devices and for a lowering without any (an abstract mesh).
+A run on this process's devices and a lowering without any (an abstract mesh) go the same way.
 """
 
 from __future__ import annotations
@@ -42,22 +42,18 @@ from shardwright.weights.weight_sources import Source
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh, chip_of, device_order
 
-_LONGEST_RING = 4  # it lies along one dimension of the torus: few are shorter, and all are its multiples
+_LONGEST_RING = 4  # along one dimension of the torus: few are shorter, and all are its multiples
 
 
 def place_model(job: Job, mesh: DeviceMesh, source: Source, loss: LossFunction | None = None) -> PlacedModel:
-    """The job's model with its weights from ``source`` placed on ``mesh``; nothing else is placed.
-
-    Args:
-        loss: a function of the caller's own in place of the model's loss; see `Loss`.
-    """
+    """The job's model, its weights from ``source`` placed on ``mesh``, and nothing else; ``loss`` replaces its own."""
     model = on_mesh(job, mesh, job.recipe.activations)
     parameters = place_parameters(model, job.stored, mesh, source)
     return PlacedModel(job, mesh, model, parameters, loss_of(job, model, mesh, loss))
 
 
 def evaluation_step(placed: PlacedModel, measures: Measures | None = None) -> EvalStep:
-    """The step that evaluates ``placed``; ``measures``: what is measured beside the loss, where it is of tokens."""
+    """The evaluation step of ``placed``; ``measures`` apply only where the loss is that of tokens."""
     return ObjectiveEvalStep(placed) if placed.loss.objective.parts else EvalStep(placed, measures)
 
 
@@ -77,7 +73,7 @@ def on_mesh(job: Job, mesh: DeviceMesh, activations: Mapping[str, Layout]) -> Pr
 
 
 def _add_scales(model: PreTrainedModel, plan: ShardingPlan) -> None:
-    """Give ``model``, in place, the scales of its weights in int8, on meta: transformers knows of none."""
+    """Give ``model``, in place, the scales of its int8 weights, on meta: transformers knows of none."""
     for entry in plan.parameters:
         if entry.dtype == torch.int8:
             owner, _, key = (entry.name + SCALE).rpartition(".")
@@ -117,7 +113,7 @@ def _bind_kernels(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             weight_specs={key: plan.specs[f"{names[0]}.{key}"] for key in keys},
             order=order,
             keep=not isinstance(remat, str) or remat == "none",
-            # a loop over layers would copy it into a stack and out of it, which takes longer than to make it again
+            # a loop over layers would copy them into a stack and out of it, which takes longer than to recompute them
             keep_all=not job.recipe.compute.scan,
             flops_a_byte=flops_a_byte,
             buffer_bytes=kernel_cost.buffer_bytes(flops_a_byte),

@@ -9,12 +9,7 @@ from shardwright.xla.runtime import program_count, run_now
 
 
 class CompileGuard:
-    """Runs a step, and stops the run where the step compiles again: it says which input or operation changed.
-
-    Args:
-        what: the step's name in messages.
-        expected: compiles that the step may take.
-    """
+    """Runs a step that may compile ``expected`` times, and stops the run at one more: it says what changed."""
 
     def __init__(self, what: str, expected: int) -> None:
         self.what, self.expected = what, expected
@@ -26,8 +21,8 @@ class CompileGuard:
         """Run the graph that ``trace`` builds of ``batch``; returns its results, as ``trace`` does.
 
         Raises:
-            UserError: the batch's names, shapes or dtypes differ from the first batch's, or the graph was compiled
-                though they do not.
+            UserError: the batch's names, shapes or dtypes differ from the first batch's, or they don't and it still
+                compiled again.
         """
         self._compare(batch)
         before = program_count()

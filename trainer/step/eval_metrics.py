@@ -1,6 +1,6 @@
-"""What an evaluation measures beside the loss: token accuracy, and what a person's own function gives.
+"""Metrics of an evaluation beside the loss: token accuracy, and those of a user's own function.
 
-Everything is a sum that a device makes of its part and that adds up over devices and batches; no logit leaves a device.
+Each is a sum over a device's part that adds up over devices and batches; no logit leaves a device.
 
 Shape legend: B rows, S tokens a row, V tokens that the model knows.
 """
@@ -21,7 +21,7 @@ IDS, LOG_PROBS = "ids", "log_probs"
 
 
 class Predictions(NamedTuple):
-    """What a model says of one batch, on the devices.
+    """A model's logits of one batch and their targets, on the devices.
 
     Args:
         logits: [B, S, V]. Those at position t are of the token at t + 1.
@@ -40,11 +40,9 @@ ComputeMetrics = Callable[[Predictions], Mapping[str, tuple[torch.Tensor, torch.
 
 
 class Measures:
-    """Logits and labels of a batch → sums by name, in one order.
+    """Logits and labels of a batch → sums by name, in a fixed order.
 
-    Args:
-        compute: of a person; None: token accuracy alone.
-        names: of what it gives, from :func:`metric_names`.
+    ``names`` are those of ``compute``, a user's own function; None: token accuracy alone.
     """
 
     def __init__(self, compute: ComputeMetrics | None = None, names: tuple[str, ...] = ()) -> None:
@@ -68,16 +66,15 @@ def measures_of(compute: ComputeMetrics | None, rows: int, length: int, vocabula
 
 
 def predictions_of(logits: torch.Tensor, labels: torch.Tensor) -> Predictions:
-    """What a model says, beside what it is scored against."""
     targets_BS = targets(labels)
     return Predictions(logits, targets_BS, targets_BS != IGNORE)
 
 
 def correct_tokens(predictions: Predictions) -> torch.Tensor:
-    """How many scored targets have the highest of the logits; a 0-d float.
+    """The number of scored targets that have the highest logit; a 0-d float.
 
-    Reductions over V alone, which a device does for its part of a vocabulary that is cut; an argmax, or a lookup of the
-    target's logit, could have it gathered.
+    It reduces over V alone, which each device does for its part of a split vocabulary; an argmax, or a lookup of the
+    target's logit, could have the vocabulary gathered.
     """
     logits_BSV = predictions.logits
     own_BS = torch.where(_is_target(predictions), logits_BSV, -torch.inf).amax(-1)
@@ -85,9 +82,9 @@ def correct_tokens(predictions: Predictions) -> torch.Tensor:
 
 
 def token_values(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
-    """Of each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
+    """For each position the token with the highest logit, int32, and its target's log-probability, float32; [B, S].
 
-    Reductions over V alone, as in :func:`correct_tokens`. Where nothing is scored the log-probability is 0.
+    It reduces over V alone, as :func:`correct_tokens` does. Where nothing is scored the log-probability is 0.
     """
     predictions = predictions_of(logits, labels)
     logits_BSV = logits.to(torch.float32)
@@ -105,10 +102,10 @@ def _is_target(predictions: Predictions) -> torch.Tensor:
 
 
 def metric_names(compute: ComputeMetrics, rows: int, length: int, vocabulary: int) -> tuple[str, ...]:
-    """The names that ``compute`` gives, which is tried on tensors that have shapes and no values.
+    """The names of the metrics of ``compute``, found by a call with meta tensors.
 
     Raises:
-        UserError: it gives something else than name → (sum, count), or needs values while it is traced.
+        UserError: it returns something else than name → (sum, count), or needs values while it is traced.
     """
     labels = torch.full((rows, length), IGNORE, device="meta")
     try:

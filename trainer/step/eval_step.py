@@ -1,4 +1,4 @@
-"""EvalStep: loss, token accuracy and a person's own metrics over held-out batches, in one graph and one transfer."""
+"""EvalStep: loss, token accuracy and a user's own metrics over held-out batches, in one graph and one transfer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardwright.xla.batch import place_batch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out rows came to.
+    """Loss and metrics of held-out rows.
 
     Args:
         loss: the objective's, without the auxiliary loss; NaN if there is nothing to evaluate. The model's own is the
-            mean cross entropy over the scored targets, in nats a token; with a loss function of one's own, the mean of
+            mean cross entropy over the scored targets, in nats a token; with a user's own loss function, the mean of
             that.
-        means: what else was measured, by name: ``accuracy`` (the share of scored targets that no other token was given
-            a higher score than) and a person's own metrics, or what the objective logs. NaN likewise.
+        means: further metrics by name: ``accuracy`` (the share of scored targets that no other token was given a higher
+            score than) and a user's own, or the values that the objective logs. NaN likewise.
         is_entropy: whether the loss is the cross entropy, and so has a perplexity.
     """
 
@@ -39,26 +39,21 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss."""
         return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
 
     def named(self, prefix: str) -> dict[str, float]:
-        """As log entries whose names begin with ``prefix``, under transformers' kind of names."""
+        """Log entries whose names begin with ``prefix``, as transformers names them."""
         perplexity = {"perplexity": self.perplexity} if self.is_entropy else {}
         return {f"{prefix}_{name}": value for name, value in {"loss": self.loss, **perplexity, **self.means}.items()}
 
 
 def names_of_means(objective: Objective, metrics: Iterable[str]) -> tuple[str, ...]:
-    """The names of `Evaluation.means`; ``metrics``: a person's own."""
+    """The names of `Evaluation.means`; ``metrics``: a user's own."""
     return objective.logged if objective.parts else ("accuracy", *metrics)
 
 
 class EvalStep:
-    """Evaluates batches; no logit leaves a device.
-
-    Args:
-        measures: what is measured beside the loss.
-    """
+    """Evaluates batches; no logit leaves a device."""
 
     def __init__(self, placed: PlacedModel, measures: Measures | None = None) -> None:
         self.loss, self.placed, self.measures = placed.loss, placed, measures or Measures()
@@ -66,7 +61,7 @@ class EvalStep:
         self.predict_guard = CompileGuard("prediction step", expected=1)
 
     def __call__(self, batches: Iterable[Tensors]) -> Evaluation:
-        """What ``batches`` (host tensors of [rows, S]) come to together."""
+        """Evaluate ``batches`` (host tensors of [rows, S]) together."""
         sums = self.begin()
 
         def trace(batch: Tensors) -> Tensors:
@@ -78,9 +73,9 @@ class EvalStep:
         return self._read(sums)
 
     def predict(self, batches: Iterable[Tensors]) -> tuple[Evaluation, np.ndarray, np.ndarray]:
-        """What ``batches`` come to, and of each position the most likely token and the target's log-probability.
+        """Evaluate ``batches``; also returns the most likely token and the target's log-probability at each position.
 
-        Both are [all rows, S]; the graph is another than that of an evaluation, and is compiled once too.
+        Both are [all rows, S]. The graph differs from an evaluation's, and is compiled once too.
         """
         sums = self.begin()
         kept: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -97,9 +92,7 @@ class EvalStep:
 
     @property
     def size(self) -> int:
-        """How many sums there are: of the losses, of the scored targets, of those met, and of each metric its sum and
-        count.
-        """
+        """The number of sums: losses, scored targets, hits; and for each metric its sum and count."""
         return 3 + 2 * len(self.measures.names)
 
     def begin(self) -> torch.Tensor:
@@ -107,10 +100,7 @@ class EvalStep:
         return sharding.place("sums", torch.zeros(self.size), self.placed.mesh, (None,))
 
     def trace(self, batch: Tensors, sums: torch.Tensor, *, values: bool = False) -> Sequence[torch.Tensor]:
-        """Build the graph that adds ``batch`` to ``sums``, and run nothing; returns what each token came to, if asked.
-
-        That is what :meth:`predict` returns, [rows, S], laid out as the batch.
-        """
+        """Build the graph that adds ``batch`` to ``sums``; with ``values``, returns :meth:`predict`'s tensors."""
         mesh = self.placed.mesh
         inputs = place_batch(batch, mesh, self.placed.batch_axes)
         with torch.no_grad():
@@ -120,13 +110,13 @@ class EvalStep:
             return [sharding.constrain(recorded[name], mesh, rows) for name in (IDS, LOG_PROBS)] if values else []
 
     def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
-        """What the placed ``batch`` adds to the sums; and by name what was recorded, each token's ``values`` too."""
+        """The placed ``batch``'s addition to the sums; all records by name, with each token's ``values``."""
 
         def measure(logits: torch.Tensor, labels: torch.Tensor) -> Tensors:
             return {**self.measures(logits, labels), **(token_values(logits, labels) if values else {})}
 
         scored = scored_tokens(batch["labels"])
-        # of a person's own loss it can't be told whether it is divided by what it is given, or is a mean by itself
+        # a user's own loss may divide by the number it is given or be a mean by itself: nobody can tell
         share = torch.ones((), device=scored.device) if self.loss.compute is None else scored.clamp(min=1)
         counts = not values and self.measures.compute is None
         loss, recorded = self.loss(
@@ -147,7 +137,7 @@ class EvalStep:
 
 
 class ObjectiveEvalStep(EvalStep):
-    """Evaluates batches under an objective with a loss of its own. Of single tokens it says nothing."""
+    """Evaluates batches under an objective with a loss of its own. It makes no predictions of tokens."""
 
     def __init__(self, placed: PlacedModel) -> None:
         super().__init__(placed)
@@ -156,7 +146,7 @@ class ObjectiveEvalStep(EvalStep):
 
     @property
     def size(self) -> int:
-        """How many sums there are: the counts, the parts of the loss, and what is logged."""
+        """The number of sums: the counts, the parts of the loss, and the logged values."""
         return len(self.objective.parts) + len(self.names)
 
     def _added(self, batch: Tensors, values: bool) -> tuple[torch.Tensor, Tensors]:
@@ -181,5 +171,5 @@ class ObjectiveEvalStep(EvalStep):
 
 
 def prefix_of(name: str, first: str = "eval") -> str:
-    """What the log entries of the held-out set ``name`` begin with, as transformers has it."""
+    """The prefix of the log entries of the held-out set ``name``, as transformers has it."""
     return f"{first}_{name}" if name else first

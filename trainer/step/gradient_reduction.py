@@ -1,4 +1,4 @@
-"""How a weight's gradient is summed over devices: by reduce-scatters or exchanges, a mesh axis at a time.
+"""Sums of a weight's gradient over devices: by reduce-scatters or exchanges, a mesh axis at a time.
 
 A weight's gradient is a sum over tokens, and tokens are split over the batch axes. The partitioner makes of that sum an
 all-reduce and then a slice, which sends twice as much. The compiler turns the two into a reduce-scatter only for some
@@ -30,20 +30,20 @@ from shardwright.xla.device_mesh import DeviceMesh, device_order
 
 _LONGEST_RING = 16  # libtpu would turn a reduce-scatter over all the chips of a torus into an all-reduce
 _LONGEST_EXCHANGE = 4  # the longer its ring, the more links a part crosses; few sides of a slice are shorter
-_MOST_EXCHANGE = 8  # over 64 chips adding the parts up, ring after ring, takes longer than is saved (docs/tpu.md)
+_MOST_EXCHANGE = 8  # over 64 chips the sums of the parts, ring after ring, take longer than is saved (docs/tpu.md)
 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A weight gradient that is kept apart by batch shard.
+    """A weight gradient with one unreduced part for each batch shard.
 
     Args:
-        parameter: the stored name of the parameter whose gradient it is.
+        parameter: the parameter's stored name.
         dim: the dimension at which the batch shards are inserted: 0, or 1 behind the layers of a stack.
         axes: the axes that split the tokens where the parameter meets them.
         layout: axis → the dimension that it splits, of one layer's parameter.
         rank: dimensions of one layer's parameter.
-        exchanges: whether the devices exchange parts where they compute meanwhile: in the loop over layers.
+        exchanges: whether the devices exchange parts while they compute: in the loop over layers.
     """
 
     parameter: str
@@ -76,7 +76,7 @@ class PartialGradient:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the sum is by an exchange of parts: that of a matrix over few devices, in the loop over layers."""
+        """Whether the sum is by an exchange of parts: for a matrix over few devices, in the loop over layers."""
         few = self.exchanges and self.shards <= _MOST_EXCHANGE
         return few and self.dim == 0 and self.rank == 2 and is_stacked(self.parameter)
 
@@ -123,10 +123,7 @@ class PartialGradient:
         return sharding.constrain(total, self.mesh, (None,) * self.dim + self._spec(self.layout))
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A tensor [shards, *parameter shape] whose gradient is summed over shards and becomes that of ``parameter``.
-
-        ``parameter`` is one layer's. The tensor's values are never read.
-        """
+        """A tensor [shards, *shape], never read, whose gradient sums to that of one layer's ``parameter``."""
         return _Leaf.apply(parameter, self)
 
     def _spec(self, layout: Layout) -> PartitionSpec:
@@ -164,7 +161,6 @@ def partial_gradients_of(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> 
 
 
 def token_axes(name: str, entry: ParameterPlan, recipe: Recipe, experts_inside: Sequence[str]) -> tuple[str, ...]:
-    """The axes that split the tokens where they meet the parameter."""
     # With capacity, tokens have crossed the axes that split the experts, which then split no expert's tokens.
     crosses = recipe.compute.experts == "capacity" and name.rpartition(".")[0] in experts_inside
     return tuple(axis for axis in recipe.batch if not (crosses and axis in entry.axes_of(0)))

@@ -1,6 +1,6 @@
 """The first operation in which two traces of a step differ, with its module and its line of Python.
 
-Of the first trace the HLO's text is kept, compressed. Only a step that has compiled again is traced once more, now with
+The first trace's HLO text is kept, compressed. Only a step that has compiled again is traced once more, now with
 torch_xla's notes of where each operation comes from, which cost time and are off otherwise.
 """
 
@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops.partial_gradients import Tensors
 
-Trace = Callable[[Tensors], Tensors]  # a batch → the results of the graph that is built of it
+Trace = Callable[[Tensors], Tensors]  # a batch → the results of its graph
 
 _LIBRARY = sysconfig.get_paths()["purelib"]
-_PASSED = (f"{_LIBRARY}/torch/", f"{_LIBRARY}/torch_xla/")  # nobody wrote an operation of the model there
+_PASSED = (f"{_LIBRARY}/torch/", f"{_LIBRARY}/torch_xla/")  # no line of the model is there
 _COMPUTATION = re.compile(r"^(?:ENTRY )?(%\S+) .*\{$")
 _OPERATION = re.compile(r"^ +(?:ROOT )?(?P<name>%\S+) = (?P<text>(?P<result>.+?) (?P<kind>[\w\-]+)\(.*)$")
 _NAME = re.compile(r"%[\w.\-]+")
@@ -30,14 +30,14 @@ _METADATA = re.compile(r", metadata=\{[^{}]*\}")
 # parameters are numbered anew in each trace, and a kernel's code says where it was made
 _CHANGING = re.compile(r"(?<= parameter\()\d+|[A-Za-z0-9+/=]{200,}")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
-_LINE = "line "  # begins the name of a scope that is a line of Python's
+_LINE = "line "  # the prefix of a scope that names a line of Python
 
 
 class Operation(NamedTuple):
     """An operation of HLO.
 
     Args:
-        value: tells what it computes: two with one value compute the same.
+        value: equal for two operations that compute the same.
         scopes: the names that were open when it was traced, outermost first, joined by slashes; empty: unknown.
     """
 
@@ -70,17 +70,15 @@ class _Lines(TorchFunctionMode):
 
 
 def graph_text(results: Tensors) -> bytes:
-    """The HLO of what ``results`` wait for, compressed."""
+    """The HLO of the pending computation of ``results``, compressed."""
     # semi-private: torch_xla/csrc/init_python_bindings.cpp, torch_xla 2.9
     return zlib.compress(torch_xla._XLAC._get_xla_tensors_hlo(list(results.values())).encode(), 1)
 
 
 def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensors]) -> str:
-    """What a step's graph, traced once more, has first that ``before`` has not, in words.
+    """Trace a step once more, and name in words its first operation that ``before`` (:func:`graph_text`) has not.
 
-    Args:
-        before: see :func:`graph_text`.
-        results: of the step, computed; those that ``trace`` changes in place keep their values.
+    ``results``, computed, keep their values where ``trace`` changes them in place.
     """
     values = {name: tensor.detach().clone() for name, tensor in results.items()}
     lines = _Lines()
@@ -101,8 +99,8 @@ def first_difference(before: bytes, results: Tensors, trace: Callable[[], Tensor
 
 
 def _operations(text: bytes) -> Iterator[Operation]:
-    """The operations of a graph, each behind those that it takes its values from."""
-    values: dict[str, int] = {}  # name of an operation or a computation → what it computes
+    """The operations of a graph, each after its operands."""
+    values: dict[str, int] = {}  # operation or computation → a hash of what it computes
     computation, inside = "", 0
     for line in zlib.decompress(text).decode().splitlines():
         if (head := _COMPUTATION.match(line)) is not None:

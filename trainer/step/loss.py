@@ -31,22 +31,21 @@ LossFunction = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _HeadInUse(Exception):
-    """The model makes more of its head's output than the loss."""
+    """The model uses its head's output for more than the loss."""
 
 
 class Loss:
     """The model's loss on one micro-batch.
 
     Args:
-        prepare: parameters → what the forward uses, by name. It is called for the parameters outside the layer stack;
+        prepare: parameters → tensors for the forward, by name. It is called for the parameters outside the layer stack;
             the stack prepares its own.
         inside: names of the parameters that the layer stack prepares.
         partials: name → partial gradient, for parameters whose gradient is reduced once a step.
         router_loss: add the model's own load-balancing loss (``router_aux_loss_coef``) while training.
-        router_losses: what is added besides, to the routers that :func:`shardwright.models.experts.routing.watch`
-            watches.
-        compute: a loss of the caller's own, in place of the model's; traced, as all else.
-        objective: what is learned; a loss of its own stands in the place of the mean cross entropy.
+        router_losses: further losses of the routers that :func:`shardwright.models.experts.routing.watch` watches.
+        compute: the caller's own loss, in place of the model's; traced too.
+        objective: a loss of its own replaces the mean cross entropy.
         pieces: how the tokens of a row lie on the devices that share it; None: each device has whole rows.
 
     Attributes:
@@ -69,8 +68,8 @@ class Loss:
         self.router_loss, self.router_losses = router_loss, router_losses
         self.compute, self.objective, self.pieces = compute, objective, pieces
         self.draws = False
-        self._plain_head = True  # until it is seen that more is made of the logits than the loss
-        self._known: set[bool] = set()  # of training and evaluation, those that are known to draw from the key alone
+        self._plain_head = True  # False once the model is seen to use the logits for more than the loss
+        self._known: set[bool] = set()  # modes (training or not) that draw from the key alone
 
     def __call__(
         self,
@@ -83,21 +82,19 @@ class Loss:
         measure: Callable[[torch.Tensor, torch.Tensor], Tensors] | None = None,
         by_counts: bool = False,
     ) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and by name what else is logged: the router losses, and of the experts what `count` records; and
-        what the objective adds.
+        """The loss, and logged values by name: router losses, the experts' load, and the objective's.
 
         Args:
             parameters: name → parameter, and the leaves of the partial gradients that are wanted.
             batch: name → tensor [rows, S].
-            tokens: the objective's counts, which the parts of the loss are divided by.
-            training: whether dropout, capacities and the load-balancing loss apply.
-            random_key: what everything random is drawn from; None: nothing may be random.
-            measure: (logits, labels) → what else is wanted by name.
-            by_counts: of that, only :data:`CORRECT` is wanted, which needs no logits.
+            tokens: the objective's counts, by which the parts of the loss are divided.
+            random_key: the source of all random numbers; None: nothing may be random.
+            measure: (logits, labels) → further values to log, by name.
+            by_counts: ``measure`` is wanted for :data:`CORRECT` alone, which needs no logits.
 
         Raises:
             UserError: the model draws random numbers in a way that can't be made a function of a key, or the caller's
-                loss is none.
+                loss returns no 0-d float tensor.
         """
         length, whole = batch["input_ids"].shape[1], batch
         batch = {name: tensor for name, tensor in batch.items() if name not in self.objective.columns}
@@ -110,9 +107,7 @@ class Loss:
         if hasattr(self.model.config, "output_router_logits"):
             inputs["output_router_logits"] = self.router_loss and training
         packed = "segment_ids" in batch
-        if (
-            self.router_loss and training and packed
-        ):  # the load-balancing loss leaves out what this mask marks as padding
+        if self.router_loss and training and packed:  # the load-balancing loss leaves out padding by this mask
             inputs["attention_mask"] = batch["segment_ids"].clamp(max=1)
 
         real = _real_tokens(batch, always=self.router_losses.any) if training else None
@@ -138,11 +133,7 @@ class Loss:
         return loss, logged | {f"router_{name}_loss": value.detach() for name, value in added.items()}
 
     def logits(self, parameters: Tensors, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """The model's logits [rows, S, V] in evaluation, of inputs such as ``input_ids`` [rows, S]; no labels.
-
-        Raises:
-            UserError: as a call.
-        """
+        """The logits [rows, S, V] in evaluation of inputs such as ``input_ids`` [rows, S]; raises as a call."""
         if self.pieces is None:
             return self._forward(parameters, dict(inputs), None, None, training=False)[0].logits
         length = inputs["input_ids"].shape[1]
@@ -182,7 +173,6 @@ class Loss:
         return self._checked(run, training)
 
     def _own(self, output: Any, labels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The caller's loss."""
         assert self.compute is not None
         loss = self.compute(output, labels, tokens)
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
@@ -198,8 +188,9 @@ class Loss:
 
     @contextlib.contextmanager
     def _with_objective(self, batch: Tensors, counts: torch.Tensor, measured: Tensors) -> Iterator[None]:
-        """Inside, the model computes the objective where it would compute the loss of tokens, or the loss of tokens in
-        pieces, whose labels are targets; its own router loss it adds as ever. What the objective measures goes to
+        """Inside, the model computes the objective in place of the loss of tokens, and adds its router loss as ever.
+
+        With rows in pieces the loss of tokens is replaced too: its labels are targets. The objective's values go to
         ``measured``.
 
         Raises:
@@ -241,15 +232,16 @@ class Loss:
             )
 
     def _without_logits(self, forward: Callable[[], Any], counted: Tensors) -> Any:
-        """What ``forward`` returns. Where rows are in pieces, the loss of tokens is computed without whole logits, if
-        nothing but the loss is made of them: this is known once the model was traced. Then ``counted`` gets the number
-        of scored targets with the highest logit.
+        """Run ``forward``; where rows are in pieces, compute the loss of tokens without whole logits.
+
+        It can do so only if the model makes nothing but the loss of its logits, which the first trace tells. Then
+        ``counted`` gets the number of scored targets with the highest logit.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
         if not plain or self.pieces is None or not self._plain_head or self.compute or self.objective.parts:
             return forward()
-        assert isinstance(head, torch.nn.Linear)  # checked just above; this tells mypy
+        assert isinstance(head, torch.nn.Linear)  # checked just above; for mypy
         given: list[torch.Tensor] = []
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
@@ -280,7 +272,7 @@ class Loss:
         return forward()
 
     def _checked(self, run: Callable[[], Any], training: bool) -> Any:
-        """What ``run`` returns; the first time, with a look whether it drew from anything but the key."""
+        """Run ``run``; the first time, check that it drew from nothing but the key."""
         watch = None if training in self._known else randomness.OtherDraws()
         try:
             result = run()
@@ -305,7 +297,7 @@ class Loss:
 
 
 def _real_tokens(batch: Tensors, *, always: bool) -> torch.Tensor | None:
-    """1 for a token and 0 for padding, [rows, S]; None if ``batch`` has no padding, unless it is ``always`` wanted."""
+    """1 for a token and 0 for padding, [rows, S]; None if ``batch`` has no padding, unless ``always``."""
     if "segment_ids" in batch:
         return (batch["segment_ids"] > 0).to(torch.float32)
     return torch.ones_like(batch["input_ids"], dtype=torch.float32) if always else None

@@ -1,4 +1,4 @@
-"""How a step updates the parameters: each one's optimizer and state; which decay; clipping by the global norm."""
+"""A step's updates of the parameters: each one's optimizer and state; which decay; clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shardwright.optimizers.optimizer import Axes, OnMesh, Optimizer, State, Upd
 from shardwright.xla import sharding
 from shardwright.xla.device_mesh import DeviceMesh
 
-# The names that transformers' own Trainer keeps weight decay away from (`Trainer.get_decay_parameter_names`, 5.23).
+# the names that transformers' own Trainer keeps weight decay away from (`Trainer.get_decay_parameter_names`, 5.23)
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 @dataclass(frozen=True)
 class ParameterUpdates:
-    """What updates the parameters.
+    """The rules that update the parameters.
 
     Args:
         rules: name → the optimizer that updates the parameter, with its numbers.
         layouts: name → how the parameter lies on the mesh.
-        state: name → what is kept of the parameter, in the order in which its rule takes it.
-        specs: the same as partition specs.
+        state: name → the parameter's state tensors, in the order in which its rule takes them.
+        specs: name → their partition specs.
         decay: names of the parameters that weight decay applies to.
     """
 
@@ -50,10 +50,7 @@ class ParameterUpdates:
         learning_rate: torch.Tensor,
         step: torch.Tensor,
     ) -> tuple[torch.Tensor, State]:
-        """The new parameter and its new state after update number ``step`` (from 1), in float32.
-
-        It computes in float32 whatever ``parameter`` and ``state`` are stored in.
-        """
+        """The parameter and its state after update number ``step`` (from 1), computed and returned in float32."""
         parameter, state = parameter.to(torch.float32), tuple(tensor.to(torch.float32) for tensor in state)
         decay = self.weight_decay if name in self.decay else 0.0
         return self.rules[name].update(
@@ -62,7 +59,7 @@ class ParameterUpdates:
 
 
 def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, model: nn.Module) -> ParameterUpdates:
-    """How ``args`` have the parameters updated that ``plan`` trains: those of ``model``, as stored."""
+    """The updates that ``args`` ask for of the parameters that ``plan`` trains: those of ``model``, as stored."""
     axes, entries = tuple(plan.mesh), [entry for entry in plan.parameters if entry.trained]
     state = {entry.name: plan.state_of(entry.name) for entry in entries}
     specs = {
@@ -74,8 +71,6 @@ def make_updates(args: TrainingArguments, plan: ShardingPlan, mesh: DeviceMesh, 
 
 
 def lay_on(mesh: DeviceMesh, spec: PartitionSpec, stacked: bool) -> OnMesh:
-    """``spec`` on ``mesh``, as an optimizer is told of it."""
-
     def constrain(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         return sharding.constrain(tensor, mesh, tuple(entry or None for entry in axes))
 

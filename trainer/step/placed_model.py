@@ -16,14 +16,7 @@ from shardwright.xla.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A model on its mesh. Steps of any kind share its parameters.
-
-    Args:
-        mesh: the device grid.
-        model: as it runs; it holds the buffers.
-        parameters: name → placed parameter. Steps and export share this dict.
-        loss: of the model.
-    """
+    """A model on its mesh, with its buffers. Steps of any kind and export share the dict of its placed parameters."""
 
     job: Job
     mesh: DeviceMesh
@@ -33,7 +26,7 @@ class PlacedModel:
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
-        """Name → partition spec of the parameter, of its gradient and of its moments."""
+        """Name → partition spec of the parameter and of its gradient."""
         return self.job.stored.specs
 
     @property

@@ -1,4 +1,4 @@
-"""Parameters made ready for the mesh: their dtypes, and the order in which they are placed."""
+"""Parameters made ready for the forward: their dtypes, layouts and partial gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Prepare:
-    """Parameters → what the forward uses, by name: each cast and laid out, and the leaf of its partial gradient."""
+    """Parameters → tensors for the forward, by name: each cast and laid out, and the leaf of its partial gradient."""
 
     def __init__(self, job: Job, mesh: DeviceMesh, partials: dict[str, PartialGradient]) -> None:
         self.job, self.mesh, self.partials = job, mesh, partials
@@ -35,12 +35,12 @@ class Prepare:
     def __call__(self, parameters: Tensors) -> Tensors:
         prepared: Tensors = {}
         scales = {name + SCALE for name, parameter in parameters.items() if parameter.dtype == torch.int8}
-        for name, parameter in parameters.items():  # leaves come last: one that is given replaces one that is made here
+        for name, parameter in parameters.items():  # leaves come last: a given one replaces ours
             if name.endswith(SUFFIX):
                 spec = self.partials[name.removesuffix(SUFFIX)].spec
                 prepared[name] = sharding.constrain(parameter, self.mesh, spec[-parameter.dim() :])
             elif parameter.dtype == torch.int8:
-                # multiplied out last, so that what is gathered across devices is the smallest dtype
+                # multiplied out last, so that devices gather the smallest dtype
                 values, scale = (self._whole(n, self._placed(n, parameters[n])) for n in (name, name + SCALE))
                 prepared[name] = from_int8(values, scale, self.dtype)
             elif name not in scales:
@@ -48,16 +48,13 @@ class Prepare:
         return prepared
 
     def in_a_loop(self, parameters: Tensors) -> Tensors:
-        """The same for a layer's slices of stacks, which are first kept from choosing the layouts of whole stacks.
-
-        One that is cast first chooses none.
-        """
+        """The same for a layer's slices of stacks: one that isn't cast would choose the whole stack's layout."""
         return self({name: self._as_stored(name, parameter) for name, parameter in parameters.items()})
 
     def _cast(self, name: str, parameter: torch.Tensor) -> Tensors:
-        # cast first, so that what is gathered across devices is the smaller dtype
+        # cast first, so that devices gather the smaller dtype
         entry, partial = self.job.plan[first_name(name)], self.partials.get(name)
-        # what routers add for selection stays as it is: in bfloat16 a step of 0.001 would be lost
+        # the biases that routers add for selection stay as they are: in bfloat16 a step of 0.001 would be lost
         cast = parameter if entry.name in self.biases else parameter.to(self.dtype)
         placed = self._placed(name, cast)
         prepared = {name: self._whole(name, placed)}
@@ -69,8 +66,9 @@ class Prepare:
         return self._constrain(parameter, self.job.plan[first_name(name)].layout)
 
     def _whole(self, name: str, placed: torch.Tensor) -> torch.Tensor:
-        """``placed`` whole along the axes that split the tokens, and said so: this gathers the weight, and reduces
-        its gradient. Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
+        """Gather ``placed`` along the axes that split the tokens, which also places the reduction of its gradient.
+
+        Left to itself the partitioner gathers the tokens of the whole batch where that seems shorter.
         """
         entry, recipe = self.job.plan[first_name(name)], self.job.recipe
         if recipe.compute.experts == "dropless" and name.rpartition(".")[0] in self.experts_inside:

@@ -1,4 +1,4 @@
-"""What a step learns of its routers, the load of each expert; and how it moves the biases that balance it."""
+"""The load of each expert in a step, and the update of the router biases that balance it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Routing:
     """The experts of a model, and the selection biases of their routers.
 
     Args:
-        experts: name of each experts module, in the model's own names and order → how many experts it has.
+        experts: name of each experts module, in the model's own names and order → its number of experts.
         stacks: the same modules as they run: name → the own names of those that it stacks, or its own.
-        order: where each number of :meth:`shares` stands when stack follows stack, placed; None: right there.
+        order: the index of each number of :meth:`shares` when stack follows stack, placed; None: they are in order.
         biases: name → (what a router adds to its scores for selection, placed; the name of its experts as they run).
         rate: how far a bias moves in a step; 0: it stays.
     """
@@ -40,15 +40,11 @@ class Routing:
 
     @property
     def size(self) -> int:
-        """How many numbers :meth:`shares` gives."""
+        """The length of :meth:`shares`."""
         return sum(count + 1 for count in self.experts.values())
 
     def shares(self, recorded: Tensors) -> torch.Tensor:
-        """Of each layer every expert's share of the (token, choice) pairs, and then the share dropped: [size].
-
-        Args:
-            recorded: of :func:`totals`.
-        """
+        """For each layer every expert's share of the (token, choice) pairs, then the share dropped: [size]."""
         flat, device = [], next(iter(recorded.values())).device
         for name, own in self.stacks.items():
             count = self.experts[own[0]]
@@ -67,7 +63,7 @@ class Routing:
         return dropped / pairs.clamp(min=1)
 
     def loads(self, sums: Sequence[float], capacity: bool) -> tuple[ExpertLoad, ...]:
-        """What a sum of :meth:`shares` over steps means. Layers where nothing was routed are left out."""
+        """The loads in a sum of :meth:`shares` over steps. Layers where nothing was routed are left out."""
         found, first = [], 0
         for name, count in self.experts.items():
             *shares, dropped = sums[first : first + count + 1]
@@ -97,7 +93,7 @@ def totals(recorded: Tensors) -> Tensors:
 
 
 def router_losses(job: Job) -> RouterLosses:
-    """What the job adds to the model's own loss for its routers."""
+    """The job's additions to the model's own loss for its routers."""
     args = job.args
     return RouterLosses(args.router_z_loss_coef, args.router_balance_coef, args.router_balance == "batch")
 
@@ -114,7 +110,7 @@ def watch_routing(job: Job, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def make_routing(placed: PlacedModel) -> Routing:
-    """The experts of a model, and the biases of its routers as they lie in what runs."""
+    """The experts of a placed model, and the biases of its routers."""
     job, model, parameters = placed.job, placed.model, placed.parameters
     names = job.facts.experts
     experts = {name: len(next(iter(job.model.get_submodule(name).parameters()))) for name in names}

@@ -1,6 +1,6 @@
-"""Loss spikes: a step far above what the last good steps were like, found on the device within the step itself.
+"""Loss spikes: steps far above the last good steps, found on the device within the step itself.
 
-What is usual is the median of a window, and how far from it is usual the median distance: a few wild values move
+A step is compared with the median of a window, in units of the window's median distance from it: a few wild values move
 neither, as they would a mean and a standard deviation. The window is a part of the step's metrics, so it crosses to the
 host and into checkpoints with these, and every host has the same.
 """
@@ -15,14 +15,14 @@ import torch
 
 from shardwright.arguments.training import TrainingArguments
 
-MOST_IN_A_ROW = 16  # so many steps above the limit one after another are no spike: that is the level now
+MOST_IN_A_ROW = 16  # so many spikes in a row are a new level
 _AS_SIGMA = 1.4826  # a normal distribution's standard deviation over its median distance from the median
-_LEAST = 0.01  # of the median: a loss that hardly moves is not a spike whenever it does
+_LEAST = 0.01  # of the median, so that a loss that hardly moves does not spike whenever it does
 
 
 @dataclass(frozen=True)
 class Spike:
-    """The last step that was a spike, and how many were.
+    """The last spike, and how many there were.
 
     Args:
         step: its number; 0: there was none.
@@ -41,19 +41,19 @@ class Spike:
     in_a_row: int
 
 
-# the numbers of a state, before the window: how many good steps there were, and those of Spike
+# the numbers of a state, before the window: the count of good steps, and the fields of Spike
 _FIELDS = ("seen", "step", "loss", "loss_limit", "grad_norm", "grad_norm_limit", "skipped", "in_a_row")
 _SEEN, _SKIPPED, _IN_A_ROW = (_FIELDS.index(name) for name in ("seen", "skipped", "in_a_row"))
-_LAST = slice(_SEEN + 1, _SKIPPED)  # what the last spike was
+_LAST = slice(_SEEN + 1, _SKIPPED)  # the last spike
 
 
 @dataclass(frozen=True)
 class SpikeWatch:
-    """Which steps are spikes, as a pure function of a state of :attr:`size` numbers, zeros at first.
+    """Finds spikes, as a pure function of a state of :attr:`size` numbers, zeros at first.
 
     Args:
         window: good steps that a step is compared with; none is a spike before there were as many.
-        threshold: how many times as far from the median as usual a spike is.
+        threshold: how many times the usual distance from the median a spike is away.
         skips: a spike's update is left out, and the next step goes on; else the state is held until the host hears.
     """
 
@@ -63,11 +63,9 @@ class SpikeWatch:
 
     @property
     def size(self) -> int:
-        """How many numbers the state has."""
         return len(_FIELDS) + 2 * self.window
 
     def skipped(self, state: torch.Tensor) -> torch.Tensor:
-        """How many updates were left out."""
         return state[_SKIPPED]
 
     def judged(
@@ -78,8 +76,7 @@ class SpikeWatch:
         Args:
             state: the state before, [size].
             found: the step's number, loss and gradient norm.
-            counts: whether it is a step that can be good: finite, with a scored token, and none before it ended the
-                run.
+            counts: whether the step can be good: finite, with a scored token, and none before it ended the run.
         """
         step, loss, norm = found
         seen, skipped, in_a_row = state[_SEEN], state[_SKIPPED], state[_IN_A_ROW]
@@ -103,13 +100,13 @@ class SpikeWatch:
         return spike, ends, after
 
     def read(self, state: Sequence[float]) -> Spike:
-        """What the numbers of a state say."""
+        """The last spike in the numbers of a state."""
         found: dict[str, Any] = dict(zip(_FIELDS, state, strict=False))
         found |= {name: int(found[name]) for name in ("step", "skipped", "in_a_row")}
         return Spike(**{name: value for name, value in found.items() if name != "seen"})
 
     def _limits(self, windows: torch.Tensor) -> torch.Tensor:
-        """What the next step is to stay below: [..., window] -> [...]."""
+        """The limits of the next step: [..., window] -> [...]."""
         middle = _median(windows)
         usual = torch.maximum(_AS_SIGMA * _median((windows - middle.unsqueeze(-1)).abs()), _LEAST * middle.abs())
         return middle + self.threshold * usual
@@ -122,13 +119,12 @@ def _median(values: torch.Tensor) -> torch.Tensor:
 
 
 def spike_watch(args: TrainingArguments) -> SpikeWatch | None:
-    """Who looks for spikes as ``args`` say; None: nobody."""
     skips = args.on_spike == "skip"
     return None if args.on_spike == "no" else SpikeWatch(args.spike_window, args.spike_threshold, skips)
 
 
 def log_entries(spike: Spike, since: int) -> dict[str, float]:
-    """What the log says of spikes: how many updates were left out, and of one after step ``since`` what it was."""
+    """Log entries: the number of skipped updates, and the last spike if it came after step ``since``."""
     logs: dict[str, float] = {"skipped_steps": spike.skipped} if spike.skipped else {}
     if spike.step > since:
         names = ("step", "loss", "loss_limit", "grad_norm", "grad_norm_limit")

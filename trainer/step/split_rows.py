@@ -1,7 +1,7 @@
-"""Rows whose tokens are split over devices: the model is given them in the order in which they lie there.
+"""Reordering of rows whose tokens are split over devices.
 
-It is done inside the graph, where the model is called. Outside, batches and logits have a row's own order: token ids
-are small, and every device of a row is given all of them.
+Rows are reordered inside the graph, around the model's call. Outside, batches and logits have a row's own order: token
+ids are small, and every device of a row is given all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class RowPieces:
 
     @property
     def count(self) -> int:
-        """The number of devices that share a row."""
         return self.mesh.shape()[self.axis]
 
     def inputs(self, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -47,7 +46,7 @@ class RowPieces:
         return {name: self._cut(t, rest) if _is_row(t, length) else t for name, t in given.items()}
 
     def targets(self, targets: torch.Tensor, ignored: int) -> torch.Tensor:
-        """What each position predicts, [rows, S], in pieces."""
+        """The target of each position, [rows, S], in pieces."""
         return self._cut(targets, -targets.shape[1] % (2 * self.count), ignored)
 
     def restored(self, logits: torch.Tensor, length: int) -> torch.Tensor:
@@ -58,7 +57,7 @@ class RowPieces:
     def head_loss(
         self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, ignored: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the loss of ``targets`` [rows, S], in pieces, of what the head ``head`` is given; and the hits."""
+        """The loss of ``targets`` [rows, S], in pieces, summed, from the ``hidden`` input of ``head``; and the hits."""
         axes = tuple(self.mesh.shape().items())
         layout = TokenLayout(axes, self.batch_axes, self.axis, device_order(self.mesh), ignored)
         return head_loss(hidden, head, targets, layout)

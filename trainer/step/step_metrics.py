@@ -1,4 +1,4 @@
-"""What a step gathers on the device in one tensor: where each number stands, by name, and what it means once read."""
+"""StepMetrics, and the layout of the one tensor on the device that gathers them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwright.report.expert_load import ExpertLoad
 from shardwright.step.router_load import Routing
 from shardwright.step.spikes import Spike, SpikeWatch
 
-# sums over the steps since the last reading, but for grad_norm and bad_step; behind them stand what the objective logs
+# sums over the steps since the last reading, but for grad_norm and bad_step; the objective's logged values follow
 METRICS = ("loss", "grad_norm", "dropped_fraction", "steps", "bad_step", "router_z_loss", "router_balance_loss")
 _ROUTER_LOSSES = METRICS[-2:]
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What the device has gathered since the last reading.
+    """Metrics gathered on the device since the last reading.
 
     Args:
         loss: mean over the steps since then; nats a token, auxiliary loss included.
@@ -27,13 +27,13 @@ class StepMetrics:
         dropped_fraction: share of the (token, choice) pairs that no expert had room for, mean over layers and steps;
             None where no layer has a capacity.
         steps: optimizer steps since the last reading.
-        bad_step: the first step that ended the run, since its loss or gradient norm was not finite or was a spike; 0
-            if none did.
+        bad_step: the first step that ended the run, since its loss or gradient norm was not finite or was a spike; 0 if
+            none did.
         router_losses: ``router_z_loss`` and ``router_balance_loss``, means over the steps, without their coefficients;
             empty if none is added.
         expert_load: of each layer with experts, all these steps together.
         unscored_steps: steps of the whole run whose batch had no scored token; they are in none of the others.
-        logged: what the objective logs, means over the steps.
+        logged: the objective's logged values, means over the steps.
         spike: the last one; None: nobody looks for any.
     """
 
@@ -50,13 +50,10 @@ class StepMetrics:
 
 
 class MetricsLayout:
-    """Where each number stands.
-
-    Args:
-        logged: names of what the objective logs.
+    """The place of each number.
 
     Attributes:
-        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``.
+        names: of the first slots, of a number each: :data:`METRICS`, and ``logged``, the objective's.
         slots: name → its numbers. Behind those of ``names`` stand ``expert_shares`` (`Routing.shares`),
             ``unscored_steps`` and ``spikes`` (the state of a `SpikeWatch`; empty without one). ``gathered`` is all up
             to the shares, which begins anew with a reading.
@@ -72,7 +69,6 @@ class MetricsLayout:
         self.slots["gathered"] = slice(0, self.slots["expert_shares"].stop)
 
     def number(self, metrics: torch.Tensor, name: str) -> torch.Tensor:
-        """The one number under ``name``, 0-d."""
         return metrics[self.slots[name].start]
 
     def with_replaced(self, gathered: torch.Tensor, replaced: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -87,17 +83,17 @@ class MetricsLayout:
         return torch.cat(pieces)
 
     def start(self, restored: Callable[[str], Array] | None) -> torch.Tensor:
-        """The metrics to begin with; what was not saved, since an older version or other options had fewer, is 0."""
+        """The metrics to begin with; 0 where an older version or other options saved none."""
         metrics = torch.zeros(self.size)
         if restored:
             saved = restored("metrics")
-            # of another window nothing can be used
+            # the spikes' state of another window is of no use
             known = self.size if saved.shape[0] == self.size else min(saved.shape[0], self.slots["spikes"].start)
             metrics[:known] = saved[(slice(0, known),)]
         return metrics
 
     def read(self, values: Sequence[float], has_router_losses: bool) -> StepMetrics:
-        """What the numbers say."""
+        """The metrics that the numbers of the tensor stand for."""
         found = {name: values[self.slots[name].start] for name in (*self.names, "unscored_steps")}
         count, dropped = max(int(found["steps"]), 1), found["dropped_fraction"]
         return StepMetrics(

@@ -36,15 +36,14 @@ class TrainStep:
     """One optimizer step on a global batch; parameters and optimizer state are updated in place, on the device.
 
     A parameter that takes no part in the loss stays as it is, as torch's optimizers leave one whose ``grad`` is None.
-    It has neither gradient nor state, unless it is a stack of which other layers take part. A batch without a scored
+    It has neither gradient nor state, unless it is a stack with other layers that take part. A batch without a scored
     token changes nothing but the count of such steps: weights, state and the optimizer's own count of updates are as if
-    it had not been there. The step's number, and so the learning rate, goes on, for it is the data that it counts.
+    it had not been there. The step's number counts the data, so it and the learning rate go on.
 
-    What is random (dropout) is drawn from the run's seed and the numbers of the step and the micro-batch.
+    Random numbers (dropout) are drawn from the run's seed and the numbers of the step and the micro-batch.
 
     Args:
-        restored: values of the optimizer's state and of metrics, by their names in :attr:`state`, of a run to go on
-            with; None: zeros.
+        restored: saved values of the optimizer's state and of metrics, by their names in :attr:`state`; None: zeros.
 
     Raises:
         UserError: no parameter takes part in the loss.
@@ -62,7 +61,7 @@ class TrainStep:
         self.mesh, self.parameters = placed.mesh, placed.parameters
         self.specs = {**placed.specs, **{name: partial.spec for name, partial in self.loss.partials.items()}}
         # The state is made here, sharded. Left to the first step, it would appear replicated or move the weights.
-        # By parameter, in the order of `optimizer.state`: two moments of AdamW's, or what another keeps.
+        # By parameter, in the order of `optimizer.state`, such as AdamW's two moments.
         self.moments = {
             name: tuple(self._placed_state(name, *of, restored) for of in zip(kept, optimizer.specs[name], strict=True))
             for name, kept in optimizer.state.items()
@@ -100,14 +99,14 @@ class TrainStep:
 
     @property
     def replaced(self) -> Tensors:
-        """Everything that a step replaces, by name: what learns of :attr:`state`, and buffers of the model."""
+        """Everything that a step replaces, by name: the learning part of :attr:`state`, and buffers of the model."""
         moved = self.routing.biases if self.routing.rate else {}
         learned = {name: t for name, t in self.state.items() if name not in self.parameters or self._learns(name)}
         return {**learned, **{name: bias for name, (bias, _) in moved.items()}}
 
     @property
     def state(self) -> Tensors:
-        """Parameters, optimizer state and metrics, by name: what of a run is saved beside the model's buffers."""
+        """Parameters, optimizer state and metrics, by name: a checkpoint's tensors beside the model's buffers."""
         moments = {
             f"{name} {kept.name}": tensor
             for name, tensors in self.moments.items()
@@ -124,7 +123,7 @@ class TrainStep:
         return inputs
 
     def random_keys(self, step: int) -> torch.Tensor:
-        """What is random in step number ``step`` is drawn from these keys, int32 [micro-batches, 2]."""
+        """The keys that all random numbers of step number ``step`` are drawn from, int32 [micro-batches, 2]."""
         seed, count = self.seed, self.accumulation
         words = [random_bits.key_of(f"{seed}/{step}/{micro_batch}") for micro_batch in range(count)]
         return sharding.place("random keys", torch.tensor(words, dtype=torch.int32), self.mesh, (None, None))
@@ -167,14 +166,14 @@ class TrainStep:
                 updated, moments = self.optimizer.update(name, parameter, gradient, self.moments[name], *scalars)
                 news = (updated, *moments)
             specs = (self.specs[name], *self.optimizer.specs[name])
-            # all of them: what is not written would leave the graph
+            # all are written: a tensor that is not would leave the graph
             for old, new, spec in zip(olds, news, specs, strict=True):
                 changes = good if all(self.trained.get(name, ())) else self._where_trained(name, good.expand_as(old))
                 kept = torch.where(changes, new.to(old.dtype), old)
                 old.copy_(sharding.constrain(kept, self.mesh, spec))
 
     def _placed_state(self, name: str, kept: StateTensor, spec: PartitionSpec, restored: Source | None) -> torch.Tensor:
-        """A tensor of the state of parameter ``name`` on the mesh: what was ``restored`` of it, or zeros."""
+        """A tensor of the state of parameter ``name`` on the mesh: its ``restored`` values, or zeros."""
         full, dtype = f"{name} {kept.name}", self._moment_dtype
         if restored:
             return sharding.place(full, restored(full), self.mesh, spec, dtype)
@@ -203,10 +202,9 @@ class TrainStep:
 
         Args:
             found: this step's loss and gradient norm.
-            recorded: what else :meth:`loss_and_gradients` found.
             flags: whether the step is good, whether the means begin anew (above 0), the step's number, whether any
                 token was scored.
-            spikes: the new state of those who look for them.
+            spikes: the new state of the spike watch.
         """
         (loss, norm), (good, fresh, step, scored) = found, flags
         layout, zero, dropped = self.layout, torch.zeros_like(loss), self.routing.dropped_fraction(recorded)
@@ -228,17 +226,11 @@ class TrainStep:
         self.metrics.copy_(sharding.constrain(layout.with_replaced(new, replaced), self.mesh, (None,)))
 
     def loss_and_gradients(self, batch: Tensors, random_keys: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """Loss, gradients laid out as their parameters, and metrics of a batch of [rows, micro-batches, ...].
-
-        What takes no part in the loss has no gradient.
-
-        Args:
-            random_keys: of :meth:`random_keys`.
-        """
+        """Loss, gradients laid out as parameters (none outside the loss), metrics of [rows, micro-batches, ...]."""
         count = self.accumulation
         # The mean over micro-batches of sum / (tokens / count): tokens weigh equally whichever micro-batch they are in,
-        # and an auxiliary loss, which is a mean already, is averaged. So does what other objectives count.
-        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # of none the loss is 0, not 0/0
+        # and an auxiliary loss, which is a mean already, is averaged. Other objectives' counts weigh equally too.
+        tokens = self.loss.objective.counts(batch).clamp(min=1) / count  # so that the loss of no tokens is 0, not 0/0
         if count == 1:
             micro_batch = {k: t.squeeze(1) for k, t in batch.items()}
             loss, gradients, recorded = self._micro_batch(self.parameters, micro_batch, tokens, random_keys[0])
@@ -258,7 +250,7 @@ class TrainStep:
             sums = sums | {k: self._constrain_gradient(k, sums[k] + g / count) for k, g in gradients.items()}
             return (loss_sum + loss / count, tokens, sums, parameters), recorded
 
-        # Parameters enter through the carry: what a loop closes over is copied, and the old state is then not donated.
+        # Parameters enter through the carry: a loop copies what it closes over, and then the old state is not donated.
         current = {k: p.detach() for k, p in self.parameters.items()}
         zeros = {k: torch.zeros_like(p) for k, p in current.items() if self._learns(k)} | zero_partials()
         zeros = {k: self._constrain_gradient(k, t) for k, t in zeros.items()}
@@ -297,7 +289,7 @@ class TrainStep:
         with torch.enable_grad():
             leaves = {k: p.detach().requires_grad_(self._learns(k)) for k, p in parameters.items()}
             loss, recorded = self.loss(leaves, batch, tokens, training=True, random_key=random_key)
-            # on this thread, since each thread has scopes of its own
+            # on this thread, since each has its own scopes
             wanted = {k: leaf for k, leaf in leaves.items() if leaf.requires_grad}
             with torch.autograd.set_multithreading_enabled(False), scopes.scope("gradients"):
                 # a parameter has no gradient of its own where all of its gradient is partial
@@ -314,7 +306,6 @@ class TrainStep:
 
 
 def step_name(length: int, lengths: Sequence[int]) -> str:
-    """The name of the step on rows of ``length`` tokens, one of ``lengths``."""
     return f"train step on rows of {length} tokens" if len(lengths) > 1 else "train step"
 
 
@@ -327,7 +318,7 @@ def _by_micro_batch(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def let_go(model: nn.Module, step: TrainStep) -> None:
-    """Free what lies on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
+    """Free the memory on the devices, whoever still holds ``model`` or ``step``: there may be no room for it twice."""
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, nn.Parameter(torch.empty((), device="meta"), requires_grad=False))
@@ -336,7 +327,7 @@ def let_go(model: nn.Module, step: TrainStep) -> None:
 
 
 def _with_zeros(job: Job, restored: Source) -> Source:
-    """``restored``, with zeros for the optimizer's state of what took no part in the loss when saved: it had none."""
+    """``restored``, with zeros for missing optimizer state: parameters outside the loss when saved had none."""
 
     def source(name: str) -> Array:
         parameter, _, moment = name.partition(" ")
