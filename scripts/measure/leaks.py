@@ -58,11 +58,11 @@ RUN = {
     "save_total_limit": "2",
 }
 COLUMNS = {"rss": "memory, MiB", "tensors": "tensors alive", "compiles": "compiles"}
-MOST = 1.02  # of the last fifth over the second
+MOST = 1.02  # the last fifth over the second
 
 
 class Gauge(TrainerCallback):
-    """Notes what is alive after every step."""
+    """Notes memory, live tensors and compiles after every step."""
 
     def __init__(self) -> None:
         self.noted: list[dict[str, float]] = []
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def _growth(values: list[float]) -> float:
-    """How much the median of the last fifth is above that of the second."""
+    """The relative growth of the median from the second to the last fifth."""
     fifth = len(values) // 5
     return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) - 1
 

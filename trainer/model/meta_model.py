@@ -186,7 +186,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a full checkpoint of ``config`` on meta, a multimodal one with all its parts; raises as `meta_model`."""
+    """The model of a full checkpoint on meta, with all parts of a multimodal one; raises as :func:`meta_model`."""
     return _on_meta(AutoModelForImageTextToText.from_config, config) if is_multimodal(config) else meta_model(config)
 
 
