@@ -161,11 +161,7 @@ class TrainingArguments(
             )
 
     def schedule(self, peak: float) -> Schedule:
-        """The learning rates of a run with the given ``peak``.
-
-        Raises:
-            UserError: the scheduler gives none with these arguments.
-        """
+        """The learning rates of a run with the given ``peak``; raises as :class:`Schedule`."""
         options: Any = self.lr_scheduler_kwargs or {}
         return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, options)
 
@@ -210,18 +206,13 @@ class Settings(TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments) -> Settings:
-        """The settings of ``args``, which stay unchanged.
-
-        Raises:
-            UserError: an argument was set to an invalid value meanwhile.
-        """
+        """The settings of ``args``; raises UserError if an argument was set to an invalid value meanwhile."""
         return cls(**{each.name: getattr(args, each.name) for each in fields(args)})
 
     def with_epochs_of(self, steps: int) -> Settings:
         """The settings with ``max_steps``, unless set, from ``num_train_epochs`` of ``steps`` each, as in transformers.
 
-        Raises:
-            UserError: as the class; the scheduler gives no rates for so many steps.
+        Raises UserError, as the class does, also if the scheduler gives no rates for so many steps.
         """
         if self.max_steps > 0 or self.num_train_epochs is None:
             return self

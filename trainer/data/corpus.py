@@ -218,11 +218,7 @@ def load_rows_of(
 ) -> StoredRows:
     """Rows of a dataset given to ``evaluate``: all of it, in order, one sample a row.
 
-    Args:
-        options: those that the corpus was made with.
-
-    Raises:
-        UserError: as :func:`load_corpus`.
+    ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
     documents = _finder(find_documents, options)(dataset)

@@ -21,11 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or a local folder.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """The tokenizer of a hub id or a local folder; raises UserError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         tokenizer("text")  # some settings are only checked in use

@@ -36,11 +36,7 @@ def once(question: Callable[Concatenate[ModelFacts, P], R]) -> Callable[Concaten
 class ModelFacts:
     """A model on meta and its facts. All of it is read only: to change a model, copy it.
 
-    Attributes:
-        model: transformers' own causal-LM class, as :func:`shardwright.model.meta_model.meta_model` makes it.
-
-    Raises:
-        UserError: as :func:`shardwright.model.meta_model.meta_model`.
+    ``model`` is made by :func:`shardwright.model.meta_model.meta_model`, whose errors it raises.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -149,11 +145,7 @@ _known: dict[Any, ModelFacts] = {}  # the last few configs'
 
 
 def facts_of(config: PretrainedConfig) -> ModelFacts:
-    """The facts of the model of ``config``; equal configs share them within a process.
-
-    Raises:
-        UserError: as :class:`ModelFacts`.
-    """
+    """The facts of the model of ``config``, shared by equal configs within a process; raises as :class:`ModelFacts`."""
     key = type(config), config.name_or_path, json.dumps(config.to_dict(), default=str, sort_keys=True)
     if key not in _known:
         while len(_known) >= _KEPT:

@@ -111,11 +111,9 @@ def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def html_stacked_bar(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar of parts that make a whole, with a legend.
+    """One bar of parts that make a whole, which ``label`` names for screen readers, with a legend.
 
-    Args:
-        label: the whole's name, for screen readers.
-        parts: (name, value, the value as text), from left to right; at most ``COLORS``.
+    ``parts``: (name, value, the value as text), from left to right; at most ``COLORS``.
     """
     whole = sum(value for _, value, _ in parts) or 1.0
     left, rects, legend = 0.0, [], []
@@ -130,11 +128,9 @@ def html_stacked_bar(label: str, parts: Sequence[tuple[str, float, str]]) -> str
 
 
 def html_memory_bar(parts: Sequence[tuple[str, int]], limit: int) -> str:
-    """One bar of a chip's HBM, with a mark at its limit and a legend.
+    """One bar of a chip's HBM, with a mark at the ``limit`` that a program can use, and a legend.
 
-    Args:
-        parts: (name, bytes), from left to right; at most ``COLORS``.
-        limit: bytes that a program can use.
+    ``parts``: (name, bytes), from left to right; at most ``COLORS``.
     """
     whole = max(sum(part for _, part in parts), limit)
     left, rects, legend = 0.0, [], []

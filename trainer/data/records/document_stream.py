@@ -32,7 +32,7 @@ class DocumentStream:
             name, a record's is its text.
         sizes: name → bytes of its parts, if they are files.
         heldout: the documents that the dataset itself holds out.
-        unread: the rows that were left out as unreadable.
+        unread: the unreadable rows that were left out.
     """
 
     asked: str

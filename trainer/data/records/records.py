@@ -85,11 +85,7 @@ def _text_of(row: Any, shape: RecordShape) -> str | None:
 
 
 def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDataset], str]:
-    """Name → split, and a name for all of them that is the same on every machine.
-
-    Raises:
-        UserError: they can't be opened.
-    """
+    """Name → split, and a name for all that is the same on every machine; raises UserError if they can't be opened."""
     if isinstance(where, HeldRecords):
         return {"train": where.stream()}, where.identity
     try:
@@ -108,11 +104,7 @@ def identity_of(where: Files) -> str:
 
 
 def columns_of(where: HubDataset | HeldRecords, split: IterableDataset) -> dict[str, Any]:
-    """Column name -> feature; taken from the first record if unknown before the files are read.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """Column name -> feature, if need be by the first record; raises UserError if that can't be read."""
     try:
         return split.features or _columns_of_first(split)
     except Exception as error:  # as above

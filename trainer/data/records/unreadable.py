@@ -29,11 +29,7 @@ class Unread:
         self.places: dict[str, str] = {}
 
     def __call__(self, name: str, row: int | None, why: Unreadable) -> None:
-        """Report a row (from 1) of the file ``name``; None: the whole file.
-
-        Raises:
-            UserError: such rows are not skipped.
-        """
+        """Report a row (from 1) of the file ``name``; None: the whole file. UserError unless they are skipped."""
         place = name if row is None else f"{name}, row {row}"
         if why.rest:
             place += " (it can't be read at all)" if row in (None, 1) else " to its end"

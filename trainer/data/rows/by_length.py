@@ -24,10 +24,9 @@ RUNS_AT_ONCE = 32  # batches whose rows are ordered together
 
 
 def used(columns: Columns) -> np.ndarray:
-    """The used length of each row, int [rows]: up to the padding if ``segment_ids`` tell it, else to the last label.
+    """Used tokens of each row, int [rows]: up to the padding if ``segment_ids`` tell it, else to the last scored one.
 
-    Args:
-        columns: with ``labels`` [rows, S], and perhaps ``segment_ids`` [rows, S].
+    ``columns`` have ``labels`` [rows, S], and perhaps ``segment_ids`` [rows, S].
     """
     counts = columns["segment_ids"] > 0 if "segment_ids" in columns else columns["labels"] != IGNORE
     reversed_ = counts[:, ::-1]
@@ -36,11 +35,7 @@ def used(columns: Columns) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowsByLength:
-    """``rows`` in an order by length.
-
-    Args:
-        lengths: the lengths that batches are cut to, shortest first; the last is S.
-    """
+    """``rows`` in an order by length. Batches are cut to one of ``lengths``, shortest first; the last is S."""
 
     rows: Rows
     lengths: Sequence[int]

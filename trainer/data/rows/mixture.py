@@ -61,11 +61,7 @@ def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
 
 
 def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
-    """Rows that each source gives of a thousand: the nearest whole numbers (largest remainder method).
-
-    Raises:
-        UserError: some source would give none.
-    """
+    """Rows that each source gives of a thousand, by the largest remainder method; UserError if one gives none."""
     total = sum(weights)
     exact = [BLOCK * weight / total if total else 0.0 for weight in weights]
     counts = [math.floor(each) for each in exact]
@@ -98,12 +94,7 @@ def no_tokenizer(dataset: object) -> UserError:
 
 @dataclass(frozen=True)
 class MixedRows:
-    """Rows of several sources, all with the same columns.
-
-    Args:
-        sources: stored rows or streamed ones.
-        shares: rows that each gives of a thousand.
-    """
+    """Rows of several sources with the same columns. ``shares``: rows that each gives of a thousand."""
 
     sources: Sequence[Rows]
     shares: Sequence[int]

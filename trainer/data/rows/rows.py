@@ -82,11 +82,7 @@ def too_few_rows(batch_size: int, found: str) -> UserError:
 
 
 def count_in(cursor: Mapping[str, Any], name: str) -> int:
-    """A number of a cursor, which may have been read from a file.
-
-    Raises:
-        ValueError: it is no count. KeyError: there is none.
-    """
+    """A number of a cursor, perhaps from a file; raises ValueError if it is no count, KeyError if there is none."""
     value = cursor[name]
     if type(value) is not int or not 0 <= value < 1 << 53:
         raise ValueError(f"{name} {str(value)[:80]}")

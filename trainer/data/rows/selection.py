@@ -40,8 +40,7 @@ def first_of_stream(stream: DocumentStream, most: int) -> DocumentStream:
 def evaluated_on(documents: Documents, others: Mapping[str, Documents]) -> Documents:
     """``documents`` with the training split of each of ``others`` held out, under its :func:`split_name`.
 
-    Raises:
-        UserError: they are of another shape.
+    Raises UserError if they are of another shape.
     """
     for other in others.values():
         _check_same(documents.shape, other.shape, other.asked)

@@ -59,11 +59,7 @@ class Chat:
 
 
 def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
-    """The chat of a record with ``messages``, ``conversations``, or messages as ``prompt`` and ``answer``.
-
-    Raises:
-        BadRecord: it is none.
-    """
+    """The chat in a record's ``messages``, ``conversations``, or ``prompt`` and ``answer``; raises BadRecord."""
     tools = _list("tools", values["tools"]) if values.get("tools") else None
     if "prompt" in values:
         prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", answer))
@@ -145,13 +141,10 @@ def _tool_call(column: str, number: int, call: Any) -> dict[str, Any]:
 
 
 class Template:
-    """The tokenizer's chat template: renders chats, and finds the turns in their tokens.
+    """The tokenizer's chat template: renders chats, and finds the turns in their tokens. UserError if there is none.
 
     Args:
         stops: tokens that end a generation.
-
-    Raises:
-        UserError: there is none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]) -> None:

@@ -192,10 +192,7 @@ def _part(sample: Sample, start: int, end: int) -> Sample:
 def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:
     """The numbers of the lengths in each bin of ``size``: longest first, each into the fullest bin with room.
 
-    Best-fit decreasing (Johnson 1973) takes at most 11/9 of the fewest bins, and one.
-
-    Args:
-        most: the most lengths of a bin; None: as many as fit.
+    Best-fit decreasing (Johnson 1973) takes at most 11/9 of the fewest bins, and one. ``most``: lengths of a bin.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free, bin), sorted

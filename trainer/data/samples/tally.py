@@ -17,9 +17,7 @@ _CUT = {
 def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str]:
     """Lines for a person: numbers of samples and of scored tokens, losses by policy, and surprises in training.
 
-    Args:
-        tally: of a :class:`shardwright.data.samples.fitting.SamplePacker`.
-        length: tokens of a row.
+    ``tally`` is that of a :class:`shardwright.data.samples.fitting.SamplePacker` with rows of ``length`` tokens.
     """
     count = {name: f"{value:,}" for name, value in tally.items()}
     rows = tally.get("rows", 0)
