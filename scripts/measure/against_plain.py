@@ -265,6 +265,5 @@ def _in_words(error: UserError) -> str:
 
 
 def _where(error: Exception) -> str:
-    """An error and the place that raised it, in one line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{in_short(error)} ({place.filename.rpartition('/')[2]}:{place.lineno})"

@@ -116,7 +116,6 @@ class _Results:
 
 
 def wanted(found: Result | None, version: str, again: str | None) -> bool:
-    """Whether to run a family with this result, given the option ``again``."""
     if found is None or again == "all":
         return True
     return (again == "failed" and found["verdict"] != "pass") or (again == "stale" and found["version"] != version)
@@ -187,7 +186,6 @@ def _totals(results: Sequence[Result]) -> str:
 
 
 def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
-    """The results as a Markdown page: totals, a row for each family, and the families left out."""
     modes = list(dict.fromkeys(r["mode"] for r in results))
     families: dict[str, dict[str, Result]] = {}
     for result in results:

@@ -92,7 +92,6 @@ def checkpoint(recipe: str, rounds: int) -> Table:
 
 
 def saves(job: dict[str, Any]) -> dict[str, float]:
-    """Medians of :func:`_save_seconds` for a new model's state."""
     from shardwright.step.build import place_model
     from shardwright.step.train_step import TrainStep
     from shardwright.weights.weight_sources import seeded_init
@@ -151,7 +150,6 @@ def _write_plainly(path: Any, data: Any) -> None:
 
 
 def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
-    """Write a random model in the hub's format, in files of 200 MB."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(model_config(job))
@@ -279,7 +277,6 @@ def _evict(folder: str) -> None:
 
 
 def _anonymous(process: int) -> int:
-    """Bytes of a process's memory without a file behind it."""
     with open(f"/proc/{process}/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 

@@ -63,8 +63,6 @@ class Tool:
 
 @dataclass(frozen=True)
 class Venv:
-    """An environment with a tool in it."""
-
     folder: Path
 
     @property
@@ -136,7 +134,6 @@ def _request(topology: str, slices: int = 1, **changes: Any) -> Request:
 
 
 def _written(target: str, request: Request, folder: Path) -> LaunchPlan:
-    """The target's plan, its files written to ``folder``."""
     plan = TARGETS[target].plan(request)
     write(plan, folder)
     return plan
@@ -354,7 +351,6 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
-    """A running cluster; yields the address of its job server."""
     cluster = [str(venv.folder / "bin" / "python"), str(ROOT / "scripts/measure/ray_cluster.py"), str(slices)]
     pipes: dict[str, Any] = {"stdin": -1, "stdout": -1, "stderr": subprocess.DEVNULL, "text": True}
     # gives a stopped run longer than the job server's 3 s to save
@@ -368,7 +364,6 @@ def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
 
 
 def check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
-    """hadolint finds nothing in the Dockerfile."""
     venv.run(["hadolint", str(ROOT / "Dockerfile")], scratch)
     yield "nothing to say"
 

@@ -62,8 +62,6 @@ MOST = 1.02  # the last fifth over the second
 
 
 class Gauge(TrainerCallback):
-    """Notes memory, live tensors and compiles after every step."""
-
     def __init__(self) -> None:
         self.noted: list[dict[str, float]] = []
 
@@ -102,7 +100,6 @@ def main() -> int:
 
 
 def _growth(values: list[float]) -> float:
-    """The relative growth of the median from the second to the last fifth."""
     fifth = len(values) // 5
     return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) - 1
 

@@ -34,13 +34,11 @@ def distributions() -> dict[str, np.ndarray]:
 
 
 def our_rows(lengths: list[int]) -> int:
-    """The number of rows that a run makes of samples of these lengths."""
     size = DOCUMENTS_AT_ONCE * SamplePacker.groups
     return sum(len(best_fit(lengths[n : n + size], LENGTH)) for n in range(0, len(lengths), size))
 
 
 def trl_rows(lengths: list[int]) -> int:
-    """The number of rows that trl's `bfd` makes of them."""
     tokens = Dataset.from_dict({"input_ids": [list(itertools.repeat(1, n)) for n in lengths]})
     return len(pack_dataset(tokens, LENGTH, strategy="bfd"))
 

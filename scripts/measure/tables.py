@@ -41,7 +41,6 @@ def run(
 
 
 def worker(recipe: str, job: dict[str, Any], script: str) -> dict[str, Any]:
-    """The result of one measurement, by ``script`` in a process of its own."""
     command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
     variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)

@@ -61,7 +61,6 @@ _MIXERS = {
 
 
 def _layouts(topology: str, batch: int) -> dict[str, str]:
-    """Rows for the two layouts of Mixtral-8x7B."""
     where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
     return {
         f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",

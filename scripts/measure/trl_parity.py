@@ -86,7 +86,6 @@ PREFERENCES: dict[str, dict[str, float]] = {
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, case) of all cases."""
     for family, lora, packed in itertools.product(CONFIGS, (False, True), (True, False)):
         words = ("sft", family, "lora" if lora else "full", "packed" if packed else "unpacked")
         yield " ".join(words), _case(family, "sft", lora, packed)
@@ -186,7 +185,6 @@ def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[s
 
 
 def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The samples of a batch's rows, one by one."""
     columns = (batch[name].numpy() for name in ("input_ids", "labels", "segment_ids"))
     for tokens, labels, segments in zip(*columns, strict=True):
         for number in range(1, segments.max() + 1):

@@ -155,7 +155,6 @@ def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
 
 
 def as_json(found: Audit) -> dict[str, Any]:
-    """The audit, JSON-able."""
     return {
         "sequence_length": found.length,
         "sources": [

@@ -168,7 +168,6 @@ def load_corpus(
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    """Tokenizer and rows from the cache, made if they are missing."""
     find = _finder(find_documents, options)
     found, others = find(options.dataset), {name: find(each) for name, each in options.eval_dataset.items()}
     documents = found if options.max_samples is None else first_of(found, options.max_samples)
@@ -209,7 +208,6 @@ def _finder(find: Callable[..., Found], options: DataOptions) -> Callable[[Any],
 
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    """Name → held-out rows of the named sets, in their order."""
     return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
 
 

@@ -38,7 +38,6 @@ def step_bar(console: Console) -> Progress:
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-    """Yields the ``total`` ``items``, and shows how many have been taken."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         yield from progress.track(items, total=total, description=what)
 

@@ -28,7 +28,6 @@ class ExpertLoad:
 
     @property
     def over_mean(self) -> list[float]:
-        """Each expert's load over the mean load."""
         return [share * len(self.shares) for share in self.shares]
 
     @property
@@ -64,6 +63,5 @@ def labelled(loads: Sequence[ExpertLoad]) -> dict[str, ExpertLoad]:
 
 
 def as_record(loads: Sequence[ExpertLoad], step: int) -> dict[str, Any]:
-    """The loads up to ``step``, JSON-able."""
     layers = {load.name: {"shares": load.shares, "dropped": load.dropped} for load in loads}
     return {"step": step, "layers": layers}

@@ -54,7 +54,6 @@ class Clock:
 
     @contextlib.contextmanager
     def on(self, activity: str) -> Iterator[None]:
-        """Charge seconds to ``activity`` within the ``with``."""
         before = self.turn_to(activity)
         try:
             yield
@@ -124,7 +123,6 @@ def log_entries(lives: Sequence[Life]) -> dict[str, float]:
 
 
 def lives_as_json(lives: Sequence[Life]) -> bytes:
-    """The content of the file of lives."""
     return (json.dumps([asdict(life) for life in lives], indent=2) + "\n").encode()
 
 

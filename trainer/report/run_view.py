@@ -161,7 +161,6 @@ def _experts(view: RunView) -> Iterator[str]:
 
 
 def _samples(view: RunView) -> Iterator[str]:
-    """Each prompt with its first answer and the last few."""
     answers: dict[str, list[tuple[str, str]]] = {}
     for entry in view.samples:
         answers.setdefault(entry["prompt"], []).append((f"{entry['step']:,}", entry["answer"]))

@@ -49,7 +49,6 @@ class DocumentStream:
         return list(self.sizes)
 
     def documents(self) -> Iterator[tuple[str, str | None]]:
-        """All documents, part after part."""
         return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
 
     def place_of(self, document: str) -> str | None:
@@ -123,7 +122,6 @@ def _records(
     known: tuple[RecordShape, str],
     reads: Sequence[RecordShape],
 ) -> DocumentStream:
-    """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
     recognise(columns_of(where, split), where.asked, (shape,) if shape.is_text else reads)
     chosen = split.select_columns(shape.required[0]) if shape.is_text else split

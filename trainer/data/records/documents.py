@@ -232,7 +232,6 @@ def _picked(
 
 
 def _texts(splits: Mapping[str, Dataset], shape: RecordShape, scratch: Path) -> dict[str, Dataset]:
-    """Splits with one column ``text``: each record as one string."""
     if shape.is_text:
         return {name: split.rename_columns({shape.required[0]: "text"}) for name, split in splits.items()}
     return {

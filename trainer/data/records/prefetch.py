@@ -26,7 +26,6 @@ class Ahead(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """The item; waits for it."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -85,7 +85,6 @@ class HeldRecords:
         return f"a stream of {self.records.num_shards} parts, columns {sorted(self.records.features or ())}"
 
     def stream(self) -> IterableDataset:
-        """The records one after another."""
         return self.records.to_iterable_dataset() if isinstance(self.records, Dataset) else self.records
 
 

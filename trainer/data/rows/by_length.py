@@ -42,7 +42,6 @@ class RowsByLength:
 
     @property
     def fingerprint(self) -> str:
-        """The rows' fingerprint and the lengths, on which the order depends too."""
         return f"{self.rows.fingerprint}, by length ({', '.join(map(str, self.lengths))})"
 
     @property

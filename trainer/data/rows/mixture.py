@@ -83,7 +83,6 @@ def shapes_of(dataset: str | Dataset | IterableDataset | None, reads: Sequence[R
 
 
 def no_tokenizer(dataset: object) -> UserError:
-    """The UserError of a mixture without a tokenizer."""
     return UserError(
         asked=f"--dataset {dataset}, without a tokenizer",
         found="one would have to be trained on the mixture",
@@ -101,7 +100,6 @@ class MixedRows:
 
     @property
     def fingerprint(self) -> str:
-        """The sources' fingerprints, with their shares."""
         parts = (f"{share}‰ {rows.fingerprint}" for share, rows in zip(self.shares, self.sources, strict=True))
         return f"a mixture of {'; '.join(parts)}"
 
@@ -178,13 +176,11 @@ class MixedOrder:
         return {"epoch": int(self.epoch), "row": self._row, "sources": [order.cursor() for order in self._orders]}
 
     def _draw(self) -> np.ndarray:
-        """The source of each row of the current thousand."""
         sources = np.repeat(np.arange(len(self._shares)), self._shares)
         return np.random.default_rng([self._seed, self._row // BLOCK]).permutation(sources)
 
 
 def mixture_notes(sources: Sequence[Source], train: MixedRows, notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Lines about each source's share, for a person."""
     lines = []
     for source, rows, share, own in zip(sources, train.sources, train.shares, notes, strict=True):
         line = f"{source.dataset}: {share / BLOCK:.1%} of the rows"

@@ -71,7 +71,6 @@ class StreamedRows:
 
     @property
     def tokens(self) -> None:
-        """None: a stream's length is unknown before its end."""
         return None
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
@@ -120,7 +119,6 @@ class _EpochReader:
 
     @property
     def place(self) -> StreamPosition:
-        """Where the next row begins."""
         return replace(self._group, skip=self._skip)
 
     def take(self, count: int) -> Columns:

@@ -71,7 +71,6 @@ class Order(Protocol):
 
 
 def too_few_rows(batch_size: int, found: str) -> UserError:
-    """The UserError of an epoch that does not fill one batch."""
     return UserError(
         asked=f"a global batch of {batch_size} rows",
         found=found,

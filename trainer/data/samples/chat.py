@@ -49,7 +49,6 @@ class Chat:
 
     @property
     def unknown_roles(self) -> list[str]:
-        """The roles of messages that templates don't know."""
         return [m["role"] for m in self.messages if m["role"] not in ROLES]
 
     @property
@@ -106,7 +105,6 @@ def _messages(column: str, value: Any) -> list[Message]:
 
 
 def _message(column: str, number: int, value: Any) -> Message:
-    """A message with a ``role`` and ``content``, or ``tool_calls``."""
     if not isinstance(value, dict):
         raise BadRecord(column, f"message {number} is a {type(value).__name__}, not a role and its content")
     message: Message = {str(_KEY_OF.get(key, key)): inner for key, inner in value.items()}

@@ -94,11 +94,9 @@ class SamplePacker:
 
     @property
     def columns(self) -> list[str]:
-        """The names of a row's columns, each int32 [S]."""
         return ["input_ids", "labels", *(["segment_ids", "position_ids"] if self.isolate else [])]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        """The rows of the documents in ``batch["text"]``."""
         return as_table(self.rows([text for text in batch["text"] if text]))
 
     def rows(self, documents: Sequence[str]) -> Columns:
