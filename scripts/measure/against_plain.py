@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Plain:
-    """The plain model, a batch, and what it gives: the loss, and name → gradient (None where the loss lacks it)."""
+    """The plain model, a batch, its loss, and name → gradient (None: the parameter is not in the loss)."""
 
     config: PretrainedConfig
     model: PreTrainedModel
@@ -50,7 +50,7 @@ class Plain:
 
 
 def plain(family: str) -> Plain | dict[str, Any]:
-    """The family's plain model and its gradients; or the result of a model that transformers itself can't train."""
+    """The family's plain model and its gradients; or the verdict on a model that transformers itself can't train."""
     init_runtime()
     try:
         config = tiny_config(family)
@@ -68,26 +68,26 @@ def plain(family: str) -> Plain | dict[str, Any]:
 
 
 def _randomise(model: PreTrainedModel) -> None:
-    """Random weights: matrices by their fan-in, so that every layer counts; all else moved off its first value."""
+    """Random weights: matrices scaled by fan-in, so that every layer counts; all others moved off their first value."""
     saved = model.state_dict().keys()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if name.endswith("A_log"):  # a state that lasts: most start with one that a token later is gone
+            if name.endswith("A_log"):  # a state that lasts: most families' initial one is gone after a token
                 parameter.copy_(noise / 2 - 1)
             elif parameter.dim() > 1 and (not parameter.any() or parameter.mean().abs() < parameter.std()):
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(noise / 10)
         for name, buffer in model.named_buffers():
-            # one of more dimensions is computed from others, such as the decays of linear attention
+            # buffers of more dimensions are computed from others, such as the decays of linear attention
             if name in saved and buffer.is_floating_point() and buffer.dim() < 2:
                 buffer.add_(torch.randn_like(buffer) / 10)
     model.tie_weights()
 
 
 def _batch(config: PretrainedConfig) -> Tensors:
-    """Random tokens; some targets are not scored, unevenly over rows."""
+    """Random tokens, and labels of which some are ignored, unevenly over rows."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 200, (ROWS, LENGTH), generator=generator)
     labels = tokens.clone()
@@ -108,7 +108,7 @@ def _gradients(model: PreTrainedModel, batch: Tensors) -> tuple[float, dict[str,
 
 
 def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
-    """The result of our step: its loss and gradients against those of ``case``."""
+    """The verdict on our step: its loss and gradients against those of ``case``."""
     try:
         job = job_of(facts_of(case.config), mesh, scan)
     except UserError as error:
@@ -132,7 +132,7 @@ def compared(case: Plain, mesh: str | None, scan: bool) -> dict[str, Any]:
 
 
 def job_of(facts: ModelFacts, mesh: str | None, scan: bool) -> Job:
-    """The job of the recipe ``auto``, in which no token is dropped and no other loss is added."""
+    """The job of the recipe ``auto``, without dropped tokens or router losses."""
     recipe = auto_recipe(facts.model, facts.experts, mesh, DEVICES).recipe
     exact: dict[str, Any] = {"experts": "dropless", "router_loss": False} if facts.experts else {}
     if recipe.compute.experts == "dense":
@@ -163,9 +163,8 @@ def unstacked(plan: ShardingPlan, placed: Mapping[str, torch.Tensor]) -> Iterato
 def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     """Whether the loss and every gradient are those of the plain model, to :data:`TOLERANCE`.
 
-    A gradient may be further off, to :data:`MOST`, if the plain model's own, in float32, is as far off from float64, be
-    it in another layer.
-    One that is nothing but rounding, such as that of a key's bias, may be as far off as that.
+    A gradient may be off by up to :data:`MOST` if the plain model's own in float32, in any layer, is as far from
+    float64. One that is only rounding, such as a key bias's, may be off by as much as that.
     """
     missing = [name for name, g in case.gradients.items() if g is not None and name not in gradients]
     if missing:
@@ -181,7 +180,7 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
     except Exception as error:
         return {**result, "verdict": "wrong", "cause": f"float64 can't be tried: {_where(error)}"}
     allowed = {name: max(TOLERANCE, min(4 * value, most)) for name, (value, most) in own.items()}
-    # a single number's gradient is one sum over all that it scales, of which most cancels
+    # a single number's gradient is a sum over all values that it scales, which mostly cancel
     allowed |= {name: MOST for name, gradient in gradients.items() if gradient.numel() == 1}
     beyond = sorted((k for k in off if not off[k] <= allowed.get(k, TOLERANCE)), key=lambda k: -off[k])
     if beyond or not loss_off <= TOLERANCE:
@@ -194,8 +193,8 @@ def judged(case: Plain, loss: float, gradients: Tensors) -> dict[str, Any]:
 
 
 def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
-    """Name → how far the plain model's gradient is from its own in float64, and how far any may be for that."""
-    torch.set_default_dtype(torch.float64)  # of what a model makes itself, such as the scalar that it masks with
+    """Name → (the difference of the plain model's gradient from its own in float64, the most allowed for that)."""
+    torch.set_default_dtype(torch.float64)  # for tensors that a model makes, such as the scalar that it masks with
     try:
         _, exact = _gradients(case.model.double(), case.batch)
     finally:
@@ -203,14 +202,14 @@ def _rounding(case: Plain) -> dict[str, tuple[float, float]]:
         case.model.float()
     off = differences({k: g.double() for k, g in case.gradients.items() if g is not None}, exact)
     floor, kinds = _floor(exact), {name: re.sub(r"\.\d+(?=\.)", ".*", name) for name in off}
-    # a gradient of few numbers is near by chance in one layer and farther in the next: the farthest of its kind counts
+    # a gradient of few numbers is exact in some layers by chance: the farthest of its kind counts
     worst = {kind: max(v for k, v in off.items() if kinds[k] == kind) for kind in set(kinds.values())}
     most = {k: MOST if (g := exact[k]) is not None and g.norm() > floor else math.inf for k in off}
     return {k: (worst[kinds[k]], most[k]) for k in off}
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
-    """Name → relative difference (2-norm). One of no gradient, or nearly none, is taken relative to all together."""
+    """Name → relative difference (2-norm); relative to all gradients together if the gradient is (nearly) zero."""
     floor, found = _floor(theirs), {}
     for name, gradient in theirs.items():
         if name in ours:
@@ -221,14 +220,14 @@ def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Ten
 
 
 def _floor(gradients: Mapping[str, torch.Tensor | None]) -> float:
-    """The norm below which a gradient is little more than rounding."""
+    """The norm below which a gradient is mostly rounding."""
     return 1e-6 * sum(g.double().square().sum().item() for g in gradients.values() if g is not None) ** 0.5
 
 
 def cut_of(plan: ShardingPlan) -> str:
-    """How the decoder's layers are stored: ``1 + 4 × 2`` is a layer and then a period of four, twice.
+    """The decoder's layers as stored: ``1 + 4 × 2`` is a layer and then a period of four, twice.
 
-    A stack of layers has their slice as its number, ``1:9:4``, or ``*`` if it holds all.
+    In names a stack has its layers' slice as number, ``1:9:4``, or ``*`` for all.
     """
     lists: dict[str, dict[str, int]] = {}
     sizes: Counter[str] = Counter()
@@ -244,14 +243,14 @@ def cut_of(plan: ShardingPlan) -> str:
 
 
 def _run(stored: tuple[str, int]) -> tuple[int, int]:
-    """(period, how often it comes) of layers stored under such a number."""
+    """(period, repetitions) of layers stored under such a number; (0, 1) for a single layer."""
     number, count = stored
     step = number.split(":")[2:]
     return (int(step[0]) if step else 1, count) if count > 1 else (0, 1)
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    """In words, what the layers are made of: experts, dense, or what mixes tokens by other means than attention."""
+    """The kind of layers in words: experts or dense; and hybrid if not only attention mixes tokens."""
     other = {type(m).__name__ for m in model.modules()}
     mixes = any(
         re.search(r"Mamba|DeltaNet|DeltaAttention|LinearAttention|Lightning|Recurrent|ShortConv|Rwkv|xLSTM", n)
@@ -266,6 +265,5 @@ def _in_words(error: UserError) -> str:
 
 
 def _where(error: Exception) -> str:
-    """An error on one line, with the place that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{in_short(error)} ({place.filename.rpartition('/')[2]}:{place.lineno})"

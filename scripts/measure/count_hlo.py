@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# No device is needed, so transformers must not import torch_xla: that takes seconds and opens one.
+# transformers must not import torch_xla, which takes seconds and opens a device
 os.environ["USE_TORCH_XLA"] = "0"
 
 from rich.console import Console
@@ -44,7 +44,7 @@ from shardwright.report.units import size
 from shardwright.xla.chips import find_topology
 
 _GZIP = b"\x1f\x8b"
-# what a compiling process tells beside the text; the text alone does not say what the step takes of the HBM
+# the memory figures of a compiling process, which the text does not have
 _UNTOLD = ("argument", "output", "alias", "temp", "generated_code", "peak", "host_temp", "host_argument")
 _FACTS = ("FLOPs", "sent by a chip", "not in FLOPs and cycles", "depends on data")
 
@@ -95,11 +95,7 @@ def main() -> None:
 
 
 def read_module(path: Path) -> str:
-    """The text of a file, which may be in gzip.
-
-    Raises:
-        UserError: no such file, or no text in it.
-    """
+    """The text of a file, perhaps in gzip; raises UserError if there is none."""
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
@@ -113,11 +109,7 @@ def read_module(path: Path) -> str:
 
 
 def axes(text: str) -> dict[str, int]:
-    """Axis → number, of ``fsdp=16,expert=4``.
-
-    Raises:
-        UserError: ``text`` is not that.
-    """
+    """Axis → number, from ``fsdp=16,expert=4``; raises UserError for other text."""
     pairs = [re.fullmatch(r"\s*(\w+)=([1-9]\d{0,8})\s*", word) for word in filter(None, text.split(","))]
     if not all(pairs):
         raise UserError(
@@ -139,16 +131,16 @@ def count_module(
     dcn: Mapping[str, int] | None = None,
     layers: int = 1,
 ) -> CompileReport:
-    """The report on a module's text. What it says of memory is nothing: the text does not tell.
+    """The report on a module's text, without memory, which the text does not tell.
 
     Args:
         mesh: axis → size, outermost first.
-        dcn: how many slices an axis spans.
-        layers: how often an outermost loop runs of which the text tells no length.
+        dcn: axis → slices that it spans.
+        layers: trip count of outermost loops for which the text tells none.
 
     Raises:
-        UserError: no such topology or efficiency; a mesh that has not its chips; text that is no module's, or one for
-            another number of chips.
+        UserError: no such topology or efficiency; the mesh has another number of chips; the text is no module's, or one
+            for another number of chips.
     """
     where = find_topology(topology, slices)
     _check_chips(hlo, mesh, dcn or {}, where.devices, where.slices)
@@ -158,7 +150,7 @@ def count_module(
 
 
 def _check_chips(hlo: str, mesh: Mapping[str, int], dcn: Mapping[str, int], devices: int, slices: int) -> None:
-    """The module, the mesh and the topology have the same number of chips."""
+    """Refuse unless the module, the mesh and the topology have the same number of chips."""
     head = hlo[: hlo.find("\n")]
     partitions = re.search(r"num_partitions=(\d+)", head)
     compiled_for = int(partitions[1]) if partitions else 1
@@ -182,7 +174,7 @@ def _check_chips(hlo: str, mesh: Mapping[str, int], dcn: Mapping[str, int], devi
 
 
 def _print(report: CompileReport, console: Console) -> None:
-    """Prints what the report estimates, what that is made of, and what crosses the links."""
+    """Print the estimate, its shares, and the traffic on the links."""
     say(console, where_it_runs(report))
     say(console, estimate_line(report))
     shares = Table(*SHARES_HEADER[:3], box=None, pad_edge=False)

@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def depth(recipe: str, rounds: int) -> Table:
-    """How the time to trace and to compile grows with the number of layers; measured once, whatever ``rounds``."""
+    """The table; measured once, whatever ``rounds``."""
     table = Table("layers", "scan", "first step (trace + compile)", "trace a step", title=f"{recipe}, hidden size 64")
     for layers in (2, 8, 32):
         for scan in (True, False):
@@ -36,7 +36,7 @@ def depth(recipe: str, rounds: int) -> Table:
 
 
 def steps(job: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the first step, and the median that the host spends on a later one, as the trainer builds it."""
+    """Seconds of the trainer's first step, and the host's median for a later one."""
     import datasets
     import torch
     from tokenizers import Tokenizer

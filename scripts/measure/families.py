@@ -34,9 +34,9 @@ from shardwright.hosts.output_streams import exit_code
 from shardwright.report.bars import tracked
 
 ROOT = Path(__file__).parents[2]
-# name -> (mesh of the recipe, whether layers are scanned)
+# name → (mesh of the recipe, whether layers are scanned)
 MODES = {"scan": (None, True), "unrolled": (None, False), "tensor": ("fsdp=4,tensor=2", True)}
-MEMORY = 7 << 30  # bytes of a worker's data
+MEMORY = 7 << 30  # most bytes of a worker's data
 
 ENVIRONMENT = {
     "PJRT_DEVICE": "CPU",
@@ -44,10 +44,10 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    # a sixth of the compile time, and the same numbers to float32's precision
+    # takes a sixth of the compile time and gives the same numbers to float32's precision
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
-# one process imports the libraries, and is copied for each family before it has opened a device
+# the server imports the libraries and opens no device; each family's process is forked from it
 _FORKS = multiprocessing.get_context("forkserver")
 
 Result = dict[str, Any]
@@ -88,7 +88,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def code_version() -> str:
-    """The commit, and what the working tree has beyond it in the code that trains."""
+    """The commit, and a hash of uncommitted changes to the code that trains."""
     paths = ["models", "trainer", "scripts/measure/tiny.py"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     changes = subprocess.run(["git", "diff", "HEAD", "--", *paths], cwd=ROOT, capture_output=True).stdout
@@ -96,7 +96,7 @@ def code_version() -> str:
 
 
 class _Results:
-    """Results in a file, one JSON object a line; the last of a family and mode counts."""
+    """Results in a file, one JSON object a line; the last one of a family and mode counts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,14 +116,13 @@ class _Results:
 
 
 def wanted(found: Result | None, version: str, again: str | None) -> bool:
-    """Whether a family is to be run that has this result; ``again`` is the option."""
     if found is None or again == "all":
         return True
     return (again == "failed" and found["verdict"] != "pass") or (again == "stale" and found["version"] != version)
 
 
 def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterator[Result]:
-    """The results of a family, each as soon as it is there. A mode that ends its process is a result too."""
+    """The results of a family, each once it is there. A mode that crashes its process gives a result too."""
     left = list(modes)
     while left:
         started = time.monotonic()
@@ -146,7 +145,7 @@ def _run(family: str, modes: Sequence[str], args: argparse.Namespace) -> Iterato
 
 
 def work(family: str, modes: Sequence[str], folder: str) -> None:
-    """Runs the modes of a family in a process of its own, and writes a JSON line for each to ``FOLDER/out``."""
+    """Run the modes of a family in this process of its own, and write a JSON line for each to ``FOLDER/out``."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     os.dup2(os.open(Path(folder, "err"), os.O_CREAT | os.O_WRONLY), 2)
     from shardwright.scripts.measure import against_plain
@@ -187,7 +186,6 @@ def _totals(results: Sequence[Result]) -> str:
 
 
 def page(results: Sequence[Result], left_out: Mapping[str, str]) -> str:
-    """The results as a page in Markdown: totals, a row for each family, what is left out."""
     modes = list(dict.fromkeys(r["mode"] for r in results))
     families: dict[str, dict[str, Result]] = {}
     for result in results:

@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def load(recipe: str, rounds: int) -> Table:
-    """Bytes/s of loading weights and of reading their files, in turn; and how much memory of the host loading took."""
+    """Bytes/s of loading weights and of plainly reading their files; and the host memory that loading took."""
     rows: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         job = {"side": "load", "folder": folder, **LOAD}
@@ -76,7 +76,7 @@ def load(recipe: str, rounds: int) -> Table:
 
 
 def checkpoint(recipe: str, rounds: int) -> Table:
-    """Seconds of a save, and of the least that a save must do; in turn, in one process."""
+    """Seconds of a save, and of the least that a save must do."""
     found = worker(recipe, {"side": "saves", "rounds": rounds, "hidden_size": 512, "intermediate_size": 512})
     size = found["bytes"]
     table = Table("", "seconds", "MB/s", title=f"{recipe}, hidden size 512: a state of {size / 1e6:,.0f} MB, medians")
@@ -92,7 +92,6 @@ def checkpoint(recipe: str, rounds: int) -> Table:
 
 
 def saves(job: dict[str, Any]) -> dict[str, float]:
-    """Medians of :func:`_save_seconds`, of a new model's state."""
     from shardwright.step.build import place_model
     from shardwright.step.train_step import TrainStep
     from shardwright.weights.weight_sources import seeded_init
@@ -106,7 +105,7 @@ def saves(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]:
-    """(bytes of a checkpoint, seconds of the parts of each save and of plain ways to move as many bytes)."""
+    """(bytes of a checkpoint, part of a save, or plain way to move as many bytes → seconds in each round)."""
     from pathlib import Path
 
     import torch
@@ -144,7 +143,6 @@ def _save_seconds(state: Any, rounds: int) -> tuple[int, dict[str, list[float]]]
 
 
 def _write_plainly(path: Any, data: Any) -> None:
-    """Writes an array's bytes to a file, and waits until they are on the disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -152,7 +150,6 @@ def _write_plainly(path: Any, data: Any) -> None:
 
 
 def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
-    """Writes a random model in the hub's format, in files of 200 MB."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(model_config(job))
@@ -161,7 +158,7 @@ def make_checkpoint(job: dict[str, Any]) -> dict[str, float]:
 
 
 def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) seconds to open a hub's weights and place them: the first time, with compiles, and again."""
+    """(wall, CPU) seconds to open and place a hub's weights, the first time, with compiles, and again."""
     from shardwright.xla.runtime import wait_for_devices
 
     fresh = _placing(job)
@@ -179,10 +176,10 @@ def load_rate(job: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def load_memory(job: dict[str, Any]) -> dict[str, float]:
-    """Bytes of the host's memory that loading took at its peak, without those that the (virtual) devices hold there.
+    """Peak bytes of host memory while loading, beyond those that the (virtual) devices hold there.
 
-    Another process watches the anonymous memory alone: pages of mapped files belong to the page cache, which gives
-    way. If the job says ``whole``, the whole model is read first, as transformers' own loader does.
+    Another process watches anonymous memory only, as pages of mapped files can be dropped. If the job has ``whole``,
+    the whole model is read first, as transformers' own loader does.
     """
     import math
 
@@ -216,7 +213,7 @@ def load_memory(job: dict[str, Any]) -> dict[str, float]:
 
 
 def watch_memory(job: dict[str, Any]) -> dict[str, float]:
-    """The most anonymous memory that a process has until a line comes in, in bytes."""
+    """The peak anonymous memory of a process, in bytes, until a line comes in."""
     import select
 
     print("looking", flush=True)
@@ -227,9 +224,9 @@ def watch_memory(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _placing(job: dict[str, Any]) -> Any:
-    """A function that makes a new model and returns its plan, and a function that places its parameters.
+    """A function that makes a new model, and returns its plan and a function that places its parameters.
 
-    They come from the source given to the latter; by default from the hub's weights in the job's folder.
+    The latter takes a source; by default the hub's weights in the job's folder.
     """
     import copy
 
@@ -272,16 +269,14 @@ def _plain_read(folder: str, cold: bool) -> tuple[float, float]:
 
 
 def _evict(folder: str) -> None:
-    """Drops the files' pages from the page cache."""
     for path in _weight_files(folder):
         handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)  # only pages that are on the disk can be dropped
+        os.fsync(handle)  # only clean pages can be dropped
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
 
 
 def _anonymous(process: int) -> int:
-    """Bytes of a process's memory that no file backs."""
     with open(f"/proc/{process}/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 

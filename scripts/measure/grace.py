@@ -51,7 +51,7 @@ def measure(width: int, folder: Path, staging: Path | None) -> tuple[int, float,
     """The state's bytes; seconds from SIGTERM to a whole checkpoint, and to the end of the process.
 
     Args:
-        staging: an empty folder, where the checkpoint is to be whole first.
+        staging: an empty folder for the first copy of the checkpoint.
     """
     config(width).save_pretrained(folder)
     (folder / "text.txt").write_text("\n".join(f"{a} and {b} make {a + b}." for a in range(90) for b in range(90)))
@@ -72,7 +72,7 @@ def measure(width: int, folder: Path, staging: Path | None) -> tuple[int, float,
         told, whole = time.time(), 0.0
         process.send_signal(signal.SIGTERM)
         while process.poll() is None:
-            # it is removed once it has been copied
+            # the staged checkpoint is removed once it has been copied
             if staging is not None and not whole and any(staging.glob("*/checkpoint-*/manifest.json")):
                 whole = time.time()
             time.sleep(0.01)

@@ -48,13 +48,13 @@ from shardwright.xla.chips import CHIPS, find_topology, topologies
 ROOT = Path(__file__).parents[2]
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright-launch-tools"
 
-# training's stand-in: it saves when it is told to end
+# training's stand-in, which saves at SIGTERM
 _SAVES = "#!/usr/bin/env bash\ntrap 'exit 75' TERM\ntouch ready\nwhile true; do sleep 0.1; done\n"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool: the target that it takes, what is installed for it, and what is asked of it."""
+    """A tool: the target that it checks, the packages to install, and the check, which yields its findings."""
 
     target: str
     packages: tuple[str, ...]
@@ -63,23 +63,17 @@ class Tool:
 
 @dataclass(frozen=True)
 class Venv:
-    """An environment with a tool in it."""
-
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of a process in it; what a tool remembers stays in its folder."""
+        """The variables of a process in it; HOME is inside, so that a tool's settings stay there."""
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         return {"HOME": str(home), "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
 
     def run(self, command: list[str], cwd: Path, **variables: str) -> str:
-        """Runs ``command``; its standard output.
-
-        Raises:
-            RuntimeError: it failed; with its output.
-        """
+        """The standard output of ``command``; raises RuntimeError with its output if it fails."""
         done = subprocess.run(
             command,
             cwd=cwd,
@@ -120,7 +114,7 @@ def main() -> int:
 
 
 def _environment(folder: Path, tool: Tool) -> Venv:
-    """The environment in ``folder``, made and filled if it is not what the tool needs."""
+    """The environment in ``folder``, made anew if it has not the tool's packages."""
     done = folder / "installed"
     if tool.packages and (not done.exists() or done.read_text() != " ".join(tool.packages)):
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
@@ -140,14 +134,13 @@ def _request(topology: str, slices: int = 1, **changes: Any) -> Request:
 
 
 def _written(target: str, request: Request, folder: Path) -> LaunchPlan:
-    """The target's plan, its files in ``folder``."""
     plan = TARGETS[target].plan(request)
     write(plan, folder)
     return plan
 
 
 def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """xpk's dry run makes its JobSet, which is what was asked; its shell tells training of SIGTERM."""
+    """xpk's dry run makes the JobSet that was asked for; its shell passes SIGTERM to training."""
     cases = [("v5p:2x2x4", 1), ("v5p:4x4x4", 2), ("v6e:4x4", 2), ("v5e:4x8", 1), ("v4:2x2x2", 1)]
     for topology, slices in cases:
         request = _request(topology, slices, environment={"HF_HOME": "/mnt/hub"})
@@ -176,7 +169,7 @@ def check_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def _shapes_of_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Our slices that xpk does not know, and those for which it counts other hosts."""
+    """Our slices that xpk does not know, and those for which it counts hosts differently."""
     program = (
         "import json; from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics as known;"
         "print(json.dumps({name: each.vms_per_slice for name, each in known.items()}))"
@@ -190,7 +183,7 @@ def _shapes_of_xpk(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def _told_to_end(command: list[str], scratch: Path) -> int:
-    """The exit code of a container's ``command``, with training's stand-in, once it got SIGTERM."""
+    """The exit code of a container's ``command`` after SIGTERM, with a stand-in for training."""
     folder = scratch / "bin"
     folder.mkdir()
     (folder / "python").write_text(_SAVES)
@@ -229,7 +222,7 @@ print(json.dumps({"accelerators": resources.accelerators, "zone": resources.zone
 
 
 def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
-    """SkyPilot's parser takes the task; its rule restarts on our codes alone; a wrong task it refuses."""
+    """SkyPilot's parser takes the task and refuses a wrong one; its rule restarts on our codes only."""
     for topology in ("v5p:2x2x4", "v6e:4x4", "v5e:4x8", "v4:2x2x2"):
         request = _request(topology, spot=True, mount=Mount("gs://bucket", "/mnt/bucket"))
         _written("skypilot", request, scratch)
@@ -249,7 +242,7 @@ def check_skypilot(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
-    """Kubernetes' own schema takes the Job of each JobSet, with no field unknown."""
+    """Kubernetes' own schema takes the Job of each JobSet, strictly."""
     claim = Mount("disk", "/mnt/disk")
     cases = [_request("v5p:2x2x4", 2, queue="team", spot=True), _request("v6e:2x4"), _request("v5e:4x4", mount=claim)]
     for request in cases:
@@ -270,7 +263,7 @@ def check_kubernetes(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
-    """gcloud's own parser takes each command, and refuses one with an option that it has not."""
+    """gcloud's own parser takes each command, and refuses an unknown option."""
     if not shutil.which("gcloud"):
         raise RuntimeError("gcloud is not in PATH")
 
@@ -295,7 +288,7 @@ def check_gcloud(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
-    """A cluster of two hosts a slice runs the job as it is submitted: two workers, and again after a 75."""
+    """A cluster of two hosts a slice runs the submitted job on two workers, and again after exit code 75."""
     for slices in (1, 2):
         with _ray_cluster(venv, slices) as address:
             printed = venv.run(_ray_job(WORKER, slices, scratch), scratch, RAY_API_SERVER_ADDRESS=address)
@@ -318,17 +311,17 @@ def check_ray(venv: Venv, scratch: Path) -> Iterator[str]:
 
 
 def _ray_job(program: str, slices: int, scratch: Path) -> list[str]:
-    """The command that submits the target's job, with ``program`` as what each host runs; its last word is a folder."""
+    """The command that submits a job in which each host runs ``program``; its last word is a new folder."""
     return _submitted(["python", "-c", program, tempfile.mkdtemp(dir=scratch)], slices, scratch)
 
 
 def _submitted(each: list[str], slices: int, scratch: Path) -> list[str]:
-    """The command that submits the target's job, with ``each`` as what each host runs, and waits for its end."""
-    # Ray leaves out lines that several workers print alike; the tests are not sent to the hosts
+    """The command that submits a job in which each host runs ``each``, and waits for its end."""
+    # Ray drops equal lines of several workers by default; the tests are not sent to the hosts
     variables = {"RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
     plan = _written("ray", _request("v5p:2x2x2", slices, environment=variables), scratch)
     command = [word for word in plan.commands[0] if word != "--no-wait"]
-    at = len(command) - command[::-1].index("--")  # behind it stands the run's own command
+    at = len(command) - command[::-1].index("--")  # the run's own command follows
     return [*command[:at], *each]
 
 
@@ -336,7 +329,7 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
     """scripts/train.py on two workers, each with four virtual devices of one mesh (tests/support/host.py)."""
     if importlib.util.find_spec("torch_xla") is None:
         raise RuntimeError(f"{sys.executable} can't train: pip install -e '.[test]'")
-    # Ray's Python sees the packages of this one behind its own
+    # Ray's Python also sees the packages of this one, after its own
     (site,) = (venv.folder / "lib").glob("python*/site-packages")
     (site / "train.pth").write_text(sysconfig.get_path("purelib"))
     sys.path.append(str(ROOT))  # the tests are not installed
@@ -358,10 +351,9 @@ def _train_on_ray(venv: Venv, scratch: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
-    """A cluster; the address of its job server."""
     cluster = [str(venv.folder / "bin" / "python"), str(ROOT / "scripts/measure/ray_cluster.py"), str(slices)]
     pipes: dict[str, Any] = {"stdin": -1, "stdout": -1, "stderr": subprocess.DEVNULL, "text": True}
-    # of the job server: a run that is stopped has longer than 3 s to save
+    # gives a stopped run longer than the job server's 3 s to save
     environment = venv.environment | {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
     with subprocess.Popen(cluster, env=environment, **pipes) as process:
         try:
@@ -372,7 +364,6 @@ def _ray_cluster(venv: Venv, slices: int) -> Iterator[str]:
 
 
 def check_hadolint(venv: Venv, scratch: Path) -> Iterator[str]:
-    """hadolint finds nothing in the Dockerfile."""
     venv.run(["hadolint", str(ROOT / "Dockerfile")], scratch)
     yield "nothing to say"
 

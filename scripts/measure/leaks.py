@@ -58,12 +58,10 @@ RUN = {
     "save_total_limit": "2",
 }
 COLUMNS = {"rss": "memory, MiB", "tensors": "tensors alive", "compiles": "compiles"}
-MOST = 1.02  # of the last fifth over the second
+MOST = 1.02  # the last fifth over the second
 
 
 class Gauge(TrainerCallback):
-    """Notes what is alive after every step."""
-
     def __init__(self) -> None:
         self.noted: list[dict[str, float]] = []
 
@@ -102,7 +100,6 @@ def main() -> int:
 
 
 def _growth(values: list[float]) -> float:
-    """How much the median of the last fifth is above that of the second."""
     fifth = len(values) // 5
     return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) - 1
 

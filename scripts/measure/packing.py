@@ -23,7 +23,7 @@ SAMPLES, LENGTH = 20_000, 2048
 
 
 def distributions() -> dict[str, np.ndarray]:
-    """Lengths of samples: like those of short chats, of chats and of documents that fill most of a row."""
+    """Name → lengths of samples like short chats, chats, and documents that fill most of a row."""
     rng = np.random.default_rng(0)
     draws = {
         "short (median 55, log-normal)": rng.lognormal(4, 0.8, SAMPLES),
@@ -34,13 +34,11 @@ def distributions() -> dict[str, np.ndarray]:
 
 
 def our_rows(lengths: list[int]) -> int:
-    """Rows that a run makes of samples of these lengths."""
     size = DOCUMENTS_AT_ONCE * SamplePacker.groups
     return sum(len(best_fit(lengths[n : n + size], LENGTH)) for n in range(0, len(lengths), size))
 
 
 def trl_rows(lengths: list[int]) -> int:
-    """Rows that trl's `bfd` makes of them."""
     tokens = Dataset.from_dict({"input_ids": [list(itertools.repeat(1, n)) for n in lengths]})
     return len(pack_dataset(tokens, LENGTH, strategy="bfd"))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-# a host of training's stand-in: the first start ends as a preempted run does, the second says where it is
+# a stand-in for training on a host: the first start ends like a preempted run, the second prints its place
 WORKER = """
 import os, pathlib, sys
 names = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES",
@@ -19,7 +19,7 @@ if not mark.exists():
     sys.exit(75)
 print("worker", {name: os.environ[name] for name in names if name in os.environ}, flush=True)
 """
-# one that saves when it is told to end
+# one that saves at SIGTERM
 SAVER = """
 import os, pathlib, signal, sys, time
 mark = pathlib.Path(sys.argv[1], "ready-" + os.environ["TPU_WORKER_ID"])

@@ -33,14 +33,14 @@ _LLAMA_8B = "num_hidden_layers=32,hidden_size=4096,intermediate_size=14336,num_a
 
 @dataclass(frozen=True)
 class Published:
-    """A step that was timed on TPUs, and what to compile to compare with it.
+    """A step that was timed on TPUs, and the compile to compare with it.
 
     Args:
-        options: of scripts/compile.py.
-        tokens_per_second: of one chip.
-        tokens: of a chip's part of a step.
+        options: those of scripts/compile.py.
+        tokens_per_second: one chip's.
+        tokens: a chip's in one step.
         source: where it was published.
-        differs: what our step does otherwise.
+        differs: the differences of our step.
     """
 
     options: str
@@ -149,13 +149,13 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The environment in which libtpu loads without a TPU, as in shardwright.compile.libtpu."""
+    """The environment for libtpu without a TPU, as in shardwright.compile.libtpu."""
     worker = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5p-8"}
     return {**os.environ, **worker, "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 def _product_cycles() -> int:
-    """The compiler's estimated cycles of one bfloat16 product on a chip of v5e."""
+    """The compiler's estimated cycles for one bfloat16 product on a v5e chip."""
     import jax
     import numpy as np
     from jax.experimental import topologies

@@ -1,4 +1,4 @@
-"""Tables that are measured on this machine: a command line, and a process of its own for each measurement."""
+"""Tables measured on this machine: a command line, and a process of its own for each measurement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from shardwright.arguments.command_line import Parser
 def run(
     tables: Mapping[str, Callable[[str, int], Table]], sides: Mapping[str, Callable[[Any], Any]], description: str
 ) -> int:
-    """Prints the table that the command line asks for; or, as a worker process, what it measured, as JSON.
+    """Print the table that the command line names; or, in a worker process, its measurement as JSON.
 
     Args:
         tables: name → function of (recipe, rounds) that makes the table.
-        sides: name → what a worker runs; it takes the job.
-        description: for ``--help``.
+        sides: name → function of the job that a worker runs.
     """
     parser = Parser(description)
     names = "{" + ",".join(tables) + "}"
@@ -42,7 +41,6 @@ def run(
 
 
 def worker(recipe: str, job: dict[str, Any], script: str) -> dict[str, Any]:
-    """The results of one measurement in a process of its own, which runs ``script``."""
     command = [sys.executable, script, "worker", "--job", json.dumps({"recipe": recipe, **job})]
     variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
@@ -62,7 +60,7 @@ def model_config(job: dict[str, Any]) -> Any:
 
 
 def resolved_job(job: dict[str, Any], config: Any, **options: Any) -> Any:
-    """The trainer's Job for the worker's: its recipe on ``config`` and the devices of this process."""
+    """The trainer's Job for a worker's job: its recipe on ``config`` and this process's devices."""
     from dataclasses import replace
 
     from shardwright.arguments.training import Settings, TrainingArguments

@@ -1,8 +1,8 @@
 """Tiny configs of transformers' causal language models: each family's own layers, narrow, and as few as show a pattern.
 
-A family's default config is shrunk by rules (:data:`_RULES`): widths, heads, experts, windows. Its list of layer kinds
-is cut after the prefix and two periods. :data:`BY_HAND` has what the rules can't know, :data:`LEFT_OUT` what is swept
-under another name or trains by another loss than the next token's.
+Rules (:data:`_RULES`) shrink a family's default config: widths, heads, experts, windows. Its list of layer kinds is cut
+after the prefix and two periods. :data:`BY_HAND` has the values that rules can't know, :data:`LEFT_OUT` the families
+that are swept under another name or do not train on the next token.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-MOST_LAYERS = 8  # of a family whose layers have no period
+MOST_LAYERS = 8  # for a family whose layers have no period
 _HEADS = 4
-FEWEST_LAYERS = 3  # of a family whose layers are all alike
+FEWEST_LAYERS = 3  # for a family whose layers are all alike
 
 _LEFT_OUT = {  # why → families
     "an encoder unless its config says is_decoder": "bert bert-generation big_bird camembert data2vec-text electra "
@@ -38,7 +38,7 @@ _LEFT_OUT = {  # why → families
 }
 LEFT_OUT = {family: why for why, families in _LEFT_OUT.items() for family in families.split()}
 
-# (field, what it becomes: a value, or a function of the default), the first that matches; all of an int's fields
+# (pattern of an int field, its new value, or a function of the default); the first that matches counts
 _RULES: Sequence[tuple[str, Any]] = [
     (r"vocab", 256),
     (r"(num_)?(hidden_)?layers|n_layers?", 0),  # decided apart
@@ -49,7 +49,7 @@ _RULES: Sequence[tuple[str, Any]] = [
     (r"(num_)?attention_heads|n_heads?|num_heads|swa_num_attention_heads|linear_num_heads", _HEADS),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads", 4),
-    (r"index_n_heads", 16),  # with few of them many scores are 0 alike, and which keys are chosen is nobody's say
+    (r"index_n_heads", 16),  # with fewer many scores tie at 0, and the choice of keys is arbitrary
     (r"rotary_dim", 8),
     (r".*head_dim|kv_channels|attention_head_size", 16),
     (r"(num_local|num|n_routed|moe_num)_experts", 8),
@@ -65,7 +65,7 @@ _RULES: Sequence[tuple[str, Any]] = [
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
-# family -> what the rules can't know
+# family → values that the rules can't know
 _MOE_OF_DEFAULT_NONE = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
 _SWA = {"rope_type": "default", "rope_theta": 10_000.0}
 BY_HAND: dict[str, dict[str, Any]] = {
@@ -260,7 +260,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
 
 
 def families() -> list[str]:
-    """The model types of every causal language model that is swept."""
+    """The model types of all causal language models that are swept."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - LEFT_OUT.keys())
 
 
@@ -289,7 +289,7 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
 
 
 def shown_layers(kinds: Sequence[str]) -> int:
-    """How many layers show the pattern of ``kinds``: the prefix and two periods of the shortest such description."""
+    """The number of layers that show the pattern of ``kinds``: the shortest prefix and two periods."""
     fits = [
         (prefix + period, prefix)
         for prefix in range(4)
@@ -306,7 +306,7 @@ def shown_layers(kinds: Sequence[str]) -> int:
 
 
 def _shrunk(name: str, value: Any) -> Any:
-    """The smaller value of a default config's field; None: it stays."""
+    """The smaller value of a default config's field; None: unchanged."""
     if name.endswith("_token_id") and value is not None:
         return [1] if isinstance(value, list) else min(value, 1)
     if isinstance(value, float) and re.search("drop|jitter", name):

@@ -1,6 +1,6 @@
 """The rows of scripts/measure/tpu_tables.py: table → row → options of scripts/compile.py.
 
-``@FILE,KEY=VALUE,…`` is that file of docs/configs with those entries changed; ``@prompts`` is a file of 16 prompts.
+``@FILE,KEY=VALUE,…`` is a file of docs/configs with those entries changed; ``@prompts`` is a file of 16 prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BATCH = "--per_device_train_batch_size"
 _PLAIN = "--compute scan=False,remat=none"
 _TORUS = "--mesh fsdp=16,inner=16"  # an axis for each dimension of a pod of v5e or v6e
 
-# What published flag sets change, one by one, beside what torch_xla sets; `name=` takes back what this trainer sets.
+# published flag sets, one by one, on top of torch_xla's own flags; `name=` takes back a flag of this trainer
 _NONE_OF_OURS = "xla_tpu_enable_async_all_to_all= xla_tpu_scoped_vmem_limit_kib="
 _SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload"
 _FLAGS = {
@@ -35,10 +35,10 @@ _FLAGS = {
     f"{_SPARSE_CORE}_all_reduce=true",
 }
 
-# all gathers and reduce-scatters on the sparse cores, none in steps of the products
+# all gathers and reduce-scatters on the sparse cores, none fused into products
 _BESIDE = f"xla_tpu_enable_async_collective_fusion_fuse_all_gather=false {_FLAGS['collectives on the sparse cores']}"
 
-# what else hides a gradient's reduce-scatter
+# other ways to hide a gradient's reduce-scatter
 _LEVERS = {
     "asynchronous reduce-scatter, by itself": "xla_enable_async_reduce_scatter_fusion=true",
     "the same, fused with what is computed": _FLAGS["asynchronous reduce-scatter"],
@@ -51,8 +51,8 @@ _LAYERS8 = (
     f"{_BATCH} 1 --topology"
 )
 
-# models whose layers mix tokens by a recurrence -> the config of one such layer alone, with a dense MLP; without
-# layer_types (null), which names as many layers as the model has, a config's first layer is of that kind
+# models whose layers mix tokens by a recurrence → the config of one such layer alone, with a dense MLP; layer_types,
+# which lists all layers of the model, is null, and then a config's first layer is of that kind
 _MIXERS = {
     "Qwen3-Next-80B (gated delta rule)": "@qwen3_next_80b_a3b.json,decoder_sparse_step=2",
     "Kimi-Linear-48B (Kimi delta attention)": "@kimi_linear_48b_a3b.json,layer_types=null,pad_token_id=0",
@@ -61,7 +61,6 @@ _MIXERS = {
 
 
 def _layouts(topology: str, batch: int) -> dict[str, str]:
-    """Rows of the two layouts of Mixtral-8x7B."""
     where = f"{_MIXTRAL} --topology {topology} {_BATCH} {batch} {_CAPACITY}"
     return {
         f"mixtral_ep, {topology}": f"--recipe mixtral_ep {where}",
@@ -70,7 +69,7 @@ def _layouts(topology: str, batch: int) -> dict[str, str]:
 
 
 def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
-    """Rows of one step with torch_xla's own flags, with each named set beside them, and with this trainer's."""
+    """Rows for one step with torch_xla's own flags, with each named set added, and with this trainer's."""
     step = (
         "--recipe mixtral_ep --model @mixtral_8x7b.json,num_hidden_layers=2 --sequence_length 4096 "
         f"--topology {topology} {_BATCH} {batch} {_CAPACITY}"
@@ -83,7 +82,7 @@ def _flags(topology: str, batch: int, *names: str) -> dict[str, str]:
 
 
 def _families(*rows: tuple[str, str, str, str, str]) -> dict[str, str]:
-    """Rows of real models (name, config, recipe, slice, mesh), with one sequence of 4096 a chip and bfloat16 state."""
+    """Rows for real models (name, config, recipe, slice, mesh): one sequence of 4096 a chip, bfloat16 state."""
     return {
         f"{name}, {recipe}, {topology}": f"--recipe {recipe} --model docs/configs/{config}.json --sequence_length 4096 "
         f"--topology {topology} --mesh {mesh} {_BATCH} 1 {_BF16}"

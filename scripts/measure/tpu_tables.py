@@ -76,7 +76,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _code(commit: str | None) -> Iterator[Path]:
-    """The folder of this code, or of that of a commit, checked out while it is needed."""
+    """The folder of this code, or of a commit's, checked out for the ``with``."""
     if commit is None:
         yield ROOT
         return
@@ -89,7 +89,7 @@ def _code(commit: str | None) -> Iterator[Path]:
 
 
 def compile_one(options: str, code: Path = ROOT) -> dict[str, Any]:
-    """The JSON of ``scripts/compile.py`` of ``code`` with these options; {"failed": why} if it can't compile."""
+    """The JSON report of ``code``'s scripts/compile.py with these options; {"failed": why} if it can't compile."""
     with tempfile.TemporaryDirectory() as folder:
         words = [_file(word, Path(folder)) for word in shlex.split(options)]
         out = Path(folder) / "report.json"
@@ -104,9 +104,9 @@ def compile_one(options: str, code: Path = ROOT) -> dict[str, Any]:
 
 
 def _file(word: str, folder: Path) -> str:
-    """``word``; if it is ``@file,key=value,…``, the path of a config of docs/configs, changed so, in ``folder``.
+    """``word``, with ``@file,key=value,…`` replaced by the path of a so changed config of docs/configs in ``folder``.
 
-    ``@prompts`` is that of a file of 16 prompts there, each of 1,024 tokens at most.
+    ``@prompts`` is replaced by that of a file of 16 prompts, each of 1,024 tokens at most.
     """
     if not word.startswith("@"):
         return word
@@ -121,9 +121,9 @@ def _file(word: str, folder: Path) -> str:
 
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """The table of train steps; all numbers are of one chip, those of traffic, FLOPs and cycles of one step.
+    """The table of train steps; all numbers are a chip's, and traffic, FLOPs and cycles a step's.
 
-    Seconds, tokens and model FLOPs utilisation are what the step is estimated to take, with a kernel's time.
+    Seconds, tokens and MFU are estimates that include the time of kernels.
     """
     header = ["", "mesh", "HBM, GiB", "temporaries", "sent, GiB", "exposed", "FLOPs", "cycles"]
     header += ["step, s", "tokens/s", "MFU", "compile, s of CPU"]
@@ -131,14 +131,14 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def graph_markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """The table of a run's graphs: the HBM that each needs beside the run's state, and the CPU seconds of compiling."""
+    """The table of a run's graphs: the HBM of each beside the run's state, and the CPU seconds of compiling."""
     graphs = list(dict.fromkeys(graph["graph"] for report in rows.values() for graph in report.get("graphs", ())))
     header = ["HBM a chip, GiB", *graphs, "compile, s of CPU: train step", "the others"]
     return _table(header, [[row, *_graph_cells(report, graphs)] for row, report in rows.items()])
 
 
 def exposed_markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """The table of traffic: what of it is exposed, and what the estimate says of the waiting and of the whole step."""
+    """The table of traffic: sent and exposed bytes, and the estimated seconds of waiting and of the step."""
     header = ["", "HBM, GiB", "sent, GiB", "exposed", "waiting, s", "step, s", "compile, s of CPU"]
     return _table(header, [[row, *_exposed_cells(report)] for row, report in rows.items()])
 

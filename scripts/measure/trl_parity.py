@@ -55,7 +55,7 @@ LORA: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     },
 }
-# what both sides are told, under transformers' names
+# options of both sides, under transformers' names
 OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "lr_scheduler_type": "cosine",
@@ -85,7 +85,6 @@ PREFERENCES: dict[str, dict[str, float]] = {
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name → what is trained."""
     for family, lora, packed in itertools.product(CONFIGS, (False, True), (True, False)):
         words = ("sft", family, "lora" if lora else "full", "packed" if packed else "unpacked")
         yield " ".join(words), _case(family, "sft", lora, packed)
@@ -109,7 +108,7 @@ def _case(family: str, objective: str, lora: bool, packed: bool) -> dict[str, An
 
 
 def compared(case: dict[str, Any], folder: Path) -> tuple[Steps, Steps, float, float]:
-    """Our steps' entries, trl's, samples a step, and how full our rows are."""
+    """Our log of each step, trl's, the mean samples a step, and the fullness of our rows."""
     (folder / "case.json").write_text(json.dumps(case))
     _plain("init", folder)
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in _records(case)))
@@ -130,7 +129,7 @@ def _plain(what: str, folder: Path) -> None:
 
 
 def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Prompts and completions, or two, of random letters; unpacked, some are of a row's length and most are not."""
+    """Prompts and completions, or pairs, of random letters; unpacked, some are as long as a row and most shorter."""
     rng = np.random.default_rng(0)
 
     def words(count: int) -> str:
@@ -138,14 +137,14 @@ def _records(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     records = []
     for _ in range(1600 if case["packed"] else 400):
-        # and the token that ends it
+        # one less than a row: a token ends the sample
         length = int(rng.integers(6, 59) if case["packed"] else np.exp(rng.uniform(np.log(8), np.log(LENGTH - 1))))
         asked = int(rng.integers(1, length - 1))
         prompt, answer = words(asked), words(length - asked)
         if case["objective"] == "sft":
             records.append({"prompt": prompt, "completion": answer})
         else:
-            most = min(30, LENGTH - length - asked - 2)  # a pair fits into a row: trl ends what is cut off
+            most = min(30, LENGTH - length - asked - 2)  # pairs must fit into a row: trl ends cut ones too
             records.append({"prompt": prompt, "chosen": answer, "rejected": words(int(rng.integers(1, most)))})
     return records
 
@@ -185,7 +184,6 @@ def ours(case: Mapping[str, Any], folder: Path) -> tuple[Steps, list[list[dict[s
 
 
 def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The samples of a batch's rows, each by itself."""
     columns = (batch[name].numpy() for name in ("input_ids", "labels", "segment_ids"))
     for tokens, labels, segments in zip(*columns, strict=True):
         for number in range(1, segments.max() + 1):
@@ -194,7 +192,7 @@ def _samples(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(samples: Sequence[Mapping[str, Any]], objective: str) -> Iterator[dict[str, Any]]:
-    """Pairs as trl's collator takes them; as text, which is what two of its trainers want."""
+    """Pairs as trl's collator takes them; for two of its trainers as tokens that become texts."""
     for chosen, rejected in zip(samples[0::2], samples[1::2], strict=True):
         start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
         parts = chosen["input_ids"][:start], chosen["input_ids"][start:], rejected["input_ids"][start:]
@@ -205,7 +203,7 @@ def _pairs(samples: Sequence[Mapping[str, Any]], objective: str) -> Iterator[dic
 
 
 def worst(ours: Steps, theirs: Steps, name: str = "loss") -> float:
-    """The largest difference of a step's loss, relative; or of what else is logged, absolute."""
+    """The largest relative difference of a step's loss, or absolute difference of another log value."""
     return max(
         abs(a[name] - b[name]) / (abs(b[name]) if name == "loss" else 1) for a, b in zip(ours, theirs, strict=True)
     )

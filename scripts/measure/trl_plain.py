@@ -34,7 +34,7 @@ END = "<end>"
 
 
 def write_start(folder: Path, case: dict[str, Any]) -> None:
-    """Write what both sides start from: weights, a tokenizer of bytes, and the factors that PEFT itself begins with."""
+    """Write the start of both sides: weights, a tokenizer of bytes, and PEFT's own initial factors."""
     backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Decoder()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token="<pad>")
@@ -42,7 +42,7 @@ def write_start(folder: Path, case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case["config"]), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # of such a width that attention and experts are far from uniform
+        for parameter in model.parameters():  # so wide that attention and experts are far from uniform
             if parameter.dim() > 1:
                 parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder / MODEL)
@@ -64,7 +64,7 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
     found: list[dict[str, float]] = []
 
     class Given(base):  # type: ignore[misc, valid-type]
-        """trl's trainer on batches that are given, whatever their sizes."""
+        """trl's trainer on the given batches, whatever their sizes."""
 
         def get_train_dataloader(self) -> Any:
             sampler = list(_numbers(batches))
@@ -72,7 +72,7 @@ def train(folder: Path, case: dict[str, Any]) -> list[dict[str, float]]:
             return self.accelerator.prepare(loader)
 
         def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
-            return dataset  # it is tokenised
+            return dataset  # it is tokenised already
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
@@ -107,7 +107,7 @@ def _config(base: type) -> Any:
 
 
 def _trainer(objective: str) -> tuple[type, Any]:
-    """The class of ``objective``, and what its config is told of a case."""
+    """The trainer class of ``objective``, and a function from a case to its config's own options."""
     known: dict[str, tuple[str, str, dict[str, Any]]] = {
         "sft": ("trl", "SFTTrainer", {"max_length": None}),
         "dpo": ("trl", "DPOTrainer", {"loss_type": "sigmoid", "max_length": None}),
@@ -118,7 +118,7 @@ def _trainer(objective: str) -> tuple[type, Any]:
     module, name, own = known[objective]
 
     def options(case: dict[str, Any]) -> dict[str, Any]:
-        # of the two older trainers a config has no such coefficient: they take the model's
+        # the configs of the two older trainers have no such coefficient: they use the model's
         router = case["router"] if objective in ("sft", "dpo", "ipo") else {}
         return {**own, **router, **case["numbers"], "remove_unused_columns": False}
 
@@ -127,7 +127,7 @@ def _trainer(objective: str) -> tuple[type, Any]:
 
 def main(what: str, folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text())
-    torch.set_num_threads(1)  # of so small a model threads only wait for one another
+    torch.set_num_threads(1)  # for so small a model more threads only wait for one another
     if what == "init":
         write_start(folder, case)
     else:

@@ -1,1 +1,1 @@
-"""What a run is told: one dataclass of options, gathered from those of each room."""
+"""The options of a run: one dataclass, made of each room's options."""

@@ -40,7 +40,6 @@ class AdapterArguments(Checked):
     )
 
     def check_adapter(self) -> None:
-        """Refuse what can't be."""
         self.check_path("adapter")
         self.choose("base_dtype", BASE_DTYPES)
         self.check("lora_r", self.lora_r is None or self.lora_r >= 1, "it is the rank of two factors", 16)
@@ -66,5 +65,5 @@ class AdapterArguments(Checked):
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the run trains an adapter beside frozen weights."""
+        """Whether the run trains an adapter over frozen weights."""
         return self.lora_r is not None or self.adapter is not None

@@ -1,6 +1,6 @@
-"""Command lines that take an option by its whole name alone; a misspelt one ends the command with the nearest named.
+"""Command lines that take options by whole names only; a misspelt option ends the command and names the nearest.
 
-Left to itself argparse takes any unambiguous beginning of an option for that option: ``--learning_rat 1`` would train.
+By default argparse accepts any unambiguous beginning of an option: ``--learning_rat 1`` would train.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ from shardwright.errors import command, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """The argparse parser of a script; ``--help`` prints ``description`` as it is written.
-
-    A word that is no option, or only the beginning of one, ends the command with exit code 2.
-    """
+    """The argparse parser of a script; unknown or shortened options end the command with exit code 2."""
 
     def __init__(self, description: str | None, **more: Any) -> None:
         look = {"formatter_class": argparse.RawDescriptionHelpFormatter, **more}
         super().__init__(description=description, allow_abbrev=False, **look)
 
     def format_help(self) -> str:
-        """The help, in which commands are named as the user starts them."""
+        """The help, with commands as the user starts them."""
         return re.sub(r"(?:python\s+)?scripts/(\w+)\.py", lambda found: command(found[1]), super().format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does, after a look for unknown options: argparse asks for what is missing first."""
+        """Look for unknown options first, since argparse would first complain of missing ones; then parse."""
         _check_options(self, sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Prints the description as it is written, and the default of each option."""
+    """Prints the description unchanged, and each option's default."""
 
 
 def parse(
@@ -50,16 +47,14 @@ def parse(
 ) -> tuple[Any, ...]:
     """Returns an instance of each dataclass in ``kinds``, with the fields that the options among ``words`` set.
 
-    The options are those that transformers' ``HfArgumentParser`` makes of the fields, whose import costs most of a
-    second. Words in the file ``SCRIPT.args`` beside the script come first, as it takes them. A word that is no option,
-    or only the beginning of one, ends the command with exit code 2.
+    The options are those of transformers' ``HfArgumentParser``, whose import would cost most of a second. As there,
+    words in the file ``SCRIPT.args`` beside the script come first.
 
     Args:
         kinds: dataclasses of :func:`option_values.option`.
         words: the command line without the command.
-        description: what ``--help`` prints before the options, as it is written.
-        epilog: what it prints after them.
-        flags: option → help of options without a value that the caller has taken out of ``words`` already; they are
+        description: text that ``--help`` prints before the options, unchanged; ``epilog`` comes after them.
+        flags: option → help of options without a value that the caller has already taken out of ``words``; they are
             only listed by ``--help`` and offered as the nearest.
     """
     parser = options_parser(kinds, description, epilog)
@@ -86,7 +81,7 @@ def options_parser(kinds: Sequence[Any], description: str | None = None, epilog:
 
 
 def _add_option(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
-    """Adds the option of a field; one of True or False takes a word or none, and ``--no_…`` where it is True."""
+    """Add a field's option. A bool takes a word or none, and one with default True also has ``--no_…``."""
     kind, text = kind_of(hint)[0], field.metadata["help"]
     more: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
     if kind is bool and field.default is not None:
@@ -110,15 +105,15 @@ def _truth(word: str) -> bool:
 
 
 def _check_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Ends the command at the first of ``words`` that is an option unknown to ``parser``."""
+    """End the command at the first of ``words`` that is an unknown option."""
     known = _options(parser)
     for word in words:
-        if word == "--":  # no options follow
+        if word == "--":  # ends the options
             return
-        # argparse takes neither a negative number nor a word with a space in it for an option
+        # to argparse a negative number is no option, nor is a word with a space
         if re.match(r"-[^\d.]", word) and " " not in word and word.partition("=")[0] not in known:
             _refuse(parser, word)
-        if word.startswith("-") and word.partition("=")[2] == "--":  # of which argparse makes an empty list
+        if word.startswith("-") and word.partition("=")[2] == "--":  # argparse would make an empty list of it
             parser.error(f"argument {word[:-3]}: '--' is no value")
 
 

@@ -1,4 +1,4 @@
-"""Options that say what a run learns from."""
+"""Options of a run's data."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from shardwright.arguments.option_values import Checked, option
 from shardwright.errors import UserError
 
-OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # what becomes of a sample longer than a row
+OVERFLOW = ("truncate_right", "truncate_left", "drop", "split", "error")  # policies for a sample longer than a row
 _SET = re.compile(r"(?:^|,)([A-Za-z]\w*)=")  # where a named set of --eval_dataset begins
 
 
 @dataclass
 class DataArguments(Checked):
-    """The records, what of them is learned, and the rows that they become."""
+    """The records, the tokens of them to learn, and the rows that they become."""
 
     dataset: str | None = option(
         None,
@@ -63,7 +63,7 @@ class DataArguments(Checked):
 
     @property
     def eval_sets(self) -> dict[str, str]:
-        """Name → what is held out; the one set without a name has an empty one. Empty: nothing is said."""
+        """Name → held-out dataset of ``--eval_dataset``; the name of an unnamed set is empty."""
         text = self.eval_dataset
         if text is None:
             return {}
@@ -74,7 +74,6 @@ class DataArguments(Checked):
         return {found[1]: text[found.end() : end] for found, end in zip(starts, ends, strict=True)}
 
     def check_data(self) -> None:
-        """Refuse what can't be."""
         for name in ("dataset", "eval_dataset"):
             self.check_path(name)
         self.check("shuffle_rows", self.shuffle_rows >= 1, "a window of a stream holds a row at least", 2048)

@@ -1,4 +1,4 @@
-"""Options that say what is trained, and how it lies on the devices."""
+"""Options of the model and its layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelArguments(Checked):
-    """The model, its layout and what its numbers are stored in."""
+    """The model, its layout and the dtypes of its state."""
 
     recipe: str = option(
         "auto",
@@ -45,7 +45,6 @@ class ModelArguments(Checked):
     seed: int = option(42, "Of the random init, of the order of the data, and of dropout.")
 
     def check_model(self) -> None:
-        """Refuse what can't be."""
         for name in ("recipe", "model", "tokenizer"):
             self.check_path(name)
         self.check("seed", self.seed >= 0, "it can't be negative", 0)
@@ -54,7 +53,7 @@ class ModelArguments(Checked):
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes that weights and optimizer state are stored in, as `make_plan` takes them."""
+        """The dtypes of weights and optimizer state, as `make_plan` takes them."""
         import torch
 
         return {name: getattr(torch, getattr(self, name)) for name in ("weight_dtype", "optimizer_dtype")}

@@ -1,4 +1,4 @@
-"""Options that say what is learned: the objective, and the numbers that some have (:mod:`shardwright.objectives`)."""
+"""Options of the objective, and of the numbers that some objectives have (:mod:`shardwright.objectives`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class ObjectiveChoice(Checked):
 
     @property
     def entry(self) -> type[Objective]:
-        """The objective's own description."""
+        """The objective's class."""
         return OBJECTIVES[self.objective]
 
     def check_objective(self) -> None:
-        """Refuse what can't be."""
         self.choose("objective", list(OBJECTIVES))
         for name, number in _NUMBERS.items():
             value = getattr(self, name)
@@ -48,7 +47,7 @@ class ObjectiveChoice(Checked):
                 )
 
     def check_beside(self, **given: object) -> None:
-        """Refuse what is ``given``, name → value, and is not None or False, if the objective can't have it."""
+        """Refuse an option of ``given`` (name → value) that is set, not None or False, if the objective bars it."""
         for name, why in self.entry.refusals().items():
             if given.get(name) not in (None, False):
                 value = given[name]

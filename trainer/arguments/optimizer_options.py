@@ -1,4 +1,4 @@
-"""Options of the optimizer: which one, and its numbers."""
+"""Options of the optimizer and its numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_ADAMW = {f"adam_{number.name}": number for number in fields(AdamW)}
 
 
 def _numbers(optim: str) -> tuple[Field[Any], ...]:
-    """What --optim_args may say of --optim; AdamW's numbers have options of their own."""
+    """The numbers that --optim_args may set for --optim; AdamW's have options of their own."""
     entry = OPTIMIZERS[optim]
     return () if entry is AdamW else fields(entry)
 
@@ -36,7 +36,7 @@ def _adamw(name: str) -> Any:
 
 @dataclass
 class OptimizerArguments(Checked):
-    """The optimizer under transformers' names; its state is sharded as the parameters are."""
+    """The optimizer under transformers' names; its state is sharded like the parameters."""
 
     optim: str = option(
         "adamw",
@@ -53,7 +53,6 @@ class OptimizerArguments(Checked):
     adam_epsilon: float = _adamw("adam_epsilon")
 
     def check_optimizer(self) -> None:
-        """Refuse what can't be."""
         self.choose("optim", list(OPTIMIZERS))
         self.check("weight_decay", self.weight_decay >= 0, "it can't be negative", 0)
         entry = OPTIMIZERS[self.optim]
@@ -68,7 +67,7 @@ class OptimizerArguments(Checked):
                     why="it has no such number",
                     instead=f"no --{name}; what {self.optim} has is set so: --optim_args {_shown(self.optim)}",
                 )
-        self.optimizer_numbers  # noqa: B018 - raises what can't be
+        self.optimizer_numbers  # noqa: B018 - raises for bad ones
 
     def rule(self, entry: type[Optimizer]) -> Optimizer:
         """``entry`` with this run's numbers."""
@@ -78,10 +77,10 @@ class OptimizerArguments(Checked):
 
     @property
     def optimizer_numbers(self) -> dict[str, Any]:
-        """The numbers that only this optimizer has, by name.
+        """Name → the numbers that only this optimizer has.
 
         Raises:
-            UserError: ``optim_args`` names one that it has not, or gives one a value that can't be.
+            UserError: ``optim_args`` names an unknown one, or gives an invalid value.
         """
         known = {number.name: number for number in _numbers(self.optim)}
         numbers = {name: number.default for name, number in known.items()}

@@ -1,4 +1,4 @@
-"""What fields of options are: their values' kinds, and how one that can't be is refused by the option's name."""
+"""Option fields: their kinds of values, and checks that refuse an invalid value by the option's name."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from typing import Any, get_args, get_type_hints
 
 from shardwright.errors import UserError, did_you_mean
 
-_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
-_MOST = 2**32 - 1  # of any whole number: also the largest seed that every library takes
+_LARGEST = (2 - 2**-23) * 2.0**127  # float32's
+_MOST = 2**32 - 1  # for any whole number: the largest seed that every library takes
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a dataclass of options, with what ``--help`` says of it."""
+    """A field of a dataclass of options, with its text in ``--help``."""
     return field(default=default, metadata={"help": help})
 
 
 def kind_of(hint: Any) -> tuple[type, bool]:
-    """Of the annotation of an option: what its word is read as (``dict | str`` is read as text), and whether it may be
-    None."""
+    """The type that an option of this annotation is read as (str for ``dict | str``), and whether it may be None."""
     kinds = get_args(hint) or (hint,)
     return next(kind for kind in (bool, float, int, str) if kind in kinds), NoneType in kinds
 
 
 def check_values(arguments: Any) -> None:
-    """Refuse fields of a dataclass of options whose values are not of the kind that their annotations say.
+    """Refuse option fields whose values don't fit their annotations.
 
     Numbers become Python's own ``int`` or ``float``, and paths ``str``.
 
     Raises:
-        UserError: names the option, and what it takes.
+        UserError: names the option and the needed type.
     """
     hints = get_type_hints(type(arguments))
-    for each in (each for each in fields(arguments) if each.metadata):  # options, which have a help
+    for each in (each for each in fields(arguments) if each.metadata):  # only options have a help
         name, value = each.name, getattr(arguments, each.name)
         kind, optional = kind_of(hints[name])
         if dict in get_args(hints[name]) or value is each.default or (value is None and optional):
@@ -91,7 +90,7 @@ _EXAMPLE = {bool: "true", int: "1", float: "0.1", str: "text"}
 
 
 class Checked:
-    """A group of options that refuses what it can't be, each by its name."""
+    """A group of options with checks that raise UserError for an invalid value, by the option's name."""
 
     def check(self, name: str, good: bool, why: str, instead: Any) -> None:
         """Refuse the value of the option ``name`` unless it is ``good``."""
@@ -104,7 +103,7 @@ class Checked:
             )
 
     def check_path(self, name: str) -> None:
-        """Refuse a path that the system can't be asked about; whether something must lie there is asked later."""
+        """Refuse a path that can't be looked up; whether it must exist is checked later."""
         value = getattr(self, name)
         try:
             if value is not None and "://" not in value:
@@ -120,7 +119,7 @@ class Checked:
             ) from error
 
     def choose(self, name: str, known: Sequence[str]) -> None:
-        """Refuse a value of the option ``name`` that is none of ``known``."""
+        """Refuse a value of the option ``name`` that is not in ``known``."""
         value = getattr(self, name)
         if value not in known:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Options that say what a run evaluates, logs and saves, and when."""
+"""Options of a run's evaluations, logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ class OutputArguments(Checked):
     trackio_static_space_id = False  # nothing is pushed to the hub
 
     def check_output(self) -> None:
-        """Refuse what can't be."""
         for name in ("output_dir", "resume_from_checkpoint", "staging_dir"):
             self.check_path(name)
         for name in ("logging_steps", "eval_steps", "save_steps"):
@@ -101,7 +100,7 @@ class OutputArguments(Checked):
         self._check_best()
 
     def _check_best(self) -> None:
-        """Refuse a search for the best weights where some steps are evaluated and not saved, or saved unevaluated."""
+        """Refuse a search for the best weights unless steps are both evaluated and saved."""
         asked = "--load_best_model_at_end" if self.load_best_model_at_end else "--save_strategy best"
         if not self.load_best_model_at_end and self.save_strategy != "best":
             return
@@ -120,12 +119,12 @@ class OutputArguments(Checked):
 
     @property
     def best_metric(self) -> str:
-        """``metric_for_best_model`` as it is logged."""
+        """The log key of ``metric_for_best_model``."""
         name = self.metric_for_best_model
         return name if name.startswith("eval_") else f"eval_{name}"
 
     @property
     def profiled(self) -> tuple[int, int]:
-        """The first and the last step of ``profile_steps``; two zeros if it says none."""
+        """The first and the last step of ``profile_steps``; (0, 0): none."""
         found = re.fullmatch(r"(\d{1,10}):(\d{1,10})", self.profile_steps or "")
         return (int(found[1]), int(found[2])) if found else (0, 0)

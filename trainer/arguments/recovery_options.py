@@ -1,4 +1,4 @@
-"""Options that say what a run does about what goes wrong on its way."""
+"""Options of a run's recovery from failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class RecoveryArguments(Checked):
     )
 
     def check_recovery(self) -> None:
-        """Refuse what can't be."""
         self.check("max_restarts", self.max_restarts >= 0, "it counts restarts", 3)
         self.choose("on_spike", ["no", "skip", "rollback", "stop"])
         self.check("spike_threshold", self.spike_threshold > 0, "it is a distance above the median", 8)

@@ -1,4 +1,4 @@
-"""Options of the answers that a run writes down at each evaluation, for a person to read."""
+"""Options of the sample answers that a run writes at each evaluation, for a person to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwright.arguments.option_values import Checked, option
 
 @dataclass
 class SampleArguments(Checked):
-    """The prompts, and how they are answered."""
+    """The prompts, and how to answer them."""
 
     sample_prompts: str | None = option(
         None,
@@ -23,7 +23,6 @@ class SampleArguments(Checked):
     )
 
     def check_samples(self) -> None:
-        """Refuse what can't be."""
         self.check_path("sample_prompts")
         self.check("sample_tokens", 1 <= self.sample_tokens <= 2**16, "an answer has a token, and a cache room", 64)
         self.check("sample_temperature", self.sample_temperature >= 0, "it divides logits", 1.0)

@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwright.errors import UserError, did_you_mean
 
-# transformers' SchedulerType, which a command line is read without; two more ask for a loss at every step, which the
-# host does not read
+# transformers' SchedulerType, copied so that reading a command line does not import it, without the two that need the
+# loss of every step, which the host does not read
 KINDS = [
     "linear",
     "cosine",
@@ -24,14 +24,19 @@ KINDS = [
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
-_GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # what `Schedule` says itself
+_GIVEN = {
+    "optimizer",
+    "num_warmup_steps",
+    "num_training_steps",
+    "last_epoch",
+}  # arguments that `Schedule` itself passes
 
 
 class Schedule:
     """A learning rate for each step, by one of transformers' schedulers; the rate goes to the device as data.
 
     Args:
-        kind: one of :data:`KINDS`, names of transformers' ``SchedulerType`` (``linear``, ``cosine``, ``constant``, …).
+        kind: one of :data:`KINDS`.
         options: further arguments of that scheduler, by transformers' names (``num_cycles``, ``min_lr_rate``, …).
 
     Raises:
@@ -47,28 +52,28 @@ class Schedule:
         import torch
         from transformers import get_scheduler
 
-        # transformers' schedulers want an optimizer to write the rate into; this one optimises nothing
+        # transformers' schedulers write the rate into an optimizer; this one optimises nothing
         carrier = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=learning_rate)
         try:
             with warnings.catch_warnings(action="ignore"):
                 scheduler = get_scheduler(kind, carrier, warmup_steps, total_steps, dict(options))
-        except Exception as error:  # of many types: whatever a value that it can't use breaks in it
+        except Exception as error:  # of many types: a bad value breaks it anywhere
             raise self._refusal(f"{type(error).__name__}: {error}") from error
         assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
-        # all that are offered are a function of the step alone, so that any step can be gone to
+        # all in KINDS are functions of the step alone, so any step can be skipped to
         self._factor, self._peak, self._step = scheduler.lr_lambdas[0], learning_rate, 0
         self._check_rates(warmup_steps, total_steps)
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the step that comes next."""
+        """The rate of the next step."""
         return self._peak * self._factor(self._step)
 
     def advance(self) -> None:
         self.skip(1)
 
     def skip(self, steps: int) -> None:
-        """Go where ``steps`` calls of :meth:`advance` would lead, as a resumed run must."""
+        """Advance by ``steps`` at once, as a resumed run must."""
         self._step += steps
 
     def _check_names(self, options: Mapping[str, Any]) -> None:
@@ -80,7 +85,7 @@ class Schedule:
             raise self._refusal(f"no {' and no '.join(missing)}, which it needs")
 
     def _check_rates(self, warmup_steps: int, total_steps: int) -> None:
-        """Refuse rates that are none, at the steps where a schedule can turn: about its phases' ends."""
+        """Refuse invalid rates at the steps where a schedule can turn: about its phases' ends."""
         turns = (0, warmup_steps, total_steps // 2, total_steps - 1)
         for step in sorted({near for turn in turns for near in (turn - 1, turn, turn + 1) if 0 <= near < total_steps}):
             try:
@@ -102,7 +107,7 @@ class Schedule:
 
 
 def _options_of(kind: str) -> dict[str, bool]:
-    """Name → whether it is needed, of each further argument of a scheduler."""
+    """Name → whether it is required, for each further argument of a scheduler."""
     # semi-private: transformers/optimization.py, transformers 5.23
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
     from transformers.trainer_utils import SchedulerType

@@ -1,4 +1,4 @@
-"""TrainingArguments: transformers' names and meanings, and only the fields that this trainer honours."""
+"""TrainingArguments: transformers' names and meanings, with only the fields that this trainer honours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwright.arguments.schedule import KINDS, Schedule
 from shardwright.errors import UserError, without_credentials
 from shardwright.objectives.objective import Objective, RecordShape, text_shape
 
-DEFAULT_STEPS = 150  # where neither steps nor epochs are asked for
+DEFAULT_STEPS = 150  # if neither steps nor epochs are set
 DEFAULT_RATE = {"random": 2e-3, "given": 5e-5}  # learning rate, by where the weights come from
 
 
@@ -36,9 +36,9 @@ class TrainingArguments(
     DataArguments,
     ModelArguments,
 ):
-    """What a run does, apart from layout, which the recipe says. Sizes are counts, and times are steps.
+    """The options of a run, apart from its layout, which the recipe defines. Sizes are counts, and times are steps.
 
-    The first options are those of the last class above: it is in this order that ``--help`` lists them.
+    The bases are in reverse: ``--help`` lists the options of the last one first.
     """
 
     per_device_train_batch_size: int = option(
@@ -114,11 +114,11 @@ class TrainingArguments(
 
     @property
     def reads(self) -> Sequence[RecordShape]:
-        """The shapes that records may have, in the order in which they are looked for."""
+        """The shapes that records may have, in the order in which they are tried."""
         return self.entry.shapes if self.text_column is None else [text_shape(self.text_column)]
 
     def _read_length(self) -> None:
-        """How many steps, if that can be said before the data are seen."""
+        """Settle the number of steps, unless it depends on the data."""
         epochs = self.num_train_epochs
         self.check("max_steps", self.max_steps >= 1 or self.max_steps == -1, "a run has a step at least", DEFAULT_STEPS)
         self.check("num_train_epochs", epochs is None or epochs > 0, "it counts times through the data", 3)
@@ -133,11 +133,7 @@ class TrainingArguments(
             )
 
     def _settle_steps(self, steps: int) -> None:
-        """Set ``max_steps``, and what is a share of them.
-
-        Raises:
-            UserError: the scheduler gives no rates for so many steps, or ``profile_steps`` lie beyond them.
-        """
+        """Set ``max_steps`` and ``warmup_steps``; UserError if the scheduler or ``profile_steps`` don't fit them."""
         self.max_steps = steps
         warmup = self.warmup_steps  # in steps, as transformers counts them
         self.warmup_steps = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
@@ -148,7 +144,7 @@ class TrainingArguments(
             self.check("profile_steps", 1 <= first <= last <= steps, "it is a part of the run's steps", "2:4")
 
     def _read_schedule(self) -> None:
-        """The scheduler's further arguments, from JSON or as they are."""
+        """Check the scheduler's name, and parse its further arguments if they are JSON."""
         self.choose("lr_scheduler_type", KINDS)
         options = self.lr_scheduler_kwargs
         try:
@@ -165,23 +161,16 @@ class TrainingArguments(
             )
 
     def schedule(self, peak: float) -> Schedule:
-        """The learning rates of a run that rises to ``peak``.
-
-        Raises:
-            UserError: the scheduler gives none with these arguments.
-        """
+        """The learning rates of a run with the given ``peak``; raises as :class:`Schedule`."""
         options: Any = self.lr_scheduler_kwargs or {}
         return Schedule(self.lr_scheduler_type, peak, int(self.warmup_steps), self.max_steps, options)
 
     def as_dict(self) -> dict[str, Any]:
-        """The options and their values, JSON-able, for anybody to read: ``user:password@`` in a URL is left out.
-
-        Keys of hubs and trackers are no options: they come from the environment.
-        """
+        """Name → value of each option, JSON-able and safe to publish: ``user:password@`` in a URL is left out."""
         values = {each.name: getattr(self, each.name) for each in fields(TrainingArguments)}.items()
         return {name: without_credentials(value) if isinstance(value, str) else value for name, value in values}
 
-    # what transformers' integrations ask for
+    # transformers' integrations call these three
     to_dict = as_dict
 
     def to_json_string(self) -> str:
@@ -189,20 +178,18 @@ class TrainingArguments(
         return json.dumps(self.as_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The options as trackers take them that know numbers and texts alone."""
+        """The options for trackers that only know numbers and texts."""
         known = (bool, int, float, str)
         return {name: value if type(value) in known else str(value) for name, value in self.as_dict().items()}
 
 
 @dataclass
 class Settings(TrainingArguments):
-    """The arguments of a run, as the program reads them: checked, and the same from then on.
-
-    Where a run resolves one of them, ``dataclasses.replace`` makes other settings, checked anew.
+    """The checked and frozen arguments of a run. ``dataclasses.replace`` resolves one of them, checked anew.
 
     Args:
-        asked_batch: rows of a micro-batch for each device and micro-batches a step, as the command says; a run that
-            goes on on other devices may train with other values, for the same global batch.
+        asked_batch: rows of a micro-batch for each device and micro-batches a step, as in the command; a run resumed on
+            other devices may train with other values, for the same global batch.
     """
 
     asked_batch: tuple[int, ...] = ()
@@ -219,20 +206,13 @@ class Settings(TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments) -> Settings:
-        """The settings that ``args`` ask for; they stay as they are.
-
-        Raises:
-            UserError: an argument that was changed since can't be.
-        """
+        """The settings of ``args``; raises UserError if an argument was set to an invalid value meanwhile."""
         return cls(**{each.name: getattr(args, each.name) for each in fields(args)})
 
     def with_epochs_of(self, steps: int) -> Settings:
-        """The settings with ``num_train_epochs`` epochs of ``steps`` steps turned into ``max_steps``, unless known.
+        """The settings with ``max_steps``, unless set, from ``num_train_epochs`` of ``steps`` each, as in transformers.
 
-        Steps are counted as transformers counts them.
-
-        Raises:
-            UserError: as the class; the scheduler gives no rates for so many steps.
+        Raises UserError, as the class does, also if the scheduler gives no rates for so many steps.
         """
         if self.max_steps > 0 or self.num_train_epochs is None:
             return self

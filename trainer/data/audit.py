@@ -1,7 +1,4 @@
-"""The audit: all records of a dataset become samples as in a run, and what would train wrongly is named.
-
-Records are read, tokenised, cut and packed by what a run uses for it; no device is needed.
-"""
+"""The audit: makes samples of all records with a run's own code, and names those that would train wrongly. Pure CPU."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ from shardwright.data.samples.fitting import SamplePacker
 from shardwright.data.samples.samples import Encoder, Sample, joined
 from shardwright.objectives.objective import RecordShape
 
-LISTED = 1000  # places of a finding that are kept; all are counted
+LISTED = 1000  # most places kept of a finding; all are counted
 
-# finding → what it means. The first ones make the audit fail, the others are said.
+# finding → its meaning. WRONG makes the audit fail, SAID is only reported.
 WRONG = {
     "bad row": "no sample can be made of it",
     "unreadable": "no record can be read there",
@@ -51,7 +48,7 @@ SAID = {
 
 @dataclass
 class Findings:
-    """Places of one finding: how many, and the first of them with what was found."""
+    """The count of one finding, and its first places, each with details."""
 
     count: int = 0
     places: list[tuple[str, str]] = field(default_factory=list)
@@ -64,16 +61,14 @@ class Findings:
 
 @dataclass
 class SourceAudit:
-    """What one dataset came to.
+    """The result for one dataset.
 
     Args:
-        name: as it was asked for.
-        shape: of its records.
         heldout: it is evaluated on, not trained on.
-        share: of the rows of a mixture.
-        tally: as of a :class:`shardwright.data.samples.fitting.SamplePacker`.
+        share: its share of the rows of a mixture.
+        tally: counts of a :class:`shardwright.data.samples.fitting.SamplePacker`.
         lengths: tokens of each sample, before any is cut.
-        shown: samples to look at: (place, what is left of the sample).
+        shown: samples to show: (place, the sample after cutting).
     """
 
     name: str
@@ -87,7 +82,7 @@ class SourceAudit:
 
 @dataclass
 class Audit:
-    """What all records came to. ``findings``: of ``WRONG`` and ``SAID``."""
+    """The result for all datasets. ``findings`` has keys of ``WRONG`` and ``SAID``."""
 
     length: int
     sources: list[SourceAudit]
@@ -95,19 +90,19 @@ class Audit:
 
     @property
     def wrong(self) -> dict[str, Findings]:
-        """What would train wrongly, or stop the run."""
+        """The findings that would train wrongly or stop the run."""
         return {name: found for name, found in self.findings.items() if name in WRONG}
 
 
 class _Auditor:
-    """Watches a packer and notes what becomes of each record."""
+    """Watches a packer and notes the fate of each record."""
 
     def __init__(self, options: DataOptions, show: int) -> None:
         self.options, self.show = options, show
         self.findings: dict[str, Findings] = {}
         self.first: dict[bytes, tuple[str, bool]] = {}  # hash of a sample's tokens → its place, whether held out
-        self.places: list[str] = []  # of the records of a call
-        self.prefix = ""  # of places, where there are several datasets
+        self.places: list[str] = []  # of the records in the group being packed
+        self.prefix = ""  # of places, if there are several datasets
         self.source: SourceAudit
 
     def note(self, finding: str, place: str, found: str = "") -> None:
@@ -150,15 +145,15 @@ def audit(
     show: int = 0,
     read: Callable[[DocumentStream, int, int], None] = lambda stream, part, characters: None,
 ) -> Audit:
-    """Read all records that a run of ``options`` would, those to evaluate on too.
+    """Read all records that a run of ``options`` would, including those to evaluate on.
 
     Args:
         show: samples of each source to keep.
-        read: is told of each group of documents: their stream, the part of it where they end, and their characters.
-            At the end of a stream the part is the number of its parts.
+        read: called after each group of documents with their stream, the part of it where they end, and their
+            characters. At the end of a stream the part is the number of its parts.
 
     Raises:
-        UserError: what a run refuses before it reads them.
+        UserError: a run would refuse the options before reading.
     """
     auditor, sources = _Auditor(options, show), []
     asked = [*_asked(options)]
@@ -183,7 +178,7 @@ def audit(
 
 
 def _asked(options: DataOptions) -> Iterator[tuple[Any, bool, float]]:
-    """Each dataset: its name, whether it is held out, its share of the rows."""
+    """(name, whether it is held out, share of the rows) of each dataset."""
     found = sources_of(options.dataset)
     for source, share in zip(found, shares([source.weight for source in found]), strict=True):
         yield source.dataset, False, share / BLOCK
@@ -198,7 +193,7 @@ def _read(
     most: int | None,
     read: Callable[[DocumentStream, int, int], None],
 ) -> None:
-    """All documents of ``stream``, the first ``most``; packed in the groups in which a run packs what it stores."""
+    """Audit the first ``most`` documents of ``stream`` (None: all), in the groups in which a run packs stored rows."""
     add, size = _adder(stream.shape, auditor, tokenizer)
     places: list[str] = []
     texts: list[str] = []
@@ -231,7 +226,7 @@ def _read(
 def _adder(
     shape: RecordShape, auditor: _Auditor, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Callable[[list[str]], None], int]:
-    """What takes a group of documents, and how many there are in one."""
+    """The function that takes a group of documents, and the size of a group."""
     options, tally = auditor.options, auditor.source.tally
     if options.makes_samples(shape):
         lenient = replace(options.samples, on_bad_row="skip")
@@ -244,7 +239,7 @@ def _adder(
     encoder = Encoder(tokenizer, shape, tally, auditor.bad, train_on_prompt=True)
 
     def add(texts: list[str]) -> None:
-        """Texts are joined and cut: each row is full, and every token of it scored."""
+        """Joined texts fill every row, and every token is scored."""
         for number, found in encoder(texts):
             sample = joined(found.segments)
             tally.update(samples=1, tokens=len(sample.tokens), scored=len(sample.tokens))
@@ -260,9 +255,9 @@ def _adder(
 
 
 def histogram(lengths: Sequence[int], length: int) -> list[tuple[str, int]]:
-    """How many samples have so many tokens: (range, count), the ranges about as wide as their middle.
+    """Counts of samples by their number of tokens: (range, count), each range about as wide as its middle.
 
-    The row's ``length`` is an edge, so that what does not fit is told apart.
+    The row's ``length`` is an edge, which separates the samples that do not fit.
     """
     if not len(lengths):
         return []

@@ -1,4 +1,4 @@
-"""Options of the audit of a dataset beside those of a run."""
+"""The audit's own options, beside those of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.arguments.option_values import Checked, check_values, option
 
 @dataclass
 class AuditArguments(Checked):
-    """What an audit shows."""
+    """Options of the output of an audit."""
 
     show: int = option(3, "Samples of each dataset to show, decoded, what the loss is on in colour.")
     html: str | None = option(None, "Write the audit to this file, as a page that loads nothing.")

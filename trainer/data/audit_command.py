@@ -1,4 +1,4 @@
-"""What `scripts/data.py` does: audits the data that a run's options name, and shows what was found."""
+"""The command behind `scripts/data.py`: audits the data that a run's options name, and shows the findings."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ TRAINS_WRONGLY = 3  # the exit code
 
 
 def run_audit(args: TrainingArguments, shown: AuditArguments, console: Console) -> int:
-    """Audit as ``args`` say; returns the exit code.
+    """Audit the data of ``args``; returns the exit code.
 
     Raises:
-        UserError: what a run refuses before it reads its data; or a file can't be written.
+        UserError: a run would refuse the options before reading; or a file can't be written.
     """
     config = _config_of(args)
     tokenizer = asked_tokenizer(args, config)
@@ -60,7 +60,7 @@ def _config_of(args: TrainingArguments) -> PretrainedConfig:
 
 
 class ReadingBar:
-    """A bar for each dataset, on a terminal alone: of the bytes of its files, or of characters where it has none."""
+    """A progress bar for each dataset, on a terminal only. It counts bytes of files, or characters without files."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -74,7 +74,7 @@ class ReadingBar:
         self._stream: DocumentStream | None = None
 
     def read(self, stream: DocumentStream, part: int, characters: int) -> None:
-        """As :func:`shardwright.data.audit.audit` tells it."""
+        """Advance the bar: the ``read`` of :func:`shardwright.data.audit.audit`."""
         sizes = [*stream.sizes.values()]
         if stream is not self._stream:
             self._stream, self._part, self._characters = stream, 0, 0
@@ -82,7 +82,7 @@ class ReadingBar:
         if part != self._part and sizes:
             self._part, self._characters = part, 0
         self._characters += characters
-        # a file's text is about as long as the file; that of a compressed one is longer, and ends with it
+        # a file's text is about as long as the file; a compressed file's is longer, so it is capped at the file's size
         within = min(self._characters, sizes[part]) if part < len(sizes) else 0
         done = sum(sizes[:part]) + within if sizes else self._characters
         text = size(done) if sizes else f"{done:,} characters"
@@ -104,7 +104,7 @@ def _write(path: str | None, name: str, text: Any) -> None:
 
 
 def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> AuditView:
-    """The audit as a person sees it."""
+    """The audit as titles, tables and texts to print."""
     header = ("dataset", "records", "samples", "rows", "full", "tokens", "scored", "share of rows")
     sources = []
     for source in found.sources:
@@ -147,7 +147,7 @@ def view_of(found: Audit, args: TrainingArguments, tokenizer: PreTrainedTokenize
 
 
 def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """The text of a sample, cut where the loss begins and ends, and whether it is on the piece."""
+    """Pieces of a sample's text, cut where the loss begins and ends: (text, whether the loss is on it)."""
     scored = sample.labels != IGNORE
     edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]
     for a, b in itertools.pairwise(edges):
@@ -155,7 +155,6 @@ def pieces_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator[tu
 
 
 def as_json(found: Audit) -> dict[str, Any]:
-    """The audit, JSON-able."""
     return {
         "sequence_length": found.length,
         "sources": [

@@ -1,7 +1,7 @@
 """A dataset → its tokenizer, its rows to train on, stored or streamed, and its held-out rows. Pure CPU.
 
-Everything is deterministic: the tokenizer, the rows, and their order in an epoch. What is slow to make is cached under
-a key of all that it depends on: tokenizer and rows; of a stream the tokenizer alone.
+Everything is deterministic: the tokenizer, the rows, and their order in an epoch. Tokenizer and rows (for a stream only
+the tokenizer) are cached under a key of all that they depend on.
 
 Shape legend: S tokens in a row (``sequence_length``).
 """
@@ -42,12 +42,12 @@ from shardwright.objectives.objective import RecordShape
 from shardwright.objectives.sft import SHAPES
 
 Found = TypeVar("Found")
-CACHE_FORMAT = 2  # part of every cache key: raise it when what is cached changes meaning
+CACHE_FORMAT = 2  # part of every cache key: raise it when cached data changes meaning
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which text is trained on, and how it becomes rows.
+    """The text to train on, and how it becomes rows.
 
     Args:
         dataset: a text, JSON-lines, Parquet, Arrow or CSV file, a folder of one of these kinds, or a hub id
@@ -55,20 +55,18 @@ class DataOptions:
             with its share of the rows: ``a.jsonl:0.7,b.jsonl:0.3``; or records of the library `datasets`, stored or
             streamed. None: the source of this Python's standard library.
         sequence_length: S, tokens a row.
-        reads: the shapes that records may have, in the order in which they are looked for.
+        reads: the shapes that records may have, in the order in which they are tried.
         isolate_documents: rows say which document each token belongs to. Samples that share rows need it.
         streaming: rows are made as training asks for them and never stored.
-        shuffle_rows: rows of a stream that are mixed with one another; 2048 take 32 MiB at 4096 tokens a row.
-        heldout_fraction: the share of the documents that is held out where the dataset has no validation or test split.
-            A hash of a document's name (of a record: its text) decides, so that runs with other seeds are scored on the
-            same tokens. Of a stream they are documents of the first 64 M characters, and fill 512 rows at most.
-        eval_dataset: documents to hold out instead, of which none is trained on, each as ``dataset``, by the names of
-            their sets; one without a name has an empty one.
-        max_samples: train on so many documents alone, the first; None: all. A share of them is held out where nothing
-            else is.
-        samples: how records of other shapes than text become rows, and texts that do not share any; and what becomes
-            of rows of a file that can't be read.
-        labels: rows of text have labels too, as those of samples have beside which they are mixed.
+        shuffle_rows: size of a stream's shuffle buffer in rows; 2048 take 32 MiB at 4096 tokens a row.
+        heldout_fraction: the share of the documents that is held out if the dataset has no validation or test split.
+            A hash of a document's name (of a record's text) decides, so that runs with other seeds are scored on the
+            same tokens. A stream's lie in its first 64 M characters and fill 512 rows at most.
+        eval_dataset: set name → documents to hold out instead, none of them trained on, each as ``dataset``. An unnamed
+            set has the empty name.
+        max_samples: train on the first so many documents; None: all. A share of them is held out if nothing else is.
+        samples: how unpacked texts and records of other shapes become rows, and the policy for unreadable rows.
+        labels: rows of text get labels too, to be mixed with rows of samples.
     """
 
     dataset: str | Dataset | IterableDataset | None
@@ -84,7 +82,7 @@ class DataOptions:
     labels: bool = False
 
     def makes_samples(self, shape: RecordShape) -> bool:
-        """Whether records of ``shape`` become samples, each whole; texts are joined, and rows cut from them."""
+        """Whether each record of ``shape`` becomes a whole sample; otherwise texts are joined and cut into rows."""
         return not shape.is_text or not self.samples.packing
 
 
@@ -93,10 +91,10 @@ class Corpus:
     """Packed rows and the tokenizer that made them.
 
     Each row has ``input_ids``, and with ``isolate_documents`` also ``segment_ids`` (1, 2, … in each row, 0 for padding)
-    and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` are
-    lines for a person: what was recognised, and what became of it.
+    and ``position_ids`` (from 0 in each segment), all of them [S]. Rows of samples have ``labels`` too. ``notes`` tell
+    a person what was recognised and what became of it.
 
-    ``named`` are the held-out rows of each set that has a name; ``heldout`` are then those of the first.
+    ``named`` has the held-out rows of each named set; ``heldout`` is then the first of them.
     """
 
     train: Rows
@@ -107,16 +105,14 @@ class Corpus:
 
     @property
     def heldout_sets(self) -> Mapping[str, StoredRows]:
-        """The held-out rows of each set by its name, which is empty where there is but one."""
+        """Set name → held-out rows; the name of an only set is empty."""
         return self.named or {"": self.heldout}
 
     def check_fits(self, length: int, vocab_size: int) -> None:
         """Refuse a corpus that a job with rows of ``length`` tokens and a vocabulary of ``vocab_size`` can't train on.
 
-        Of rows that are stored the first is looked at.
-
         Raises:
-            UserError: names both numbers.
+            UserError: names both numbers; the first stored row shows the corpus's length.
         """
         check_vocabulary(self.tokenizer, vocab_size)
         mixed = self.train.sources if isinstance(self.train, MixedRows) else [self.train]
@@ -136,12 +132,11 @@ def load_corpus(
     vocab_size: int,
     cache_dir: Path | None = None,
 ) -> Corpus:
-    """Tokenised and packed rows: texts joined by the end-of-text token, cut every S tokens; or samples, whole.
+    """Tokenised and packed rows: texts joined by the end-of-text token and cut every S tokens, or whole samples.
 
-    The tokenizer is checked before the dataset is looked for.
+    The tokenizer is checked before the dataset is searched for.
 
     Args:
-        options: which text, and how it becomes rows.
         tokenizer: None: a byte-level BPE of ``vocab_size`` tokens is trained on the training documents.
         vocab_size: tokens that the model knows.
         cache_dir: None: $SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright.
@@ -173,7 +168,6 @@ def load_corpus(
 def _stored_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    """Tokenizer and rows from the cache, made if they are not there."""
     find = _finder(find_documents, options)
     found, others = find(options.dataset), {name: find(each) for name, each in options.eval_dataset.items()}
     documents = found if options.max_samples is None else first_of(found, options.max_samples)
@@ -209,25 +203,20 @@ def _stored_corpus(
 
 
 def _finder(find: Callable[..., Found], options: DataOptions) -> Callable[[Any], Found]:
-    """``find``, which takes a dataset, with what ``options`` say of all of them."""
+    """``find`` as a function of the dataset alone, its other arguments taken from ``options``."""
     return functools.partial(find, reads=options.reads, on_bad_row=options.samples.on_bad_row)
 
 
 def _named(options: DataOptions, held: Sequence[StoredRows]) -> dict[str, StoredRows]:
-    """The held-out rows of the sets that have names, in their order."""
     return {name: rows for name, rows in zip(options.eval_dataset, held, strict=False) if name}
 
 
 def load_rows_of(
     dataset: str | Dataset | IterableDataset, options: DataOptions, tokenizer: PreTrainedTokenizerBase
 ) -> StoredRows:
-    """The rows of other data than those of a corpus, of all of it and in its order. Those of samples are one a row.
+    """Rows of a dataset given to ``evaluate``: all of it, in order, one sample a row.
 
-    Args:
-        options: how the corpus was made.
-
-    Raises:
-        UserError: as :func:`load_corpus`.
+    ``options`` are the corpus's. Raises as :func:`load_corpus`.
     """
     options = replace(options, dataset=dataset, eval_dataset={}, samples=replace(options.samples, packing=False))
     documents = _finder(find_documents, options)(dataset)
@@ -252,7 +241,7 @@ def load_rows_of(
 
 
 def _packers(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> Callable[[], AnyPacker]:
-    """Makes the packer of documents of ``shape``."""
+    """A function that makes the packer of documents of ``shape``."""
     if not options.makes_samples(shape):
         return functools.partial(Packer, tokenizer, options.sequence_length, options.isolate_documents, options.labels)
 
@@ -273,7 +262,7 @@ def _packers(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedToke
 
 
 def _packing_key(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What rows depend on besides the documents."""
+    """The part of the rows' cache key that is not about the documents."""
     key: list[Any] = [tokenizer_fingerprint(tokenizer), options.sequence_length, options.isolate_documents]
     if options.makes_samples(shape):
         samples = options.samples
@@ -286,7 +275,7 @@ def _packing_key(options: DataOptions, shape: RecordShape, tokenizer: PreTrained
 
 
 def check_samples(options: DataOptions, shape: RecordShape, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuse samples that can't be made, before more of them is read than their columns."""
+    """Refuse samples that can't be made, when no more than their columns has been read."""
     if not options.makes_samples(shape):
         return
     if tokenizer is None and not shape.is_text:
@@ -316,7 +305,7 @@ def _notes(options: DataOptions, shape: RecordShape, tally: Mapping[str, int]) -
 
 
 def _sample(documents: Dataset) -> Iterator[str]:
-    """Texts of documents drawn at random, about 64 M characters: a tokenizer learns no more from a larger text."""
+    """Random documents' texts, about 64 M characters: a tokenizer learns no more from a larger sample."""
     budget = SAMPLE_CHARACTERS
     for index in np.random.default_rng(0).permutation(len(documents)).tolist():
         if budget <= 0:
@@ -329,7 +318,7 @@ def _sample(documents: Dataset) -> Iterator[str]:
 def _streamed_corpus(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, root: Path
 ) -> Corpus:
-    """Rows of a stream, of which nothing is written but a tokenizer that was trained on it."""
+    """Rows of a stream. Nothing is written but a tokenizer trained on it."""
     find = _finder(find_stream, options)
     stream = find(options.dataset)
     if options.max_samples is not None:
@@ -349,7 +338,7 @@ def _streamed_corpus(
     held = [heldout, *(heldout_of_stream(each, new_packer(), 0.0)[0] for each in [*sets.values()][1:])]
     first, length, _, *samples = _packing_key(options, stream.shape, tokenizer)
     packing = [first, length, new_packer().columns, *samples]
-    # the last two: a place in a stream counts rows of documents that were packed together
+    # the last two are part of the key, as a place in a stream counts rows of documents that were packed together
     key = [CACHE_FORMAT, *packing, options.shuffle_rows, sorted(left_out), DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE]
     fingerprint = f"{stream.identity}, rows {digest(key)[:8]}"
     rows = StreamedRows(stream, new_packer, left_out, options.shuffle_rows, fingerprint)
@@ -359,7 +348,7 @@ def _streamed_corpus(
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Switches off the bars of `datasets`, which flash by for small data and break the console's own live line."""
+    """Switch off the bars of `datasets`, which flash by for small data and break the console's own live line."""
     # semi-private, one switch for the whole process: datasets/utils/tqdm.py, datasets 5.2
     if datasets.are_progress_bars_disabled():
         yield

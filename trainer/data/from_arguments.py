@@ -1,4 +1,4 @@
-"""What a run's options ask of its data: the tokenizer, the tokens that end a generation, and how rows are made."""
+"""A run's options → its tokenizer, the tokens that end a generation, and :class:`DataOptions`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwright.model.meta_model import model_path
 def asked_tokenizer(
     args: TrainingArguments, config: PretrainedConfig, given: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer given or asked for, else the one that lies with the weights; None: one is trained on the data.
+    """The tokenizer given or named, else the one beside the weights; None: one is to be trained on the data.
 
     Raises:
         UserError: there is none of that name, or a model of ``config`` can't be trained with it.
@@ -57,12 +57,12 @@ def data_options(
     evaluated: Mapping[str, str | Dataset | IterableDataset] | None = None,
     model: PreTrainedModel | None = None,
 ) -> DataOptions:
-    """Which text a run of ``args`` trains on, and how it becomes rows.
+    """The data options of a run of ``args``.
 
     Args:
-        train: instead of ``args.dataset``.
-        evaluated: instead of ``args.eval_dataset``.
-        model: whose generation config may name stop tokens too.
+        train: replaces ``args.dataset``.
+        evaluated: replaces ``args.eval_dataset``.
+        model: its generation config may name stop tokens too.
     """
     stops = stop_tokens(args, config, model)
     return DataOptions(

@@ -1,4 +1,4 @@
-"""The tokenizer: opened by its name, or trained on the documents; and what makes one unfit, known before any data."""
+"""The tokenizer: opened by its name or trained on the documents, and checked before any data is read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id or a local folder.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """The tokenizer of a hub id or a local folder; raises UserError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        tokenizer("text")  # some of its settings are looked at no earlier
+        tokenizer("text")  # some settings are only checked in use
         return tokenizer
     except Exception as error:  # of many types; each means that this name gave no tokenizer
         raise UserError(
@@ -41,8 +37,6 @@ def open_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
     """Refuse a tokenizer that a model of ``vocab_size`` tokens can't be trained with. None: one is to be trained.
-
-    Nothing of the data is needed for it.
 
     Raises:
         UserError: it has no end-of-text token or too many tokens, or ``vocab_size`` is too small to train one.
@@ -57,7 +51,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Refuse a tokenizer whose highest token lies beyond the ``vocab_size`` rows of the model's embedding.
 
-    On XLA a row beyond the last would silently be the last. A tokenizer's numbers may have holes.
+    On XLA an index beyond the last row silently reads the last. A tokenizer's ids may have holes.
 
     Raises:
         UserError: names both numbers.
@@ -96,7 +90,7 @@ def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
 def trained_tokenizer(
     folder: Path, scratch: Path, texts: Callable[[], Iterable[str]], vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer kept in the cache's ``folder``; trained on ``texts()`` if there is none yet."""
+    """The tokenizer in the cache's ``folder``, trained on ``texts()`` if there is none yet."""
     return cached(folder, scratch, build=lambda made: _write_trained(made, texts(), vocab_size), load=_load_trained)
 
 
@@ -125,9 +119,7 @@ def _load_trained(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def plain_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each text, in which nothing is special: a ``<|endoftext|>`` that is written in it stays text.
-
-    A text without such words has the tokens that the tokenizer gives it anyway.
+    """The tokens of each text, none of them special: a ``<|endoftext|>`` written in it stays text.
 
     Raises:
         UserError: the tokenizer has no other token for such a word.
@@ -146,16 +138,16 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **option
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that no text may have: the special tokens', but not that of unknown words, which many texts hold."""
+    """The ids that no text may have: all special tokens but that of unknown words, which many texts hold."""
     ids = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
     return (ids - {tokenizer.unk_token_id}) | {tokenizer.eos_token_id}
 
 
 def _spelt_out(tokenizer: PreTrainedTokenizerBase, text: str, special: set[int]) -> list[int]:
-    """The tokens of a text with special tokens' words in it, in other tokens than those."""
+    """The tokens of a text that holds words of special tokens, spelt with ordinary tokens."""
     (tokens,) = _tokenise(tokenizer, [text], split_special_tokens=True)
     if not special.isdisjoint(tokens):
-        # The flag keeps words whole that lie in the model's own vocabulary, as in every Unigram. They are cut in two.
+        # The flag does not split words that lie in the model's own vocabulary, as in every Unigram: cut them in two.
         words = sorted(tokenizer.convert_ids_to_tokens(sorted(special)), key=len, reverse=True)
         inside = "|".join(f"(?<={re.escape(word[0])})(?={re.escape(word[1:])})" for word in words if len(word) > 1)
         parts = _tokenise(tokenizer, re.split(inside, text), split_special_tokens=True)
@@ -171,7 +163,7 @@ def _spelt_out(tokenizer: PreTrainedTokenizerBase, text: str, special: set[int])
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A name for what the tokenizer does to text, the same in every process."""
+    """A digest of the tokenizer's behaviour, the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else Hasher.hash(tokenizer)
     return digest([content, tokenizer.eos_token_id])

@@ -1,4 +1,4 @@
-"""What a unigram model of the training tokens scores on the held-out rows."""
+"""The loss of a unigram model of the training tokens on the held-out rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from shardwright.models.ops.labels import IGNORE
 def unigram_loss(train: Rows, heldout: StoredRows, vocab_size: int) -> float:
     """Cross entropy, in nats a token, of the held-out targets under add-one-smoothed counts of the training tokens.
 
-    Of a stream the first 1024 rows are counted, and of samples the tokens that the loss is on. The targets are those
-    that a model is scored on: of each row all tokens but the first, and with isolated documents no document's first.
-    What a model gains over this it owes to context.
+    Counted are the first 1024 rows of a stream, and the scored tokens of samples. The targets are a model's: all tokens
+    of a row but the first, and with isolated documents no document's first. A model's gain over this is due to context.
     """
     counts, targets = np.zeros(vocab_size), np.zeros(vocab_size)
     for columns in train.rows_to_count():

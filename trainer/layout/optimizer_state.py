@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter, as plans, steps, checkpoints and reports read it. Pure data.
+"""The state tensors of an optimizer, as plans, steps, checkpoints and reports read them. Pure data.
 
 A tensor of the state has the parameter's shape and layout, or those without one dimension: then the axes that split
 that dimension replicate the tensor, and the others split what they split in the parameter. A stack keeps its layers in
@@ -46,7 +46,7 @@ def optimizer_of(optim: str, name: str, shape: Sequence[int]) -> type[Optimizer]
 def state_tensors(
     optim: str, name: str, shape: Sequence[int], layout: Mapping[str, Placement], local_shape: Sequence[int]
 ) -> tuple[StateTensor, ...]:
-    """What ``--optim`` keeps of the parameter ``name``, in the order in which its entry takes it."""
+    """The state of ``--optim`` for the parameter ``name``, in the order in which its entry takes it."""
     found = []
     kept_of = optimizer_of(optim, name, shape).state(_in_a_layer(name, shape))
     for kept, lacks in kept_of.items():

@@ -22,12 +22,12 @@ def assembled(
     kernel: str | None,
     layers: Literal["stacked", "wrapped", "plain"],
 ) -> tuple[PreTrainedModel, str]:
-    """A copy of the adapted model that runs with these kernels, and why its layers can't be stacked, if so.
+    """A copy of the adapted model that runs with these kernels; and why its layers can't be stacked, else "".
 
     Args:
         attends: the attention's name in transformers' registry.
         kernel: the experts' name there; None: the model has none.
-        layers: stacked where they repeat, or each wrapped to be computed again.
+        layers: stacked if they repeat, or each wrapped for rematerialization.
     """
     model = copy.deepcopy(facts.adapted(lora))
     attention.choose(model, attends)

@@ -1,8 +1,8 @@
-"""Which tokens a model lets a token see, found by running the model: neither its class nor its config says so.
+"""Probes which tokens a token sees, by running the model: neither its class nor its config says so.
 
-A model isolates documents if all that mixes tokens (attention, convolutions, recurrent states) goes by the row's
-``segment_ids``, and its positions by the row's ``position_ids``: a document then comes out the same behind another one
-and alone. A causal model's tokens come out the same whatever follows them.
+A model isolates documents if all that mixes tokens (attention, convolutions, recurrent states) follows the row's
+``segment_ids``, and its positions follow ``position_ids``: a document's logits are then the same alone and behind
+another one. A causal model's logits do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from shardwright.models.attention.pieces import from_pieces, to_pieces
 from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.expert_families import experts_modules
 
-_TOKENS = 6  # of each of the two documents
+_TOKENS = 6  # tokens of each of the two documents
 _HEAD = 16  # the narrowest head of the small model
 _VOCABULARY = 64
 _WIDTH = re.compile(r"(size|dim|rank|width|d_model|d_ff|d_kv|n_embd|n_inner)$")
 _MOST = 256  # tokens of a trial without values: some families' recurrences take a step of Python a token
 _REACH = re.compile(r"((^|_)window(_size)?|^attention_chunk_size|^index_topk)$")  # how far back a token sees
-_NOISE = 1e-5  # relative: what float32 inside a float64 model may differ by
+_NOISE = 1e-5  # relative difference allowed for float32 inside a float64 model
 
 
 def our_attention(facts: ModelFacts, length: int) -> str:
-    """The one of our attentions that the model runs under at ``length`` tokens, on meta: no values are computed.
+    """The one of our attentions under which the model runs at ``length`` tokens, tried on meta, without values.
 
-    It is ``shardwright`` where that runs, for the other one's masks are as large as the sequence's square.
+    ``NAME`` comes first, as the masks of ``MASKED`` are as large as the sequence's square.
 
     Raises:
-        Unsupported: attention is asked for what neither supports.
-        UserError: neither runs for a reason that is not attention's: the model looks at values.
+        Unsupported: the model asks attention for something that neither supports.
+        UserError: neither runs, for another reason: the model looks at values.
     """
     return _our_attention(facts, min(length, _MOST))
 
@@ -81,14 +81,14 @@ def _runs_on_meta(model: PreTrainedModel, attention: str, length: int) -> Except
     try:
         with torch.no_grad(), masks_without_reads():
             model(input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=False)
-    except Exception as error:  # a family's code raises anything where it looks at values
+    except Exception as error:  # a family's code may raise anything when it looks at values
         return error
     return None
 
 
 @once
 def leak(facts: ModelFacts, attention: str = NAME) -> str | None:
-    """What shows that the model does not isolate documents, or that it can't be tried; None if it does."""
+    """The evidence that the model does not isolate documents, or why it can't be tried; None: it isolates them."""
     found = _difference(facts.config, attention, _alone_and_behind)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
@@ -97,9 +97,9 @@ def leak(facts: ModelFacts, attention: str = NAME) -> str | None:
 
 @once
 def mixes_in_order(facts: ModelFacts) -> str | None:
-    """What shows that a model's tokens can't lie in another order than the row's, or that it can't be tried; else None.
+    """The evidence that the order of a row's tokens matters beyond ``position_ids``, or why it can't be tried.
 
-    They can where all that mixes them is our attention, and they are told their positions.
+    None: it does not matter, as in a model that mixes tokens only by our attention.
     """
     found = _difference(facts.config, NAME, _in_order_and_in_pieces)
     if isinstance(found, str):
@@ -109,14 +109,17 @@ def mixes_in_order(facts: ModelFacts) -> str | None:
 
 @once
 def looks_ahead(facts: ModelFacts, attention: str) -> bool:
-    """Whether a token's logits were seen to depend on later tokens; False too where the model can't be tried."""
+    """Whether a token's logits were seen to depend on later tokens; False if the model can't be tried."""
     found = _difference(facts.config, attention, _before_two_ends)
     return not isinstance(found, str) and found > _NOISE
 
 
 @once
 def text_part_differs(facts: ModelFacts) -> str | None:
-    """What shows that the text part of a multimodal model is not the whole model fed text, or can't be tried."""
+    """The evidence that a multimodal model's text part differs from the whole model on text, or why it can't be tried.
+
+    None: they are the same.
+    """
     found = _difference(facts.config, "eager", _alone_and_in_the_whole, text_in_whole)
     if isinstance(found, str):
         return f"a small model of its kind can't be tried: {found}"
@@ -129,13 +132,12 @@ def _difference(
     run: Callable[[PreTrainedModel], tuple[torch.Tensor, torch.Tensor]],
     build: Callable[[PretrainedConfig], PreTrainedModel] = meta_model,
 ) -> float | str:
-    """How far the two results of ``run`` lie apart, relative to the first; or why the model can't be tried.
+    """The relative difference of the two results of ``run``; or why the model can't be tried.
 
-    The model that runs, as ``build`` makes it, has the config's layers, heads and experts, each narrower, and random
-    weights.
+    ``run`` gets the model that ``build`` makes, with all layers, heads and experts, but narrow and of random weights.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would wait for each other longer than they work, on matrices as small as these
+    torch.set_num_threads(1)  # for matrices this small more threads would wait longer than they work
     try:
         model = _small_model(config, build)
         choose(model, attention)
@@ -149,8 +151,8 @@ def _difference(
 
 
 def _before_two_ends(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of a row's tokens but the last, before two different last tokens."""
-    # ids that no family gives a meaning of its own, such as padding
+    """The logits of a row's tokens but the last, with two different last tokens."""
+    # ids to which no family gives a special meaning, such as padding
     row = torch.randint(2, _VOCABULARY - 2, (_TOKENS,), generator=torch.Generator().manual_seed(0))
     rows = row.repeat(2, 1)
     rows[1, -1] += 1
@@ -171,7 +173,7 @@ def _alone_and_behind(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _in_order_and_in_pieces(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of a row's tokens in their own order, and in that of two devices."""
+    """The logits of a row's tokens in their own order, and in the order of two devices' pieces."""
     row = torch.randint(2, _VOCABULARY - 2, (1, 2 * _TOKENS), generator=torch.Generator().manual_seed(0))
     positions, segments = torch.arange(row.shape[1]), torch.ones_like(row[0])
     whole = _logits(model, row, positions, segments)
@@ -181,7 +183,7 @@ def _in_order_and_in_pieces(model: PreTrainedModel) -> tuple[torch.Tensor, torch
 
 
 def _alone_and_in_the_whole(whole: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of a row's tokens, by the whole of a multimodal model, and by its text part with these weights."""
+    """The logits of a row by a whole multimodal model, and by its text part with the same weights."""
     part = meta_model(whole.config)
     for name, full in (names_in_whole(part, whole) or {}).items():
         owner, _, key = name.rpartition(".")
@@ -200,7 +202,7 @@ def _logits(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, 
 
 
 def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> PreTrainedModel:
-    """The model on the CPU, in float64, all widths divided by one number, so that what must fit together still does."""
+    """The model on the CPU in float64, all widths divided by the same number, so that they still fit together."""
     values = json.loads(json.dumps(config.to_dict(), default=str))
     config = AutoConfig.for_model(**values)
     text, factor = config.get_text_config(), _factor(config)
@@ -210,7 +212,7 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
     model = build(config)
     if experts_modules(model):
         experts.choose(model, "eager")  # the model's own: in float64, without a capacity
-    # parameters of one shape share their values, and so do all experts: they cost no more memory than one layer's one
+    # parameters of one shape share their values, as do all experts, so they take the memory of one
     generator, drawn = torch.Generator().manual_seed(0), {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -225,20 +227,18 @@ def _small_model(config: PretrainedConfig, build: Callable[[PretrainedConfig], P
 
 
 def _all_to_one(experts: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A module's arguments, with the first expert chosen by all tokens: all experts are alike, and one product is made
-    instead of hundreds.
-    """
+    """A module's arguments with all tokens routed to the first expert: all are alike, and one product does for all."""
     return tuple(a if torch.is_floating_point(a) else torch.zeros_like(a) for a in args)
 
 
 def _random(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Values that keep the size of what goes through: matrices by their fan-in, vectors about 1."""
+    """Random values that keep activations at their size: matrices scaled by fan-in, vectors about 1."""
     drawn = torch.randn(shape, generator=generator)
     return drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 10
 
 
 def _factor(config: PretrainedConfig) -> int:
-    """What all widths are divided by: the largest power of two that leaves every head 16 wide or more."""
+    """The divisor of all widths: the largest power of two that leaves every head at least 16 wide."""
     text = config.get_text_config()
     heads = [value for key, value in _numbers(text.to_dict()) if key.endswith("head_dim")]
     if not heads and hasattr(text, "num_attention_heads"):
@@ -248,7 +248,7 @@ def _factor(config: PretrainedConfig) -> int:
 
 
 def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """(key, number) of every number in a config."""
+    """(key, number) of each integer in a config."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield from _numbers(value, name)
@@ -263,7 +263,7 @@ def _narrower(value: Any, factor: int, key: str = "") -> Any:
     if isinstance(value, list) and key.endswith("section"):  # RoPE's frequencies: their sum fits the head
         parts = [entry // factor for entry in value]
         return [*parts[:-1], sum(value) // factor - sum(parts[:-1])]
-    if isinstance(value, list) and key.endswith("factor"):  # RoPE's, a number for each frequency
+    if isinstance(value, list) and key.endswith("factor"):  # RoPE's: one number a frequency
         return value[: len(value) // factor]
     if isinstance(value, bool) or not isinstance(value, int):
         return value

@@ -1,4 +1,4 @@
-"""ModelFacts: every question that a run asks of a model, answered once, from its config and its modules on meta."""
+"""ModelFacts: each fact that a run needs of a model, found once from its config and its modules on meta."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwright.models.experts.expert_families import experts_modules
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_KEPT = 4  # configs whose facts are kept: a run has one, and a search of recipes with models of their own a few
+_KEPT = 4  # configs whose facts are kept: a run has one, a search over recipes with own models a few
 
 
 def once(question: Callable[Concatenate[ModelFacts, P], R]) -> Callable[Concatenate[ModelFacts, P], R]:
-    """``question`` of a model, whose answers are kept with its facts, by its arguments."""
+    """``question`` with its answers cached in the facts by its arguments."""
 
     @functools.wraps(question)
     def answer(facts: ModelFacts, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,16 +34,9 @@ def once(question: Callable[Concatenate[ModelFacts, P], R]) -> Callable[Concaten
 
 
 class ModelFacts:
-    """A model on meta, and what is known of it. All of it is read only: who needs another model copies one.
+    """A model on meta and its facts. All of it is read only: to change a model, copy it.
 
-    Args:
-        config: the model's.
-
-    Attributes:
-        model: transformers' own causal-LM class, as :func:`shardwright.model.meta_model.meta_model` makes it.
-
-    Raises:
-        UserError: as :func:`shardwright.model.meta_model.meta_model`.
+    ``model`` is made by :func:`shardwright.model.meta_model.meta_model`, whose errors it raises.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -57,7 +50,7 @@ class ModelFacts:
 
     @functools.cached_property
     def whole(self) -> PreTrainedModel:
-        """The model of all that a checkpoint holds, on meta: with a multimodal config ``model`` is a part of it."""
+        """The model of a full checkpoint, on meta; for a multimodal config ``model`` is its text part."""
         return whole_model(self.config) if is_multimodal(self.config) else self.model
 
     @functools.cached_property
@@ -72,7 +65,7 @@ class ModelFacts:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """How many numbers the model's parameters are, without factors beside them."""
+        """How many numbers the model's parameters have, without LoRA factors."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @functools.cached_property
@@ -82,7 +75,7 @@ class ModelFacts:
 
     @functools.cached_property
     def routing(self) -> tuple[int, int] | None:
-        """(experts that a token goes to, experts that there are); None without any, or if the config does not say."""
+        """(experts that a token goes to, all experts); None: there are none, or the config does not say."""
         chosen = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
         if chosen is None or not self.experts:
             return None
@@ -90,7 +83,7 @@ class ModelFacts:
 
     @functools.cached_property
     def positions(self) -> int | None:
-        """How many positions the model's tables have; None where positions are computed, as RoPE does, or are none.
+        """The number of positions in the model's tables; None: it has no tables, as with RoPE.
 
         On XLA a position beyond a table's end would silently get the last entry.
         """
@@ -101,7 +94,7 @@ class ModelFacts:
         for module in self.model.modules():
             if isinstance(module, nn.Embedding) and module is not tokens:
                 padding = -1 if module.padding_idx is None else module.padding_idx
-                # two rows more than positions where a family begins at the third
+                # some families' tables begin at the third row, so have two rows more than positions
                 if limit <= module.num_embeddings <= limit + 2:
                     found.append(min(limit, module.num_embeddings - padding - 1))
             # sines, rotations or masks of each position, or the positions themselves
@@ -111,12 +104,12 @@ class ModelFacts:
 
     @functools.cached_property
     def says_causal(self) -> bool:
-        """Whether an attention of the model says itself that it is causal."""
+        """Whether an attention of the model has ``is_causal=True``."""
         return any(getattr(module, "is_causal", None) is True for module in self.model.modules())
 
     @once
     def adapted(self, lora: Lora | None) -> PreTrainedModel:
-        """The model with the factors of ``lora``, all else frozen; None: the model itself."""
+        """The model with the factors of ``lora`` and all else frozen; None: the model itself."""
         if lora is None:
             return self.model
         model = copy.deepcopy(self.model)
@@ -124,15 +117,11 @@ class ModelFacts:
         return model
 
     def training_flops(self, rows: int, length: int, lora: Lora | None = None) -> float | None:
-        """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them: nothing is counted twice.
+        """FLOPs that a step on ``rows`` × ``length`` tokens needs, as MFU counts them, without recomputation.
 
-        There are 6 for each pair of a weight and a token that meet in a matrix product (4 if the weight is frozen),
-        where a token meets only the experts that it goes to, and a lookup of embeddings is no product. To these come
-        6 × the width of query and value for each pair of tokens that attend. None if the config does not say how many
-        experts a token goes to.
-
-        Args:
-            lora: with its factors; None: all weights are trained.
+        6 for each pair of a weight and a token that meet in a matrix product (4 if the weight is frozen), where a token
+        meets only its own experts, and an embedding lookup is no product; and 6 × the width of query and value for each
+        pair of tokens that attend. None: the config does not say how many experts a token goes to.
         """
         if self.experts and self.routing is None:
             return None
@@ -152,15 +141,11 @@ class ModelFacts:
         return weights * rows * length + 12 * text.num_hidden_layers * width * pairs * rows
 
 
-_known: dict[Any, ModelFacts] = {}  # of the last few configs
+_known: dict[Any, ModelFacts] = {}  # the last few configs'
 
 
 def facts_of(config: PretrainedConfig) -> ModelFacts:
-    """The facts of the model of ``config``, which are found once in a process: equal configs share them.
-
-    Raises:
-        UserError: as :class:`ModelFacts`.
-    """
+    """The facts of the model of ``config``, shared by equal configs within a process; raises as :class:`ModelFacts`."""
     key = type(config), config.name_or_path, json.dumps(config.to_dict(), default=str, sort_keys=True)
     if key not in _known:
         while len(_known) >= _KEPT:
@@ -170,7 +155,7 @@ def facts_of(config: PretrainedConfig) -> ModelFacts:
 
 
 def stated(config: PretrainedConfig, name: str) -> Any:
-    """What the config of the text says; None if it says nothing, or something else for each layer."""
+    """The text config's value of ``name``; None: it has none, or one for each layer."""
     try:
         return getattr(config.get_text_config(), name, None)
     except RuntimeError:  # transformers/integrations/heterogeneity/configuration_utils.py, transformers 5.23

@@ -1,6 +1,6 @@
-"""Which weights of a model a run adapts with LoRA, from its options or from an adapter that lies in a folder.
+"""The weights of a model that a run adapts with LoRA, from its options or from an adapter in a folder.
 
-What an adapter is, is written as PEFT writes it (`adapter_config.json`, peft 0.21.2), also into checkpoints.
+Adapters, also those in checkpoints, are described by PEFT's `adapter_config.json` (peft 0.21.2).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shardwright.models.experts.expert_families import experts_modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"
-_LARGEST = 1 << 24  # bytes of a config
-# what else PEFT's LoRA can be told, and what says that it was not
+_LARGEST = 1 << 24  # most bytes of a config
+# PEFT's other options of LoRA, and their values that mean "not used"
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "lora_dropout": (0, 0.0),
@@ -39,7 +39,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), (None,)),
     "monteclora_config": (None,),
 }
-# … and of an adapter that is yet to be made
+# … and those that matter only for a new adapter
 _AT_THE_START: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True,),
     "loftq_config": ({}, None),
@@ -50,13 +50,13 @@ _AT_THE_START: dict[str, tuple[Any, ...]] = {
 
 
 def lora_of(args: TrainingArguments, model: PreTrainedModel) -> Lora | None:
-    """What the run adapts; None: it trains all weights.
+    """The adapter that the run trains; None: it trains all weights.
 
     Args:
         model: transformers' own, on meta.
 
     Raises:
-        UserError: a target that the model has not, or an adapter that can't be gone on from.
+        UserError: the model lacks a target, or the adapter in the folder can't be continued.
     """
     if args.adapter is not None:
         return read_config(Folder(args.adapter), model)
@@ -67,18 +67,14 @@ def lora_of(args: TrainingArguments, model: PreTrainedModel) -> Lora | None:
 
 
 def adapted_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Name → [out, in], with the number of experts in front of theirs, of what can be adapted in ``model``."""
+    """Name → shape of the weights that can be adapted: [out, in], or [experts, out, in]."""
     return adaptable(model, experts_modules(model))
 
 
 def plan_of(
     recipe: Recipe, facts: ModelFacts, lora: Lora | None, devices: int, args: TrainingArguments
 ) -> ShardingPlan:
-    """The plan of the model with the factors of ``lora``, its weights stored as ``args`` say.
-
-    Raises:
-        UserError: as `make_plan`.
-    """
+    """The plan of the model with the factors of ``lora``, weights stored as in ``args``; raises as `make_plan`."""
     dtypes, model = args.state_dtypes, facts.model
     if lora is None:
         return make_plan(recipe, model, devices, **dtypes, optim=args.optim)
@@ -89,14 +85,14 @@ def plan_of(
 
 
 def described(lora: Lora, adapted: PreTrainedModel) -> str:
-    """The adapter in a line: rank, scale, how many weights it stands beside, and how many numbers it has."""
+    """The adapter in a line: rank, alpha, number of adapted weights, number of parameters."""
     size = sum(parameter.numel() for parameter in own_parameters(adapted).values())
     kind = "rank-stabilised, " if lora.rslora else ""
     return f"LoRA of rank {lora.r}, {kind}alpha {lora.alpha:g}, beside {len(lora.targets)} weights: {size:,} parameters"
 
 
 def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
-    """Raises UserError unless the checkpoint in ``folder`` is of the adapter ``lora``."""
+    """Raises UserError unless the checkpoint in ``folder`` has the adapter ``lora``."""
     saved = read_config(folder, model)
     if saved != lora:
         fields = ("r", "alpha", "rslora", "targets")
@@ -111,11 +107,7 @@ def check_same(folder: Folder, lora: Lora, model: PreTrainedModel) -> None:
 
 
 def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingArguments) -> None:
-    """Refuse what would change the weights under an adapter, or train an adapter that does nothing.
-
-    Args:
-        unused: the names of parameters that take no part in the loss.
-    """
+    """Refuse options that change the weights under an adapter, and adapters of ``unused`` parameters."""
     if args.router_bias_update_rate:
         raise UserError(
             asked=f"--router_bias_update_rate {args.router_bias_update_rate} with an adapter",
@@ -134,7 +126,7 @@ def check_use(adapted: PreTrainedModel, unused: Collection[str], args: TrainingA
 
 
 def _targets(asked: str, model: PreTrainedModel) -> list[str]:
-    """The names of the weights that ``--lora_target`` asks for."""
+    """The names of the weights that ``--lora_target`` means."""
     known = adapted_shapes(model)
     if asked == ALL:
         found = _inner(model)
@@ -158,7 +150,7 @@ def _inner(model: PreTrainedModel) -> list[str]:
 
 
 def _matches(word: str, name: str) -> bool:
-    """Whether ``word`` is the name's end: of the linear layer, or of the experts' parameter."""
+    """Whether the name of the linear layer, or of the experts' parameter, ends in ``word``."""
     return f".{name}".endswith((f".{word}", f".{word}.weight"))
 
 
@@ -189,12 +181,12 @@ def _check_untied(targets: Iterable[str], model: nn.Module) -> None:
 
 
 def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """What PEFT is told of the adapter: the content of its `adapter_config.json`.
+    """The content of the adapter's `adapter_config.json` for PEFT.
 
     Args:
         model: the model that PEFT will load it onto.
         base: hub id or folder of that model's weights.
-        names: the adapted model's names → those of ``model``; a name that is absent is the same in both.
+        names: the adapted model's names → those of ``model``; absent names are the same in both.
     """
     experts = experts_modules(model)
     full = [names.get(name, name) for name in lora.targets]
@@ -220,7 +212,7 @@ def as_config(lora: Lora, model: PreTrainedModel, base: str | None, names: Mappi
 
 
 def _short(chosen: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The fewest words that, as ends of names, mean ``chosen`` among ``known``; the whole names where none do."""
+    """The shortest name endings that select just ``chosen`` among ``known``; else the whole names."""
     for parts in (1, 2, 3):
         words = sorted({".".join(name.split(".")[-parts:]) for name in chosen})
         if sorted(chosen) == sorted(name for name in known if any(f".{name}".endswith(f".{word}") for word in words)):
@@ -232,7 +224,7 @@ def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
     """The adapter that ``folder`` describes, for ``model``.
 
     Raises:
-        UserError: there is none, it is of another kind than LoRA, or it adapts what the model has not.
+        UserError: there is none, it is no plain LoRA, or ``model`` lacks its targets.
     """
     asked = f"the adapter in {folder}"
     try:
@@ -249,10 +241,10 @@ def read_config(folder: Folder, model: PreTrainedModel) -> Lora:
 
 
 def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """The options that mean a new adapter as PEFT's ``LoraConfig`` has it, whose fields ``values`` are.
+    """The options of a new adapter like PEFT's ``LoraConfig`` with the fields ``values``.
 
     Raises:
-        UserError: it asks for something else than plain LoRA of weights that ``model`` has; names the field.
+        UserError: it is no plain LoRA of weights of ``model``; names the field.
     """
     asked = "peft_config=LoraConfig(…)"
     try:
@@ -266,7 +258,7 @@ def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, A
         ) from error
     _check_plain(values, found, model, asked, _AT_THE_START)
     if values.get("target_modules") == ALL and not values.get("target_parameters"):
-        # PEFT adapts experts by this word where transformers 4 had them as linear layers (Mixtral), and others not
+        # PEFT's "all-linear" includes experts only if transformers 4 had them as linear layers (Mixtral)
         words = [ALL]
     else:
         words = _short(found.targets, [name for name, _ in model.named_parameters()])
@@ -274,7 +266,7 @@ def options_of(values: Mapping[str, Any], model: PreTrainedModel) -> dict[str, A
 
 
 def _read_values(values: Mapping[str, Any], model: PreTrainedModel) -> Lora:
-    """The adapter that the fields of an ``adapter_config.json`` describe.
+    """The adapter in the fields of an ``adapter_config.json``.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError, re.error: they describe none.
@@ -294,7 +286,7 @@ def _check_plain(
     asked: str,
     further: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
 ) -> None:
-    """Refuse fields that say more than plain LoRA, and targets that the model has not."""
+    """Refuse fields beyond plain LoRA, and an adapter without targets in the model."""
     plain = {**_PLAIN, **further}
     more = [f"{key}={values[key]!r:.80}" for key, known in plain.items() if values.get(key, known[0]) not in known]
     if more or not found.targets:
@@ -308,7 +300,7 @@ def _check_plain(
 
 
 def _chosen(values: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-    """The weights that PEFT's ``target_modules`` and ``target_parameters`` mean."""
+    """The weights selected by PEFT's ``target_modules`` and ``target_parameters``."""
     known, experts = adapted_shapes(model), experts_modules(model)
     modules, parameters = values.get("target_modules") or [], values.get("target_parameters") or []
     if modules == ALL:

@@ -1,4 +1,4 @@
-"""The model as transformers describes it: its config, and its module on meta, which allocates nothing."""
+"""The model as transformers describes it: its config, and its module on meta, without memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from shardwright.models.experts import expert_families
 MOST_BUFFER = 2**24  # elements: a mask of 4,096 positions
 LARGE_ZEROS = 2**16  # elements
 _DRAWS = ("torch.nn.init", "transformers.initialization")  # the latter puts its functions in the former's place
-MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # of a config; all far beyond any model
+MOST_LAYERS, MOST_MODULES, MOST_WIDE = 1_000, 100_000, 1 << 20  # all far beyond any model
 _CONFIGS = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "docs/configs")  # installed; a checkout
 
 
 def model_path(model: str) -> str:
-    """``model``; of ``docs/configs/NAME.json``, where there is no such file, the one that comes with the package."""
+    """``model``; but the package's own file for a ``docs/configs/NAME.json`` that is not there."""
     named = re.fullmatch(r"docs/configs/(\w+\.json)", model)
     shipped = [folder / named[1] for folder in _CONFIGS if named and not os.path.exists(model)]
     return next((str(file) for file in shipped if file.is_file()), model)
@@ -48,7 +48,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
     """The config of ``model``: a folder with a ``config.json``, such a file, or a hub id; None: the recipe's.
 
     Raises:
-        UserError: nothing there, an unreadable config, or None where the recipe has no default model.
+        UserError: nothing is there, the config is unreadable, or it is None and the recipe has no default model.
     """
     if model is None and recipe.model is None:
         raise UserError(
@@ -62,7 +62,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
         model = model_path(model)
         path = Path(model)
         looks_local = model.endswith(".json") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
-        # os.path's, since a Path raises what the system raises, such as a name that is too long
+        # os.path.isfile, since a Path's would raise for a name that is too long
         config_file = path / "config.json" if os.path.isdir(path) else path
         if (looks_local or os.path.exists(path)) and not os.path.isfile(config_file):
             raise UserError(
@@ -77,7 +77,7 @@ def load_config(model: str | None, recipe: Recipe) -> PretrainedConfig:
         _check_sizes(PretrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     # transformers and the hub client raise many types here (OSError, ValueError, KeyError, their own);
-    # whichever it is, what the user named has no config that can be read.
+    # each means that no config can be read.
     except Exception as error:
         raise UserError(
             asked=f"model {model}" if model else f"recipe {recipe.name}: its default model",
@@ -92,17 +92,16 @@ def config_of(values: Mapping[str, Any]) -> PretrainedConfig:
     """The config of these values, ``model_type`` among them.
 
     Raises:
-        ValueError: more layers, or wider ones, than any model has. Other errors, of many types: transformers refuses a
-            value.
+        ValueError: absurdly many layers, or wide ones. Other errors, of many types: transformers refuses a value.
     """
     _check_sizes(values)
     return AutoConfig.for_model(**values)
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for more layers than a list can have, or a width whose tables would fill the host.
+    """Raises ValueError for sizes that would fill the host's memory even on meta.
 
-    Some configs make a list of layers at once; RoPE's frequencies are computed, unlike weights, on meta too.
+    Some configs make a list with an entry for each layer, and RoPE's frequencies are real values as wide as a head.
     """
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -115,7 +114,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """While the ``with`` lasts, more modules than any model has raise a ValueError: nothing else would end them."""
+    """Within the ``with``, building more modules than any model has raises ValueError; nothing else would end it."""
     made = itertools.count(1)
 
     def count(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -130,10 +129,10 @@ def _bounded() -> Iterator[None]:
 
 
 class _Unallocated(TorchFunctionMode):
-    """While it is active, what becomes a parameter on meta takes no memory before, and no time to be drawn.
+    """While active, the tensors that become parameters on meta take no memory, and no time to be drawn.
 
-    Tensors of more elements than any buffer has are made on meta at once, or all experts of a layer of 671 B parameters
-    would take 30 GB; zeros are pages that nobody has touched.
+    Tensors larger than any buffer are made on meta at once (a layer's experts in a 671 B model would take 30 GB), and
+    large zeros are untouched pages.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,10 +156,10 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal-LM model of ``config`` on meta: names, shapes and ties, and no memory.
 
-    Of a multimodal config it is the text part: the family's own causal-LM class of the text, under that class's names,
-    or where there is none the whole class without what no text meets.
+    For a multimodal config it is the text part: the family's own causal-LM class of the text, with that class's names,
+    or if there is none the whole class without the parts that text never meets.
 
-    Weights are float32 whatever dtype the config states: training keeps them so, also under bfloat16 compute.
+    Weights are float32 whatever the config's dtype: training keeps them so, also under bfloat16 compute.
 
     Raises:
         UserError: the config has no causal-LM head, or transformers cannot build the model from it.
@@ -175,7 +174,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
             instead="a decoder that AutoModelForCausalLM loads, such as mixtral, llama or qwen2",
         )
     model = _on_meta(AutoModelForCausalLM.from_config, config)
-    # a family that can be an encoder marks its layers; the config's own `is_decoder` is false in some that never are
+    # families that can be encoders mark their layers; the config's own `is_decoder` is false in some decoders too
     if encoder := next((name for name, m in model.named_modules() if getattr(m, "is_decoder", None) is False), None):
         raise UserError(
             asked=f"a model of type {config.model_type!r}",
@@ -187,18 +186,14 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def whole_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of all that a checkpoint of ``config`` holds, on meta: of a multimodal config with its other parts.
-
-    Raises:
-        UserError: as :func:`meta_model`.
-    """
+    """The model of a full checkpoint on meta, with all parts of a multimodal one; raises as :func:`meta_model`."""
     return _on_meta(AutoModelForImageTextToText.from_config, config) if is_multimodal(config) else meta_model(config)
 
 
 def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str] | None:
-    """Name of each parameter and saved buffer of ``part`` → its name in ``whole``; None if ``whole`` has another part.
+    """Name in ``part`` → name in ``whole`` of each parameter and saved buffer; None if ``part`` does not lie in it.
 
-    They are found by class: the part itself, or the largest of transformers' models in it beside a head of the whole.
+    The outermost model of transformers in ``part`` whose class occurs just once in ``whole`` is taken for the same.
     """
     state, found = whole.state_dict(), None
     models = [(name, module) for name, module in part.named_modules() if isinstance(module, PreTrainedModel)]
@@ -215,7 +210,7 @@ def names_in_whole(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, s
 
 
 def _moved(name: str, prefix: str, place: str) -> str:
-    """``name`` with the module ``prefix`` at ``place``; as it is if it lies elsewhere."""
+    """``name`` with its module ``prefix`` replaced by ``place``; unchanged if outside of ``prefix``."""
     if prefix and not name.startswith(f"{prefix}."):
         return name
     return f"{place}.{name.removeprefix(f'{prefix}.') if prefix else name}".removeprefix(".")
@@ -228,7 +223,7 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
         if type(known) in MODEL_FOR_CAUSAL_LM_MAPPING:
             try:
                 part = _on_meta(AutoModelForCausalLM.from_config, known)
-            except UserError:  # some of these classes can't be built from what they are mapped to
+            except UserError:  # some of these classes can't be built from the config that maps to them
                 continue
             if type(part) is not type(whole) and names_in_whole(part, whole) is not None:
                 return part
@@ -236,7 +231,7 @@ def _text_part(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
-    """The whole model of a multimodal ``config``, on meta, without the parameters that text alone never meets."""
+    """The whole model of a multimodal ``config`` on meta, without the parameters that text never meets."""
     whole = whole_model(config)
     kept = {id(module) for top in (whole.get_decoder(), _head(whole)) for module in top.modules()}
     _empty(whole, kept)
@@ -244,7 +239,7 @@ def text_in_whole(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _head(whole: PreTrainedModel) -> nn.Module:
-    """The head of a multimodal model, which must be its own."""
+    """The output embeddings of a multimodal model; UserError if it has none."""
     head = whole.get_output_embeddings()
     if head is None or not isinstance(getattr(whole, "get_decoder", lambda: None)(), PreTrainedModel):
         raise UserError(
@@ -257,7 +252,7 @@ def _head(whole: PreTrainedModel) -> nn.Module:
 
 
 def _empty(module: nn.Module, kept: set[int]) -> None:
-    """Takes out of ``module`` what is not ``kept``: text never meets it."""
+    """Remove the submodules and parameters of ``module`` that are not ``kept``."""
     for name in list(module._parameters):
         module.register_parameter(name, None)
     for name, child in list(module.named_children()):
@@ -270,24 +265,24 @@ def _empty(module: nn.Module, kept: set[int]) -> None:
 
 
 def built_with(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:
-    """``model`` built again, with real values, transformers' own, in the parameters of modules of class ``kind``."""
+    """``model`` built again, with transformers' own initial values in modules of class ``kind``."""
     return _on_meta(type(model)._from_config, model.config, kind)  # semi-private: modeling_utils.py, transformers 5.23
 
 
 @contextlib.contextmanager
 def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
-    """While the ``with`` lasts, a parameter is on meta once a module has it, but for modules of class ``real``.
+    """Within the ``with``, modules move each new parameter to meta, except modules of class ``real``.
 
-    Unlike under ``torch.device("meta")`` buffers keep their values: RoPE's frequencies are in no checkpoint.
+    Unlike under ``torch.device("meta")``, buffers keep their values: RoPE's frequencies are in no checkpoint.
     """
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # a class that we adapted is one of transformers' with other methods
+        # an adapted class of ours is a subclass of transformers', with other methods
         if parameter is None or (real is not None and type(module) is not nn.Module and issubclass(real, type(module))):
             return None
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    # torch says of the hook that it returns nothing, and takes what it returns
+    # torch types the hook as returning nothing, yet uses its result
     handle = nn.modules.module.register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
     try:
         yield
@@ -298,16 +293,16 @@ def _parameters_on_meta(real: type[nn.Module] | None) -> Iterator[None]:
 def _on_meta(
     build: Callable[..., PreTrainedModel], config: PretrainedConfig, real: type[nn.Module] | None = None
 ) -> PreTrainedModel:
-    """What ``build``, a ``from_config`` of transformers', makes of ``config``; modules of ``real`` have values."""
+    """``build(config)``, a ``from_config`` of transformers, on meta; modules of class ``real`` have values."""
     try:
         with _parameters_on_meta(real), _bounded(), _Unallocated():
             # a copy: choosing a model's kernels writes into its config
             model = build(copy.deepcopy(config), dtype=torch.float32)
         expert_families.adapt(model)
         model.tie_weights()  # each assignment has made a new parameter, and ties are lost
-        # what everything here asks of a model: it must know one text, its vocabulary and where it is looked up
+        # all callers need these two, so their absence is an error here
         _ = config.get_text_config().vocab_size, model.get_input_embeddings().weight
-    # The sizes in a config are the user's, and what they break inside a model raises whatever it raises.
+    # the sizes in a config are the user's, and may break a model with any error
     except Exception as error:
         raise UserError(
             asked=f"a model of type {config.model_type!r}",

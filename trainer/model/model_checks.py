@@ -1,4 +1,4 @@
-"""Whether a model can be trained as asked: each check refuses what would change its numbers, or has no meaning."""
+"""Checks that a model can be trained as asked: each refuses options that would change its numbers or mean nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from shardwright.models.experts.routing import routers, selection_biases
 
 
 def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> None:
-    """Refuse a model that can't be trained as ``recipe`` and ``args`` say, whatever the devices are.
-
-    Raises:
-        UserError: says which, and what can.
-    """
+    """Raises UserError for a model that can't be trained with ``recipe`` and ``args`` on any devices."""
     _check_text_part(facts)
     _check_heads(facts)
     name = attention_of(recipe, args, facts)
@@ -32,7 +28,7 @@ def check_model(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> N
 
 
 def attention_of(recipe: Recipe, args: TrainingArguments, facts: ModelFacts) -> str:
-    """The name of the recipe's attention in transformers' registry: of our two, the one that the model needs."""
+    """The name of the recipe's attention in transformers' registry; for ours, the variant that the model needs."""
     asked = recipe.compute.attention
     if asked != attention.NAME:
         return asked
@@ -115,7 +111,7 @@ def _check_positions(args: TrainingArguments, facts: ModelFacts) -> None:
 
 
 def _check_causal(name: str, facts: ModelFacts) -> None:
-    """Refuse a model that sees the tokens that it predicts; one whose attention says that it is causal is not tried."""
+    """Refuse a model that sees the tokens that it predicts. One that says it is causal is not tried."""
     if not facts.says_causal and looks_ahead(facts, name):
         raise UserError(
             asked=f"a model of type {facts.config.model_type!r} with attention={name!r}",
@@ -155,7 +151,7 @@ def _check_experts(recipe: Recipe, facts: ModelFacts) -> None:
 
 
 def _check_routing(args: TrainingArguments, facts: ModelFacts) -> None:
-    """Refuse what is asked of routers that the model has not, or that are made in another way."""
+    """Refuse options of routers that the model lacks, or whose logits or biases can't be found."""
     names = ("router_z_loss_coef", "router_balance_coef", "router_bias_update_rate")
     asked = [name for name in names if getattr(args, name)]
     kind = facts.kind

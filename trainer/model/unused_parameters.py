@@ -1,7 +1,7 @@
-"""Which parameters take no part in the loss, found by running the model on meta: no class or config says so.
+"""Parameters that take no part in the loss, found by running the model on meta: no class or config tells them.
 
-Such are biases that only choose experts, indexers that run without gradients, the encoder's side of a decoder. Torch's
-optimizers leave a parameter without a gradient as it is, and so does the step; a gradient of zero is something else.
+Such are biases that only choose experts, indexers that run without gradients, and the encoder's side of a decoder. Like
+torch's optimizers, the step leaves a parameter without a gradient as it is, unlike one whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwright.models.experts import experts_interface as experts
 from shardwright.models.experts.expert_families import experts_modules
 
 _ROWS, _TOKENS = 2, 8
-_LISTED = 6  # patterns in a notice
+_LISTED = 6  # most patterns in a notice
 
 
 @once
 def unused_parameters(facts: ModelFacts, lora: Lora | None, router_loss: bool) -> tuple[frozenset[str], str | None]:
-    """The names of the adapted model's parameters that no gradient reaches; and why that can't be told, if so.
+    """The names of the adapted model's parameters that no gradient reaches; and why they can't be found, or None.
 
-    It can't where the model reads values while it runs. Then only parameters that the family itself freezes are named.
+    They can't if the model reads values while it runs. Then only parameters that the family itself freezes are named.
 
     Args:
         router_loss: whether the model's load-balancing loss is part of the loss.
@@ -41,7 +41,7 @@ def unused_parameters(facts: ModelFacts, lora: Lora | None, router_loss: bool) -
     why = None
     try:
         reached = _leaves(_loss(model, router_loss))
-    except Exception as error:  # a family's code raises anything on tensors without values
+    except Exception as error:  # a family's code may raise anything on tensors without values
         reached, why = set(range(len(named))), in_short(error)
     unused = frozenset(name for i, (name, p) in enumerate(named) if i not in reached or not p.requires_grad)
     if len(unused) == len(named):
@@ -55,7 +55,7 @@ def unused_parameters(facts: ModelFacts, lora: Lora | None, router_loss: bool) -
 
 
 def notice(unused: frozenset[str], why_unknown: str | None) -> str | None:
-    """What a run says of them, each pattern of names once; None if there is nothing to say."""
+    """The run's line about unused parameters, each pattern of names once; None: there are none."""
     if why_unknown is not None:
         return f"taken to be none: which parameters take part in the loss can't be tried without values ({why_unknown})"
     if not unused:
@@ -67,8 +67,8 @@ def notice(unused: frozenset[str], why_unknown: str | None) -> str | None:
 
 
 def _loss(model: PreTrainedModel, router_loss: bool) -> torch.Tensor:
-    """The loss of a copy on meta, in whose graph a parameter is known by its number."""
-    # in evaluation: what only training does (dropout) leaves out no parameter for good
+    """The loss of a copy on meta, whose parameters bear their ``number``."""
+    # in evaluation mode: dropout never removes a parameter for good
     model = copy.deepcopy(model).to("meta").eval()  # type: ignore[arg-type]
     for number, parameter in enumerate(model.parameters()):
         parameter.number = number  # type: ignore[attr-defined]

@@ -13,8 +13,8 @@ from rich.text import Text
 from shardwright.report.html import html_bars, html_page, html_table
 from shardwright.report.lines import say
 
-PLACES = 5  # of each finding that the terminal names
-BAR = 30  # characters of the longest
+PLACES = 5  # named on the terminal for each finding
+BAR = 30  # characters of the longest bar
 _STYLE = """
 .sample { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem;
   font: .85rem/1.5 ui-monospace, monospace; max-height: 24rem; overflow-y: auto; }
@@ -24,7 +24,7 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class Finding:
-    """``wrong``: it makes the audit fail. ``places``: (where, what was found), the first of ``count``."""
+    """``wrong``: it makes the audit fail. ``places``: (where, details) of the first of ``count``."""
 
     name: str
     meaning: str
@@ -38,12 +38,11 @@ class AuditView:
     """The content of an audit's report.
 
     Args:
-        title: the data.
         facts: (name, value).
         header, sources: a table, one line a source.
         lengths: (range of tokens, samples).
         findings: the gravest first.
-        samples: (where, its text in pieces, each with whether the loss is on it).
+        samples: (where, pieces of its text: (text, whether the loss is on it)).
     """
 
     title: str
@@ -61,7 +60,6 @@ class AuditView:
 
 
 def print_audit(console: Console, view: AuditView) -> None:
-    """The audit on the terminal."""
     for where, pieces in view.samples:
         say(console, f"── {where}")
         text = Text()
@@ -93,7 +91,6 @@ def print_audit(console: Console, view: AuditView) -> None:
 
 
 def audit_page(view: AuditView) -> str:
-    """The audit as one HTML file that loads nothing."""
     wrong = any(finding.wrong for finding in view.findings)
     body = [
         f"<h1>{escape(view.title)}</h1>",

@@ -1,4 +1,4 @@
-"""Progress bars, which show on a terminal and nowhere else."""
+"""Progress bars, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def step_bar(console: Console) -> Progress:
-    """A bar that shows steps, whatever its task's ``numbers`` say, and the time gone and left; its owner starts it."""
+    """A bar of steps, the task's text ``numbers``, and the time gone and left; its owner starts it."""
     return Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -38,14 +38,13 @@ def step_bar(console: Console) -> Progress:
 
 
 def tracked(console: Console, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-    """Yields ``items``, of which there are ``total``, and shows how many have been taken."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         yield from progress.track(items, total=total, description=what)
 
 
 @contextmanager
 def byte_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many of ``total`` bytes are done, and bytes/s. Yields a function to call with each further count."""
+    """Shows how many of ``total`` bytes are done, and bytes/s. Yields a function that adds to the count."""
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

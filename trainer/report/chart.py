@@ -1,7 +1,7 @@
-"""A chart of lines over a run's steps, in an HTML page: drawn here as SVG; a script shows the values under the pointer.
+"""A chart of lines over a run's steps, as SVG in an HTML page; a script shows the values under the pointer.
 
-A line has at most so many points that a person can see, and all of them are real ones: of each stretch of steps the
-lowest and the highest value stay, so a spike is never lost.
+Lines are thinned to what a person can see, by keeping the lowest and the highest value of each stretch of steps: all
+points are real ones, and a spike is never lost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardwright.report.html import COLORS
 Point = tuple[float, float]  # (step, value)
 Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # of the drawing and of its margins
-_FEW = COLORS  # lines that have a colour each; more of them share one, and the pointer finds the nearest
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # the drawing and its margins
+_FEW = COLORS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
 _POINTS = 6_000  # of all lines of a chart together
 
 STYLE = """
@@ -38,7 +38,7 @@ figure.chart output { position: absolute; top: 1.6rem; pointer-events: none; vis
   font-variant-numeric: tabular-nums; }
 """
 
-# One listener for all charts. What a chart needs lies in its `data-chart`: the frame of the plot, and its lines.
+# one script for all charts; each has the frame of its plot and its lines in `data-chart`
 SCRIPT = """
 const shown = v => Math.abs(v) >= 1e5 ? Math.round(v).toLocaleString("en-US") : String(Number(v.toPrecision(6)));
 for (const figure of document.querySelectorAll("figure.chart")) {
@@ -72,10 +72,10 @@ for (const figure of document.querySelectorAll("figure.chart")) {
 
 
 def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
-    """A chart of lines over steps that a pointer reads values from; empty if no line has a finite value.
+    """A chart of lines over steps whose values a pointer shows; empty if no line has a finite value.
 
     Args:
-        title: what is drawn, and its unit.
+        title: the quantity and its unit.
         lines: name → (step, value), by ascending step.
         floor: a value that the vertical axis reaches down to.
     """
@@ -106,13 +106,13 @@ def svg_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | N
 
 
 def _thin_lines(lines: Mapping[str, Sequence[Point]]) -> dict[str, list[Point]]:
-    """The finite points of the lines that have any, no more than can be seen."""
+    """The finite points of each line that has any, thinned."""
     finite = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
     return {name: thinned(points, max(_POINTS // len(lines), 20)) for name, points in finite.items() if points}
 
 
 def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[dict[str, Any], str]:
-    """The ends of both axes and the plot's edges, by name, and what is drawn, as SVG."""
+    """The ends of both axes and the plot's edges, by name; and the drawing as SVG."""
     steps = [step for points in drawn.values() for step, _ in points]
     values = [value for points in drawn.values() for _, value in points]
     x0, x1 = min(steps), max(max(steps), min(steps) + 1)
@@ -129,7 +129,7 @@ def _plot(drawn: Mapping[str, Sequence[Point]], floor: float | None) -> tuple[di
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most ``most`` of the points, by ascending step: of each stretch the lowest and the highest, and both ends."""
+    """At most ``most`` of the points, by ascending step: the lowest and highest of each stretch, and both ends."""
     if len(points) <= most:
         return list(points)
     first, last = points[0][0], points[-1][0]
@@ -143,7 +143,7 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Three to eight round numbers at equal distances, the first at most ``low`` and the last at least ``high``."""
+    """Three to eight equidistant round numbers, the first at most ``low`` and the last at least ``high``."""
     span = high - low or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(span / 4))
     step = unit * next(factor for factor in (1, 2, 5, 10) if span / 4 <= factor * unit)
@@ -170,7 +170,7 @@ def _lines(place: Place, drawn: Mapping[str, Sequence[Point]]) -> list[str]:
     for number, points in enumerate(drawn.values()):
         color = "c0" if many else f"c{number}"
         places = [place(*point) for point in points]
-        if len(places) < 40 and not many:  # few enough to be seen each
+        if len(places) < 40 and not many:  # few enough to see each
             parts += [f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline class="{"many " if many else ""}line" stroke="var(--{color})" points="{text}"/>')

@@ -1,4 +1,4 @@
-"""How tokens are spread over a model's experts: as log entries and as a file."""
+"""The load of a model's experts, as log entries and as a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# log keys; behind a slash, of one layer
+# log keys; one layer's have its label behind a slash
 BUSIEST, ENTROPY, DROPPED = "expert_load_max", "expert_load_entropy", "dropped_fraction"
 
 
@@ -18,8 +18,8 @@ class ExpertLoad:
 
     Args:
         name: the experts module's.
-        shares: each expert's share of the (token, choice) pairs; they add up to 1. Padding is no token.
-        dropped: the share of the pairs that their expert had no room for; None: it has no capacity.
+        shares: each expert's share of the (token, choice) pairs, without padding; they add up to 1.
+        dropped: the share of pairs without room at their expert; None: it has no capacity limit.
     """
 
     name: str
@@ -28,7 +28,6 @@ class ExpertLoad:
 
     @property
     def over_mean(self) -> list[float]:
-        """Each expert's load over the mean load."""
         return [share * len(self.shares) for share in self.shares]
 
     @property
@@ -39,9 +38,9 @@ class ExpertLoad:
 
 
 def log_entries(loads: Sequence[ExpertLoad]) -> dict[str, float]:
-    """The busiest expert's load over the mean, the entropy, and what was dropped: of each layer, and of all.
+    """The busiest expert's load over the mean, the entropy and the dropped share of each layer.
 
-    Of all: the layer where it is highest, and the mean of entropies. The step logs what is dropped in all.
+    For all layers, the highest load and the mean entropy; the step itself logs the dropped share of all.
     """
     if not loads:
         return {}
@@ -56,7 +55,7 @@ def log_entries(loads: Sequence[ExpertLoad]) -> dict[str, float]:
 
 
 def labelled(loads: Sequence[ExpertLoad]) -> dict[str, ExpertLoad]:
-    """The loads by ``layer_3``; by the module's name where that is not clear."""
+    """Label such as ``layer_3`` → load; the module's name if that is ambiguous."""
     numbers = [re.search(r"(?<=\.)\d+(?=\.)", load.name) for load in loads]
     labels = [f"layer_{number[0]}" if number else load.name for number, load in zip(numbers, loads, strict=True)]
     clear = len(set(labels)) == len(labels)
@@ -64,6 +63,5 @@ def labelled(loads: Sequence[ExpertLoad]) -> dict[str, ExpertLoad]:
 
 
 def as_record(loads: Sequence[ExpertLoad], step: int) -> dict[str, Any]:
-    """The loads up to ``step``, JSON-able."""
     layers = {load.name: {"shares": load.shares, "dropped": load.dropped} for load in loads}
     return {"step": step, "layers": layers}

@@ -1,4 +1,4 @@
-"""Where the seconds of a run went, over all of its lives: what a killed and resumed run paid for its steps."""
+"""Accounts for the seconds of a run over all of its lives, the processes of a killed and resumed run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# what a life's seconds are charged to; "start" is all before the first step that is none of the others
+# a life's activities; "start" is all time before the first step that belongs to no other
 ACTIVITIES = ("start", "steps", "compile", "data", "evaluation", "save")
-# the same over all lives, as a person reads them
+# causes over all lives → words for a person
 WHAT = {
     "steps": "steps",
     "again": "steps done again after a restart",
@@ -27,14 +27,11 @@ WHAT = {
 
 
 class Clock:
-    """Charges every second of a life to one activity, first to ``start``; seconds of compiling to ``compile``.
+    """Charges every second of a life to the current ``activity``, first ``start``; compiling always to ``compile``.
 
     Args:
-        compiled: the seconds that this process has compiled for so far, in whatever activity.
-        now: seconds, from any moment on.
-
-    Attributes:
-        activity: what seconds are charged to now.
+        compiled: the seconds that this process has spent compiling so far, in any activity.
+        now: seconds since any fixed moment.
     """
 
     def __init__(self, compiled: Callable[[], float], now: Callable[[], float] = time.perf_counter) -> None:
@@ -43,11 +40,11 @@ class Clock:
         self.activity, self._mark = "start", (now(), compiled())
 
     def began(self, earlier: float) -> None:
-        """The life began ``earlier`` than the clock, so many seconds; they are charged to ``start``."""
+        """Charge the seconds that the life began ``earlier`` than the clock to ``start``."""
         self._charged["start"] += earlier
 
     def turn_to(self, activity: str) -> str:
-        """From now on seconds are charged to ``activity``; returns what they were charged to."""
+        """Charge seconds to ``activity`` from now on; returns the activity before."""
         before, (then, compiled) = self.activity, self._mark
         self.activity, self._mark = activity, (self._now(), self._compiled())
         compiling = self._mark[1] - compiled
@@ -57,7 +54,6 @@ class Clock:
 
     @contextlib.contextmanager
     def on(self, activity: str) -> Iterator[None]:
-        """Inside, seconds are charged to ``activity``."""
         before = self.turn_to(activity)
         try:
             yield
@@ -76,12 +72,12 @@ class Life:
     """One process of a run, from the moment it had the output folder.
 
     Args:
-        began, ended: Unix time; ``ended`` of a life that was killed is when this was last written.
-        first: the step that it went on from.
+        began, ended: Unix time; a killed life ``ended`` when it was last written.
+        first: the step that it resumed from.
         last: the last step that it did.
         seconds: activity → seconds.
-        after: what ended the life before, where the run itself went on after it (``--max_restarts``); empty: somebody
-            began this one, and the time before it is nobody's.
+        after: the failure of the life before, if the run restarted itself (``--max_restarts``); empty: somebody started
+            this life, and the time before it is not counted.
     """
 
     began: float
@@ -93,10 +89,9 @@ class Life:
 
 
 def where_time_went(lives: Sequence[Life]) -> dict[str, float]:
-    """Seconds of all lives by what they went to, the keys of :data:`WHAT`.
+    """Cause (:data:`WHAT`) → seconds of all lives.
 
-    Steps that a later life did again, since it went on from before them, are not counted as steps; a life's steps are
-    taken to have been equally long.
+    Steps that a later life repeated count as ``again``; a life's steps are taken to be equally long.
     """
     total = dict.fromkeys(WHAT, 0.0)
     for number, life in enumerate(lives):
@@ -113,12 +108,12 @@ def where_time_went(lives: Sequence[Life]) -> dict[str, float]:
 
 
 def goodput(spent: dict[str, float]) -> float | None:
-    """The share of the seconds that :func:`where_time_went` gave which went to steps that count."""
+    """The share of steps that count in the seconds of :func:`where_time_went`; None: no time has passed."""
     return spent["steps"] / total if (total := sum(spent.values())) else None
 
 
 def log_entries(lives: Sequence[Life]) -> dict[str, float]:
-    """Where the seconds of all lives went, and how often the run itself went on after a failure, as a log has it."""
+    """Log entries: the seconds of all lives by cause, the goodput, and the number of the run's own restarts."""
     spent = where_time_went(lives)
     logs = {f"seconds/{cause}": seconds for cause, seconds in spent.items() if seconds}
     if (share := goodput(spent)) is not None:
@@ -128,16 +123,11 @@ def log_entries(lives: Sequence[Life]) -> dict[str, float]:
 
 
 def lives_as_json(lives: Sequence[Life]) -> bytes:
-    """The lives as a file."""
     return (json.dumps([asdict(life) for life in lives], indent=2) + "\n").encode()
 
 
 def read_lives(data: bytes) -> list[Life]:
-    """The lives that :func:`lives_as_json` wrote.
-
-    Raises:
-        ValueError: it wrote no such thing.
-    """
+    """The lives that :func:`lives_as_json` wrote; raises ValueError for other data."""
     try:
         lives = [Life(**entry) for entry in json.loads(data)]
         return [_checked(life) for life in lives]

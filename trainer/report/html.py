@@ -1,4 +1,4 @@
-"""The pieces of an HTML page that is one file: it loads nothing, and suits light and dark screens."""
+"""Pieces of an HTML page that is one file, loads nothing, and suits light and dark screens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 from shardwright.report.units import size
 
-# CSS variable → colour; c0, c1, … are those of a chart's parts in order
+# CSS variable → colour; c0, c1, … are a chart's parts in order
 LIGHT = {
     "ink": "#1d2126",
     "paper": "#fdfdfc",
@@ -73,8 +73,8 @@ def html_page(
     Args:
         title: plain text; it is escaped here.
         body: pieces of HTML, in order.
-        style, script: further CSS, and JavaScript that runs once the body is there.
-        reload_seconds: a browser that shows the page reads it anew after so many.
+        style, script: further CSS, and JavaScript that runs after the body.
+        reload_seconds: interval at which a browser reloads the page.
     """
     reload = "" if reload_seconds is None else f'<meta http-equiv="refresh" content="{reload_seconds}">'
     body = [*body, f"<script>{script}</script>"] if script else body
@@ -86,7 +86,7 @@ def html_page(
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
-    """A table of plain texts, the first ``numbers`` columns right-aligned; a header of empty texts is left out."""
+    """A table of plain texts, the first ``numbers`` columns right-aligned; an all-empty header is left out."""
 
     def cells(row: Sequence[str], tag: str) -> str:
         kind = (' class="n"' if number < numbers else "" for number in range(len(row)))
@@ -99,7 +99,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: in
 
 
 def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """A chart of horizontal bars, the longest as wide as its column: (name, value, the value as text)."""
+    """A chart of horizontal bars (name, value, the value as text), the longest as wide as its column."""
     longest = max((value for _, value, _ in rows), default=0) or 1
     cells = "".join(
         f'<tr><th>{escape(name)}</th><td class="bar"><svg width="100%" height="14">'
@@ -111,11 +111,9 @@ def html_bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def html_stacked_bar(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar of parts that make a whole, with a legend.
+    """One bar of parts that make a whole, which ``label`` names for screen readers, with a legend.
 
-    Args:
-        label: what the whole is, for those who do not see it.
-        parts: (name, value, the value as text), from left to right; at most as many as there are colours (7).
+    ``parts``: (name, value, the value as text), from left to right; at most ``COLORS``.
     """
     whole = sum(value for _, value, _ in parts) or 1.0
     left, rects, legend = 0.0, [], []
@@ -130,11 +128,9 @@ def html_stacked_bar(label: str, parts: Sequence[tuple[str, float, str]]) -> str
 
 
 def html_memory_bar(parts: Sequence[tuple[str, int]], limit: int) -> str:
-    """One bar of a chip's HBM, with a mark where it ends and a legend.
+    """One bar of a chip's HBM, with a mark at the ``limit`` that a program can use, and a legend.
 
-    Args:
-        parts: (name, bytes), from left to right; at most as many as there are colours (7).
-        limit: bytes that a program can use.
+    ``parts``: (name, bytes), from left to right; at most ``COLORS``.
     """
     whole = max(sum(part for _, part in parts), limit)
     left, rects, legend = 0.0, [], []

@@ -1,4 +1,4 @@
-"""Lines on the terminal, as they are written: rich would take a path such as ``exp[lr=1e-3]`` for markup."""
+"""Plain lines on the terminal: rich would take a path such as ``exp[lr=1e-3]`` for markup."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rich.text import Text
 
 
 def say(console: Console, text: str) -> None:
-    """Prints ``text`` as it is, whatever its length: a terminal breaks its own lines, and a file keeps them whole."""
+    """Print ``text`` unchanged and unwrapped: a terminal breaks its own lines, and a file keeps them whole."""
     console.print(Text(text), soft_wrap=True)
 
 
 def waiting(console: Console, text: str) -> Status:
-    """A context in which ``text`` says, on a terminal alone, what is being done."""
+    """A context that shows ``text`` with a spinner, on a terminal only."""
     return console.status(Text(text))

@@ -14,11 +14,11 @@ from shardwright.report.html import LIGHT, PART_STYLE
 
 LOSS, BUSIEST_TITLE = "Loss (nats a token)", "Busiest expert of each layer (load over the mean)"
 _SHADES = 16  # of a map
-_ROWS = 16  # of a map that are named, at most
+_ROWS = 16  # most rows of a map that are named
 
 
 def heldout_keys(log_history: Sequence[Mapping[str, Any]], what: str) -> dict[str, str]:
-    """Log key → how a person reads it, of ``what`` (loss, accuracy) of each set that is held out, in their order."""
+    """Log key of ``what`` (loss, accuracy) → words for a person, for each held-out set, in order."""
     found = dict.fromkeys(key for entry in log_history for key in entry if re.fullmatch(rf"eval_(\w+_)?{what}", key))
     names = {key: key.removeprefix("eval_").removesuffix(what).strip("_") for key in found}
     return {key: f"held out: {name}" if name else "held out" for key, name in names.items()}
@@ -30,7 +30,7 @@ def points_of(log: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
 
 
 def loss_lines(log: Sequence[Mapping[str, Any]], unigram: float | None) -> dict[str, list[Point]]:
-    """Training and held-out loss over the steps, and the unigram model's of the same tokens."""
+    """Name → points of the training and held-out losses, and of the unigram model's on the same tokens."""
     lines = {name: points_of(log, key) for key, name in {"loss": "training", **heldout_keys(log, "loss")}.items()}
     steps = [step for points in lines.values() for step, _ in points]
     if unigram is not None and steps:
@@ -39,19 +39,18 @@ def loss_lines(log: Sequence[Mapping[str, Any]], unigram: float | None) -> dict[
 
 
 def loss_curve(log: Sequence[Mapping[str, Any]], unigram: float | None) -> bytes:
-    """Training and held-out loss (nats a token) against steps."""
     return svg_file([svg_chart(LOSS, loss_lines(log, unigram))])
 
 
 def load_picture(loads: Sequence[ExpertLoad], log: Sequence[Mapping[str, Any]]) -> bytes:
-    """The loads as a map of layers × experts, and below it each layer's busiest expert over the steps."""
+    """A map of the loads, layers × experts, above a chart of each layer's busiest expert."""
     by_label = labelled(loads)
     lines = {label: points_of(log, f"{BUSIEST}/{label}") for label in by_label}
     return svg_file([_map(by_label), svg_chart(BUSIEST_TITLE, lines, 1.0)])
 
 
 def _map(loads: Mapping[str, ExpertLoad]) -> str:
-    """Each expert's load in the steps of the last log line, the darker the higher."""
+    """A map of each expert's load, the darker the higher."""
     most = max(2.0, *(max(load.over_mean) for load in loads.values()))
     width = (WIDTH - LEFT - RIGHT) / max(len(load.shares) for load in loads.values())
     height = (HEIGHT - TOP - BOTTOM) / len(loads)
@@ -70,13 +69,13 @@ def _map(loads: Mapping[str, ExpertLoad]) -> str:
 
 
 def svg_file(panels: Sequence[str]) -> bytes:
-    """Panels of a chart's size, one below the other, as a file of their own."""
+    """An SVG file of panels of a chart's size, one below the other."""
     shown = [panel for panel in panels if panel]
     each = HEIGHT + 50
     body = "".join(f'<g transform="translate(0 {n * each + 45})">{panel}</g>' for n, panel in enumerate(shown))
     size = f'viewBox="0 0 {WIDTH} {max(len(shown), 1) * each}" width="{1.5 * WIDTH:.0f}"'
     paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" {size}><style>{PART_STYLE}{STYLE}</style>'
-    # what shows pictures knows no variables of CSS
+    # picture viewers don't know CSS variables
     plain = re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], f"{head}{paper}{body}</svg>\n")
     return plain.encode()

@@ -1,4 +1,4 @@
-"""The page of a run: what it has come to so far, from its log; rewritten as it goes, and over all of its lives."""
+"""The page of a run: its results so far over all of its lives, rewritten as it goes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardwright.report.pictures import BUSIEST_TITLE, LOSS, heldout_keys, loss_
 from shardwright.report.units import size
 
 RELOAD_SECONDS = 60
-_ANSWERS = 6  # to one prompt: the first, and the last ones
+_ANSWERS = 6  # shown for one prompt: the first, and the last ones
 
-# log keys → chart: a log line's value, as it is, over the steps
+# charts of log values over the steps: (title, log key → name, floor)
 _CHARTS: tuple[tuple[str, dict[str, str], float | None], ...] = (
     ("Learning rate", {"learning_rate": "learning rate"}, 0.0),
     ("Gradient norm", {"grad_norm": "gradient norm"}, 0.0),
@@ -40,11 +40,10 @@ class RunView:
     """The content of a run's page.
 
     Args:
-        step, max_steps: done, and in all.
-        running: whether it goes on.
+        step, max_steps: steps done, and in all.
         log: the run's log lines, each with its ``step``.
-        unigram: the loss of a unigram model of the same held-out tokens; None: not known yet.
-        loads: of the experts, since the last log line but one.
+        unigram: the loss of a unigram model on the same held-out tokens; None: not known yet.
+        loads: the experts' loads between the last two log lines.
         lives: the run's processes, this one last.
         facts: (name, value).
         held: (name, bytes) that each device holds from the first step to the last.
@@ -73,7 +72,7 @@ class RunView:
 
 
 def run_page(view: RunView) -> str:
-    """The run as one HTML file that loads nothing; a browser reads it anew each minute while the run goes on."""
+    """The run's HTML page, which a browser reloads each minute while the run goes on."""
     body = [
         f"<h1>{escape(view.title)}</h1>",
         f'<p class="verdict">{escape(_verdict(view))}</p>',
@@ -114,7 +113,7 @@ def _as_of(view: RunView) -> str:
 
 
 def _latest(view: RunView) -> Iterator[tuple[str, str]]:
-    """The last value of what a person looks for first."""
+    """(name, last value) of the most important numbers."""
     forms = {
         "loss": ("training loss", "{:.4f} nats a token"),
         "eval_loss": ("held-out loss", "{:.4f} nats a token"),
@@ -162,7 +161,6 @@ def _experts(view: RunView) -> Iterator[str]:
 
 
 def _samples(view: RunView) -> Iterator[str]:
-    """Each prompt with its first answer and the last few."""
     answers: dict[str, list[tuple[str, str]]] = {}
     for entry in view.samples:
         answers.setdefault(entry["prompt"], []).append((f"{entry['step']:,}", entry["answer"]))

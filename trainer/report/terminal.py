@@ -16,7 +16,7 @@ from shardwright.report.bars import step_bar
 from shardwright.report.goodput import WHAT
 from shardwright.report.lines import say
 
-# log key → how a person reads it
+# log key → format for a person
 _FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "held-out loss {:.4f}",
@@ -54,7 +54,7 @@ _SET_METRIC = re.compile(r"eval_(\w+)_(loss|perplexity|accuracy)")
 
 
 def log_line(logs: Mapping[str, Any]) -> str:
-    """A log entry as a person reads it: of a named set its name first, and last what compute_metrics gave."""
+    """A log entry as text: the name of a named set first, the values of compute_metrics last."""
     parts: dict[tuple[int, str], str] = {}
     sets = dict.fromkeys(f"{found[1]}: " for key in logs if (found := _SET_METRIC.fullmatch(key)))
     order = list(_FORMATS)
@@ -112,11 +112,11 @@ def closing_table(
     """The results of a finished run, in two columns.
 
     Args:
-        losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token. Without a
-            unigram model's (None) they are no losses of tokens.
+        losses: held-out loss before and after (None: not measured), and the unigram model's; nats a token. If the last
+            is None, they are no losses of tokens.
     """
     before, after, unigram = losses
-    # the first reading's rate has the compile in it
+    # the first rate includes the compile
     rates = sorted([entry["tokens_per_second"] for entry in log_history if "tokens_per_second" in entry][1:])
     speed = f"{rates[len(rates) // 2]:,.0f} (median, compile left out)" if rates else "too few steps"
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Quantities as a person reads them."""
+"""Sizes as text, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SCALES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def size(count: float, decimals: int = 1) -> str:
-    """Bytes as text: ``53.8 GiB``, ``640.0 KiB``, ``12 B``; ``decimals`` of any unit but the byte."""
+    """Bytes as text: ``53.8 GiB``, ``640.0 KiB``, ``12 B``; ``decimals`` for any unit but the byte."""
     for unit, scale in _SCALES.items():
         if count >= scale:
             return f"{count / scale:,.{decimals}f} {unit}"
@@ -17,6 +17,6 @@ def size(count: float, decimals: int = 1) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes, rounded up, of XLA's short form: ``28.09G``, ``512B``, ``640``; 0 if ``text`` is no size."""
+    """Bytes, rounded up, from XLA's short form: ``28.09G``, ``512B``, ``640``; 0: ``text`` is no size."""
     match = re.fullmatch(r"([\d.]+)([BKMGT]?)", text)
     return math.ceil(float(match[1]) * _SCALES.get(f"{match[2]}iB", 1)) if match else 0

@@ -13,8 +13,8 @@ def largest_batch(
 ) -> int:
     """The largest batch a device that fits; 0: not even one row.
 
-    Memory is close to linear in the batch, except near the limit, where the compiler spends time to save some. So the
-    next try is where a line through the known sizes meets the limit, or an eighth more as long as everything fits.
+    Memory is about linear in the batch, except near the limit, where the compiler trades time for memory. So the next
+    try is where a line through the known sizes meets the limit, but at least an eighth more while everything fits.
     After a try that left more than half of the open range, the next is its middle.
 
     Args:

@@ -14,21 +14,21 @@ from shardwright.report.units import size
 from shardwright.step.auto_remat import keep_answer, with_remat
 from shardwright.xla.chips import find_topology
 
-PARTS = 16  # in a whole; a share is a number of them
-MARGIN = 0.95  # of the HBM may be taken: a pod's programs are not compiled by this machine's libtpu
+PARTS = 16  # a share is a number of sixteenths
+MARGIN = 0.95  # usable part of the HBM, as a pod compiles with another libtpu than this machine's
 
 
 def compile_auto(job: CompileJob, console: Console) -> tuple[CompileJob, CompileReport]:
     """The job with the best share, compiled; the share is printed and kept for runs on that chip.
 
-    It is the fastest by the estimate of those that fit, since writing and reading values can take longer than computing
-    them again; ``full`` if not even that fits.
+    The best is the estimated fastest of those that fit, since writing and reading values can take longer than computing
+    them again; ``full`` if none fits.
 
     Raises:
         UserError: as :meth:`CompileJob.compile`.
     """
     reports: dict[int, CompileReport] = {}
-    speed: dict[int, float] = {}  # of shares that fit
+    speed: dict[int, float] = {}  # only shares that fit
 
     def attempt(parts: int) -> float:
         with waiting(console, f"compiling with {parts}/{PARTS} of the values kept …"):

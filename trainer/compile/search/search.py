@@ -31,9 +31,9 @@ class Trial:
 
     Args:
         what: the neighbour, for messages.
-        required_bytes: of its largest graph.
-        tokens_per_second, mfu: of one chip, estimated.
-        wall_seconds: of all its graphs.
+        required_bytes: its largest graph's.
+        tokens_per_second, mfu: one chip's, estimated.
+        wall_seconds: the compile time of all its graphs.
         refused: why it could not be compiled; empty if it could.
     """
 
@@ -67,18 +67,14 @@ class Trial:
 
 
 def search(job: CompileJob, report: CompileReport, console: Console, tried: list[Trial], auto: bool = False) -> int:
-    """Compiles neighbours of ``job``, and prints each result and at last the fastest.
+    """Compile neighbours of ``job``, print each result and the fastest; returns the largest batch that fits.
 
-    If the job does not fit, it tries other remat policies and meshes at the same batch, and then smaller batches. If it
+    If the job does not fit, it tries other remat policies and meshes at the same batch, and then smaller batches; if it
     fits, remat ``auto`` and larger batches. Stopped by Ctrl-C or SIGTERM, it prints the fastest so far.
 
     Args:
-        report: the job's.
         tried: filled with the job and its neighbours, the fastest first.
         auto: the job's remat was chosen for its batch, so larger batches are tried with full remat.
-
-    Returns:
-        the largest batch that fits.
     """
     tried.append(_trial("as asked", report))
     try:
@@ -104,7 +100,7 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
 
     known: CompileReport | Trial = report
     if not report.fits:
-        remats = () if report.graphs[0].fits else _other_remats(job)  # which change the train step alone
+        remats = () if report.graphs[0].fits else _other_remats(job)  # they change only the train step
         for what, neighbour in (*remats, *_other_meshes(job)):
             attempt(what, neighbour)
     elif auto:
@@ -115,7 +111,7 @@ def _search(job: CompileJob, report: CompileReport, console: Console, tried: lis
     limit = report.chip_hbm_bytes
 
     def needed(result: CompileReport | Trial) -> float | None:
-        """Required bytes. The compiler's messages round them, so its verdict decides near the limit."""
+        """Required bytes, adjusted to the compiler's verdict, since its messages round them."""
         found = result.required_bytes if isinstance(result, Trial) else result.largest_graph.needed_bytes
         if found is None:
             return None
@@ -171,7 +167,7 @@ def _other_remats(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
 
 
 def _other_meshes(job: CompileJob) -> Iterator[tuple[str, Neighbour]]:
-    """Meshes with a factor of two moved from one axis to another, within a slice."""
+    """Meshes with a factor of two moved between two axes within a slice."""
     mesh = job.job.recipe.mesh
     sizes = mesh.ici_sizes(job.job.devices)
     for giver, taker in itertools.permutations(sizes, 2):

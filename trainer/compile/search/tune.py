@@ -1,8 +1,8 @@
 """The search for the fastest recipe, mesh, batch and remat of a job on a slice, by the estimate of each step.
 
-It climbs from each recipe that takes the model, the fastest first: the first faster neighbour of a recipe's best
-setting becomes its best. Each setting takes minutes to compile, so results are kept in the cache, and the same command
-goes on where it was stopped.
+It is a hill climb from each recipe that takes the model, the fastest first: the first faster neighbour of a recipe's
+best setting becomes its best. Each setting takes minutes to compile, so results are cached, and the same command goes
+on where it was stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Setting:
     """One way to run the job.
 
     Args:
-        mesh: axis and size of all axes within a slice, in mesh order.
+        mesh: (axis, size) of all axes within a slice, in mesh order.
         batch: rows a device.
         remat: the kept share of the layers' values.
     """
@@ -60,7 +60,7 @@ class Setting:
         return replace(args, recipe=self.recipe, mesh=mesh, compute=compute, per_device_train_batch_size=self.batch)
 
     def neighbours(self) -> Iterator[Setting]:
-        """The settings that differ in one thing, or trade rows for kept values; the likeliest to be faster first."""
+        """The settings that differ in one thing or trade rows for kept values, the most promising first."""
         yield replace(self, batch=2 * self.batch)
         at = SHARES.index(self.remat)
         if at + 1 < len(SHARES):
@@ -79,7 +79,7 @@ class Setting:
 
 
 def _rank(trial: Trial) -> tuple[bool, bool, float]:
-    """The greater, the better: trials that fit by their speed, others by how little they need."""
+    """Sort key, greater is better: trials that fit by their speed, others by how little memory they need."""
     speed, needed = trial.tokens_per_second or 0.0, trial.required_bytes or 0
     return not trial.refused, trial.fits, speed if trial.fits else -needed
 
@@ -94,11 +94,11 @@ def _text(trial: Trial) -> str:
 
 @dataclass
 class Tuning:
-    """The settings that were tried, in a file of the cache; they fit with room to spare (`remat_share.MARGIN`).
+    """The settings tried, also kept in a cache file. To fit is to leave room to spare (`remat_share.MARGIN`).
 
     Args:
-        minutes: of this process's own time, after which no other setting is tried.
-        cut_short: a setting was not tried for want of time.
+        minutes: time of this process after which no other setting is tried.
+        cut_short: a setting was not tried for lack of time.
     """
 
     args: TrainingArguments
@@ -143,7 +143,7 @@ class Tuning:
         return self.first()
 
     def first(self, without: Container[str] = ()) -> Setting | None:
-        """The fastest setting tried, of recipes not in ``without``; where none fits, the nearest to it."""
+        """The fastest setting tried of recipes not in ``without``; if none fits, the nearest to fitting."""
         settings = (setting for setting in self.tried if setting.recipe not in without)
         return max(settings, key=lambda setting: _rank(self.tried[setting]), default=None)
 
@@ -163,7 +163,7 @@ class Tuning:
             yield Setting(name, tuple(sizes.items()), self.args.per_device_train_batch_size, 0.0)
 
     def _worth(self, setting: Setting) -> bool:
-        """Whether ``setting`` may fit: no setting with less of the same failed to."""
+        """Whether ``setting`` may fit: no smaller one of the same recipe and mesh failed to."""
         for other, found in self.tried.items():
             same = (other.recipe, other.mesh) == (setting.recipe, setting.mesh)
             less = other.batch <= setting.batch and other.remat <= setting.remat
@@ -172,7 +172,7 @@ class Tuning:
         return True
 
     def attempt(self, setting: Setting) -> Trial:
-        """Compiles ``setting``, unless it was tried; without time for it, the trial is refused."""
+        """The trial of ``setting``, compiled unless it was tried; refused if there is no time left."""
         if setting not in self.tried:
             if time.monotonic() > self._until:
                 self.cut_short = True
@@ -211,7 +211,7 @@ def _read(path: Path) -> dict[Setting, Trial]:
 
 
 def tune(args: TrainingArguments, options: CompileArguments, console: Console) -> tuple[CompileJob, list[Trial]]:
-    """The job of ``args`` in the fastest setting found, and all trials, the fastest first; says how to run it.
+    """The job of ``args`` in the fastest setting found, and all trials, the fastest first; prints how to run it.
 
     Raises:
         UserError: as :meth:`CompileJob.of`; no setting fits.
@@ -241,7 +241,7 @@ def tune(args: TrainingArguments, options: CompileArguments, console: Console) -
 
 
 def options_of(args: TrainingArguments) -> list[str]:
-    """The command line of ``args``: the recipe, and all options that are not the defaults."""
+    """The options of the command line of ``args``: the recipe, and all that differ from the defaults."""
     plain, words = TrainingArguments(recipe=args.recipe).as_dict(), ["--recipe", str(args.recipe)]
     for name, value in args.as_dict().items():
         if value != plain[name]:

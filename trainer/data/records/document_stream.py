@@ -1,4 +1,4 @@
-"""A stream of documents, from files or the hub: read part by part (file by file), beginning at any document."""
+"""A stream of documents, from files or the hub, read part by part (file by file) from any document on."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from shardwright.objectives.sft import SHAPES
 
 @dataclass(frozen=True)
 class DocumentStream:
-    """Documents that are read when they are asked for, and never kept.
+    """Documents that are read on demand and never kept.
 
     Args:
-        asked: what the user asked for, as errors say it.
-        identity: a name for the documents that a person can read, the same on every machine.
+        asked: the user's words for the dataset, for errors.
+        identity: a readable name for the documents, the same on every machine.
         parts: how many files there are; in a folder of text files each is one document.
-        read: (part, document) -> (what a document is known by, its text), from that document to the part's end. A text
-            file is known by its name, a record by its text.
-        shape: of its records.
-        sizes: name → bytes of its parts, where they are files.
+        read: (part, document) -> (key, text) of each document from that one to the part's end. A text file's key is its
+            name, a record's is its text.
+        sizes: name → bytes of its parts, if they are files.
         heldout: the documents that the dataset itself holds out.
-        unread: what was left out where it was read.
+        unread: the unreadable rows that were left out.
     """
 
     asked: str
@@ -50,11 +49,10 @@ class DocumentStream:
         return list(self.sizes)
 
     def documents(self) -> Iterator[tuple[str, str | None]]:
-        """All documents, part after part."""
         return itertools.chain.from_iterable(self.read(part, 0) for part in range(self.parts))
 
     def place_of(self, document: str) -> str | None:
-        """The file and the row, from 1, where a document first stands; None: nowhere. All is read again for it."""
+        """The file and row (from 1) of a document's first occurrence; None: nowhere. Reads everything again."""
         for part in range(self.parts):
             for row, (_, text) in enumerate(self.read(part, 0), start=1):
                 if text == document:
@@ -62,7 +60,7 @@ class DocumentStream:
         return self.heldout.place_of(document) if self.heldout else None
 
     def name_of(self, part: int) -> str:
-        """A part as a person knows it."""
+        """A part's name for people."""
         return self._names[part] if self.sizes else f"part {part + 1} of {self.parts}"
 
 
@@ -71,10 +69,10 @@ def find_stream(
     reads: Sequence[RecordShape] = SHAPES,
     on_bad_row: str = "error",
 ) -> DocumentStream:
-    """The stream that ``--dataset`` names; None is the standard library. No more is read than shows its columns.
+    """The stream that ``--dataset`` names; None is the standard library. Only its columns are read.
 
     Raises:
-        UserError: nothing is there, or nothing to read, or no column of text. ``read`` raises it where a stream breaks.
+        UserError: nothing is there, or nothing to read, or no column of text. ``read`` raises it if the stream breaks.
     """
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
@@ -96,7 +94,7 @@ def find_stream(
 
 
 def _of_files(where: Files, names: list[str], known: tuple[RecordShape, str], unread: Unread) -> DocumentStream:
-    """The stream of the rows of files of one split; a row that has no text, or can't be read, is None."""
+    """The stream of one split's files; a row without text, or unreadable, is None."""
     shape, identity = known
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
@@ -124,7 +122,6 @@ def _records(
     known: tuple[RecordShape, str],
     reads: Sequence[RecordShape],
 ) -> DocumentStream:
-    """The stream of one split of records, of ``known`` shape and identity."""
     shape, identity = known
     recognise(columns_of(where, split), where.asked, (shape,) if shape.is_text else reads)
     chosen = split.select_columns(shape.required[0]) if shape.is_text else split
@@ -138,7 +135,7 @@ def _records(
                 yield text or "", text
         except UnicodeDecodeError as error:
             raise not_utf8(where, error) from error
-        except Exception as error:  # of many types: whatever a network or a file can do
+        except Exception as error:  # of many types: all failures of a network or a file
             raise UserError(
                 asked=f"{where.asked}: documents of its part {part + 1} of {split.num_shards}",
                 found=cause(error),

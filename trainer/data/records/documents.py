@@ -1,4 +1,4 @@
-"""Documents that are stored: found, and read whole when they are needed; and the two facts that any document has."""
+"""Stored documents: found, and read whole when needed; and a document's hash, and whether it is blank."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from shardwright.files.cache import digest
 from shardwright.objectives.objective import RecordShape, text_shape
 from shardwright.objectives.sft import SHAPES
 
-# one text file alone is cut at line ends into about a hundred documents, so that some can be held out
+# a lone text file is cut at line ends into about a hundred documents, so that some can be held out
 DOCUMENTS_OF_ONE_FILE = 100
-RECORDS_AT_ONCE = 4096  # that are checked together
+RECORDS_AT_ONCE = 4096  # validated together
 DOCUMENT_BYTES = (4 << 10, 1 << 20)  # least and most bytes of such a document, not counting its last line
 
 
@@ -41,13 +41,12 @@ class Documents:
     """Documents that are not read yet.
 
     Args:
-        asked: what the user asked for, as errors say it.
+        asked: the user's words for the dataset, for errors.
         fingerprint: changes when the documents do.
-        shape: of its records.
         read: takes a scratch folder, which must outlive the result. Returns the documents to train on as ``train``, and
             those that the dataset itself holds out, if any, under the name of their split. Columns: ``text``, and
             ``name`` if the documents are files.
-        unread: what was left out when they were read.
+        unread: the rows that were left out as unreadable.
     """
 
     asked: str
@@ -65,7 +64,7 @@ def find_documents(
     """The documents that ``--dataset`` names; None is the standard library. A hub dataset is downloaded here.
 
     Raises:
-        UserError: nothing is there, or nothing to read. ``read`` raises it for what only the content shows.
+        UserError: nothing is there, or nothing to read. ``read`` raises it for faults of the content.
     """
     where = locate(dataset)
     unread = Unread(where.asked, on_bad_row)
@@ -80,10 +79,7 @@ def find_documents(
 
 
 def key_hash(key: str) -> int:
-    """The hash of what a document is known by: a file's name, a record's text. 0 to 2**63 - 1.
-
-    Python's own hash() would differ in each process.
-    """
+    """The hash, 0 to 2**63 - 1, of a document's key; Python's hash() would differ in each process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1
 
 
@@ -93,7 +89,7 @@ def has_text(text: str | None) -> bool:
 
 
 def _stamps(files: Mapping[str, Path]) -> list[Any]:
-    """Name, path, size in bytes and time of change of each file."""
+    """[name, path, size in bytes, time of change in ns] of each file."""
     stamps: list[Any] = []
     for name, path in files.items():
         stat = path.stat()
@@ -102,7 +98,7 @@ def _stamps(files: Mapping[str, Path]) -> list[Any]:
 
 
 def text_documents(where: Files, name: str, unread: Unread) -> Iterator[tuple[str, str]]:
-    """(name, text) of the documents of the text file ``name``: the whole file, or groups of lines of an only file.
+    """(name, text) of the documents of the text file ``name``: the whole file, or groups of lines of a lone file.
 
     Raises:
         UserError: it can't be read, and such files are not skipped.
@@ -137,7 +133,7 @@ def _text_file_documents(where: Files, unread: Unread) -> Documents:
 
 
 def _written(rows: Callable[[], Iterator[dict[str, Any]]], features: Features, scratch: Path) -> Dataset:
-    """``rows`` as a dataset in the folder ``scratch``; raises their own UserError."""
+    """``rows`` as a dataset in the folder ``scratch``; a UserError of theirs passes through."""
     try:
         return Dataset.from_generator(rows, features=features, cache_dir=str(scratch), fingerprint=scratch.name)
     except datasets.exceptions.DatasetGenerationError as error:
@@ -145,7 +141,7 @@ def _written(rows: Callable[[], Iterator[dict[str, Any]]], features: Features, s
 
 
 def _line_groups(path: Path, unread: Unread) -> Iterator[str]:
-    """The text of a file, cut at line ends into about a hundred pieces; lines that are no UTF-8 may be left out."""
+    """The text of a file, cut at line ends into about a hundred pieces, perhaps without lines that are no UTF-8."""
     least, most = DOCUMENT_BYTES
     size = min(most, max(least, path.stat().st_size // DOCUMENTS_OF_ONE_FILE))
     number = 0
@@ -173,7 +169,7 @@ def _record_documents(where: Files, shape: RecordShape, unread: Unread) -> Docum
         train, heldout = pick_splits(splits, where.asked)
 
         def rows_of(names: list[str]) -> Callable[[], Iterator[dict[str, Any]]]:
-            # each row's own string, and None where it has none
+            # a row without text stays, as None
             return lambda: ({"text": text} for n in names for text in texts_of_file(where, n, shape, unread))
 
         features = Features(text=Value("large_string"))
@@ -223,7 +219,7 @@ def _given_documents(where: HeldRecords, unread: Unread, reads: Sequence[RecordS
 def _picked(
     splits: Mapping[str, Dataset], shape: RecordShape, reads: Sequence[RecordShape], asked: str
 ) -> dict[str, Dataset]:
-    """The split to train on and the one to hold out, if there is one, each with the columns that are read."""
+    """The split to train on and the one to hold out, if there is one, reduced to the columns that are read."""
     train, heldout = pick_splits(splits.keys(), asked)
     for name in [train, *heldout]:
         recognise(splits[name].features, asked, (shape,) if shape.is_text else reads)
@@ -236,7 +232,6 @@ def _picked(
 
 
 def _texts(splits: Mapping[str, Dataset], shape: RecordShape, scratch: Path) -> dict[str, Dataset]:
-    """Splits with the one column ``text``: each record as its one string."""
     if shape.is_text:
         return {name: split.rename_columns({shape.required[0]: "text"}) for name, split in splits.items()}
     return {
@@ -252,7 +247,7 @@ def _texts(splits: Mapping[str, Dataset], shape: RecordShape, scratch: Path) -> 
 
 
 def _checked(splits: dict[str, Dataset], where: HubDataset | HeldRecords) -> dict[str, Dataset]:
-    """``splits``, whose texts are UTF-8: Arrow files and Parquet hold whatever bytes were written as text."""
+    """``splits``, once their texts are checked to be UTF-8: Arrow and Parquet files may hold any bytes as text."""
     for split in splits.values():
         for table in split.with_format("arrow").iter(RECORDS_AT_ONCE):
             try:

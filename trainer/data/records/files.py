@@ -1,7 +1,7 @@
-"""Local files of records, read a row at a time: JSON, CSV, Parquet and Arrow, each row a record or why it is none.
+"""Local JSON, CSV, Parquet and Arrow files, read a row at a time: each row is a record or the reason why it is none.
 
-Not read by `datasets`: of a file with one bad row it reads nothing, and it gives all records of a file the columns and
-types of all others; pandas, which it uses for tables, takes a cell "NA" for nothing and digits for a number.
+`datasets` does not serve: it reads nothing of a file with one bad row, and gives all records of a file the same columns
+and types; pandas, which it uses for tables, takes a cell "NA" for nothing and digits for a number.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-ROWS_AT_ONCE = 1024  # of Parquet and Arrow
+ROWS_AT_ONCE = 1024  # for Parquet and Arrow
 LONGEST_CELL = 1 << 30  # characters; csv's own limit, 131,072, is less than a long document
 
 
 class Unreadable(ValueError):
-    """Why a row is no record. ``rest``: and that nothing behind it in its file can be read either."""
+    """The reason why a row is no record. ``rest``: nothing behind it in its file can be read either."""
 
     def __init__(self, found: str, rest: bool = False) -> None:
         self.rest = rest
@@ -33,7 +33,7 @@ Row = Mapping[str, Any] | Unreadable | None  # None: an empty line
 
 
 def rows_of(path: Path, kind: str, start: int = 0) -> Iterator[Row]:
-    """The rows of a file from number ``start`` (from 0) on. What can't be read is yielded, not raised."""
+    """The rows of a file from number ``start`` (from 0) on. Unreadable rows are yielded, not raised."""
     try:
         yield from _READERS[kind](path, start)
     except (OSError, ValueError, RecursionError, MemoryError, pa.ArrowException) as error:
@@ -41,7 +41,7 @@ def rows_of(path: Path, kind: str, start: int = 0) -> Iterator[Row]:
 
 
 def _json(path: Path, start: int) -> Iterator[Row]:
-    """JSON-lines: a row a line. A file that begins with a list, or a brace alone in its line, is read whole."""
+    """One row a line (JSON-lines). A file that begins with a list, or a lone brace in its line, is read whole."""
     with path.open("rb") as file:
         file.seek(len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0)
         at = file.tell()
@@ -66,7 +66,7 @@ def _json_line(line: bytes) -> Row:
 
 
 def _json_values(text: str) -> Iterator[Row]:
-    """Objects one after another, and those in lists."""
+    """The objects of concatenated JSON values, and of lists among them."""
     decoder, at = json.JSONDecoder(), 0
     while (at := _first_letter(text, at)) < len(text):
         value, at = decoder.raw_decode(text, at)
@@ -116,7 +116,7 @@ def _check_utf8(cells: list[str]) -> None:
 
 
 def _parquet(path: Path, start: int) -> Iterator[Row]:
-    """A group of rows that is damaged is left out whole, as its first row; the groups behind it can be read."""
+    """A damaged row group counts as unreadable from its first bad row on; the groups behind it are read."""
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
             size, given = file.metadata.row_group(group).num_rows, start

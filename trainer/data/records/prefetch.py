@@ -1,4 +1,4 @@
-"""The next item of an iterator, made on a thread while the one before it is used."""
+"""Prefetching: makes an iterator's next item on a thread while the current one is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _program_ends = threading.Event()
 
 
 class Ahead(Generic[T]):
-    """The next of ``items``, made on a thread. An error on the thread is raised by :meth:`result`."""
+    """The next of ``items``, made on a thread; :meth:`result` raises the thread's error."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -26,7 +26,6 @@ class Ahead(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """The item; waits for it."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -40,7 +39,7 @@ class Ahead(Generic[T]):
 
 
 def stop_if_the_program_ends() -> None:
-    """Raise InterruptedError once the program has begun to end; for iterators to call before work that takes long."""
+    """Raise InterruptedError once the program has begun to end. Iterators call it before long work."""
     if _program_ends.is_set():
         raise InterruptedError("the program ends")
 

@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, local files or the hub; its splits, and its column of text."""
+"""Sources of records: the standard library, local files, the hub or a caller's; and the choice of their splits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SUFFIXES = {
     "csv": [".csv"],
 }
 KIND_OF = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-HELDOUT_SPLITS = ("validation", "test")  # the first of them that a dataset has is held out; the other is not used
-# what lies beside the data of a dataset in a repository: text that is no data where the data are records, …
+HELDOUT_SPLITS = ("validation", "test")  # the first that a dataset has is held out; the other is not used
+# companions of a dataset in its repository: text that is no data if the data are records, …
 ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|code_of_conduct|security|requirements"
     r"|checksums?|(sha|md5)\d*(sums?)?)([^a-z].*)?"
 )
-# … and records of the dataset, not in it
+# … and records about the dataset
 ABOUT_RECORDS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "croissant.json"}
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -38,8 +38,8 @@ class Files:
     """Local files of one kind.
 
     Args:
-        asked: what the user asked for, as errors say it.
-        files: each file by its path relative to the dataset's folder, sorted by it.
+        asked: the user's words for the dataset, for errors.
+        files: path relative to the dataset's folder → file, sorted.
         kind: text, json, parquet, arrow or csv.
         is_folder: the user named a folder, not a file.
         skip_undecodable: a text file that is not UTF-8 is skipped, not refused.
@@ -52,7 +52,7 @@ class Files:
     skip_undecodable: bool = False
 
     def by_split(self) -> dict[str, list[str]]:
-        """The names of each split's files. In a folder, file names say the split, as they do on the hub."""
+        """Split → names of its files. In a folder, file names tell the split, as on the hub."""
         names: dict[str, list[str]] = {}
         for name in self.files:
             names.setdefault(_split_of(name) if self.is_folder else "train", []).append(name)
@@ -71,21 +71,20 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class HeldRecords:
-    """Records that a caller holds: a ``Dataset``, or an ``IterableDataset``, whose records come again each time."""
+    """A caller's records: a ``Dataset``, or an ``IterableDataset`` that can be iterated again."""
 
     asked: str
     records: Dataset | IterableDataset
 
     @property
     def identity(self) -> str:
-        """A name for the records; of a stream, which has none of its own, its columns and parts."""
+        """A name for the records; a stream has no fingerprint and is named by its columns and parts."""
         if isinstance(self.records, Dataset):
-            # semi-private: datasets/arrow_dataset.py, datasets 5.2; of the content, or of what made it
+            # semi-private: datasets/arrow_dataset.py, datasets 5.2; a hash of the content or of its origin
             return f"{len(self.records):,} records ({self.records._fingerprint})"
         return f"a stream of {self.records.num_shards} parts, columns {sorted(self.records.features or ())}"
 
     def stream(self) -> IterableDataset:
-        """The records one after another."""
         return self.records.to_iterable_dataset() if isinstance(self.records, Dataset) else self.records
 
 
@@ -104,7 +103,7 @@ def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
         files = _files(Path(os.__file__).parent, ".py", STDLIB_LEFT_OUT)
         return Files("the standard library", files, "text", skip_undecodable=True)
     asked, path = f"--dataset {dataset}", Path(os.path.expanduser(dataset))
-    if os.path.exists(path):  # a Path would raise at a name that is too long
+    if os.path.exists(path):  # Path.exists would raise for a name that is too long
         return Files(asked, *_local_files(path, asked), is_folder=path.is_dir())
     if dataset.startswith((os.sep, ".", "~")) or path.suffix.lower() in KIND_OF:
         raise UserError(
@@ -120,9 +119,9 @@ def locate(dataset: str | Dataset | IterableDataset | None) -> Place:
 
 
 def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
-    """Files under ``root`` whose names end in ``suffix``, by their path relative to it, sorted by it.
+    """Relative path → file of those under ``root`` whose names end in ``suffix``, sorted.
 
-    Left out are hidden files and folders, those named in ``left_out``, and what vanishes meanwhile.
+    Left out are hidden files and folders, those in ``left_out``, and files that vanish meanwhile.
     """
     files = {}
     for folder, inner, names in os.walk(root):
@@ -136,10 +135,7 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> dict[str, Path]:
 
 
 def _local_files(path: Path, asked: str) -> tuple[dict[str, Path], str]:
-    """The files at ``path``, and the one kind that all of them are of.
-
-    A path that is itself a file may have any suffix: where that says no kind, the file is text.
-    """
+    """The files at ``path``, and their one kind. A path that is itself a file of unknown suffix is text."""
     if path.is_file():
         files, kinds = {path.name: path}, {KIND_OF.get(path.suffix.lower(), "text"): path.name}
     else:
@@ -172,7 +168,7 @@ def _holds_something(file: Path) -> bool:
 
 
 def _without_companions(files: dict[str, Path]) -> dict[str, Path]:
-    """``files`` without those that are about the dataset, if records remain."""
+    """``files`` without companions such as a README, if records remain."""
     data = {
         name: file
         for name, file in files.items()
@@ -183,13 +179,13 @@ def _without_companions(files: dict[str, Path]) -> dict[str, Path]:
 
 
 def _split_of(name: str) -> str:
-    """The split of a file in a folder: ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` are of ``test``."""
+    """The split of a file in a folder: ``test-00000-of-00001.parquet`` and ``test/1.jsonl`` belong to ``test``."""
     match = re.match(rf"({'|'.join(HELDOUT_SPLITS)})(?![a-z])", name.lower())
     return match[1] if match else "train"
 
 
 def not_utf8(where: Place, error: Exception) -> UserError:
-    """The UserError of text that is not UTF-8; of local text files it names the file and the line."""
+    """The UserError of text that is not UTF-8; for local text files it names the file and the line."""
     files = where.files.values() if isinstance(where, Files) else ()
     lines = (f"{path}, line {line}" for path in files if (line := _undecodable_line(path)))
     return UserError(
@@ -201,7 +197,7 @@ def not_utf8(where: Place, error: Exception) -> UserError:
 
 
 def _undecodable_line(path: Path) -> int | None:
-    """The number, from 1, of the first line of ``path`` that is not UTF-8; None if all are, or it can't be read."""
+    """The number (from 1) of the first line of ``path`` that is not UTF-8; None if all are, or it can't be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -238,7 +234,7 @@ def unreadable(where: Place, error: Exception) -> UserError:
 
 
 def cause(error: Exception) -> str:
-    """What went wrong, in words. `datasets` wraps some causes in an error that says no more than that it failed."""
+    """The error in words. `datasets` wraps some causes in an error that only says that it failed."""
     inner = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
     return f"{type(inner or error).__name__}: {inner or error}"
 

@@ -1,4 +1,4 @@
-"""Records: opened, their columns seen, their shape recognised. Of files no more is read than the first rows."""
+"""Opens records, finds their columns and recognises their shape; only the first rows of files are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.files.cache import digest
 from shardwright.objectives.objective import RecordShape, text_shape
 from shardwright.objectives.sft import SHAPES
 
-LOOKED_AT = 100  # first rows of a split's files, which show its columns
+LOOKED_AT = 100  # first rows of a split's files, which determine its columns
 _TYPES = {bool: "bool", int: "int64", float: "float64", str: "string", type(None): "null"}
 
 
@@ -44,7 +44,7 @@ def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
     """The shape of the records of files, by the split to train on.
 
     Raises:
-        UserError: no record can be read, or they are of no known shape; the split that is held out has another.
+        UserError: no record can be read, they are of no known shape, or the held-out split has another.
     """
     splits = where.by_split()
     train, heldout = pick_splits(splits, where.asked)
@@ -56,9 +56,9 @@ def shape_of_files(where: Files, reads: Sequence[RecordShape]) -> RecordShape:
 
 
 def texts_of_file(where: Files, name: str, shape: RecordShape, unread: Unread, start: int = 0) -> Iterator[str | None]:
-    """Each row of a file of records as its one string, from number ``start`` (from 0) on.
+    """Each row of a file of records as one string, from number ``start`` (from 0) on.
 
-    None for rows without text, and those that can't be read, where they are skipped.
+    None stands for rows without text, and for unreadable ones that are skipped.
     """
     for number, row in enumerate(rows_of(where.files[name], where.kind, start), start=start + 1):
         try:
@@ -71,7 +71,7 @@ def texts_of_file(where: Files, name: str, shape: RecordShape, unread: Unread, s
 
 
 def _text_of(row: Any, shape: RecordShape) -> str | None:
-    """Raises Unreadable: a text that is no text, or holds what UTF-8 can't."""
+    """The row as one string. Raises Unreadable: it is no string, or can't be encoded as UTF-8."""
     if shape.is_text and shape.required[0] not in row:
         raise Unreadable(f"no column {shape.required[0]}")
     text = shape.document(row)
@@ -85,11 +85,7 @@ def _text_of(row: Any, shape: RecordShape) -> str | None:
 
 
 def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDataset], str]:
-    """The splits by name, and a name for them that is the same on every machine.
-
-    Raises:
-        UserError: they can't be opened.
-    """
+    """Name → split, and a name for all that is the same on every machine; raises UserError if they can't be opened."""
     if isinstance(where, HeldRecords):
         return {"train": where.stream()}, where.identity
     try:
@@ -102,17 +98,13 @@ def open_records(where: HubDataset | HeldRecords) -> tuple[dict[str, IterableDat
 
 
 def identity_of(where: Files) -> str:
-    """A name made of the files' names and sizes alone, so that a copy on another machine is the same data."""
+    """A name made of the files' names and sizes alone, so that a copy on another machine counts as the same data."""
     sizes = {name: path.stat().st_size for name, path in where.files.items()}
     return f"{len(sizes)} {where.kind} files of {sum(sizes.values()):,} bytes ({digest(list(sizes.items()))[:8]})"
 
 
 def columns_of(where: HubDataset | HeldRecords, split: IterableDataset) -> dict[str, Any]:
-    """Column name -> feature. Where they are not known before the files are read, they are those of the first record.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """Column name -> feature, if need be by the first record; raises UserError if that can't be read."""
     try:
         return split.features or _columns_of_first(split)
     except Exception as error:  # as above
@@ -127,7 +119,7 @@ def _columns_of_first(split: IterableDataset) -> Features:
 
 
 def _columns_of_files(where: Files, names: list[str]) -> dict[str, Any]:
-    """Column name -> feature, of the first rows that can be read and hold something there."""
+    """Column name -> feature, by the first readable rows that have a value there."""
     numbered = ((name, row) for name in names for row in enumerate(rows_of(where.files[name], where.kind), start=1))
     columns: dict[str, Any] = {}
     bad: list[tuple[str, int, Unreadable]] = []

@@ -1,7 +1,7 @@
 """The shape of a dataset's records, recognised by its columns.
 
-A record of any shape is one string: of ``text`` the text itself, of all others the JSON of the columns that are read.
-So what knows documents by their text (the share that is held out, the cache, a stream's cursor) knows no shapes.
+A record of any shape is one string: the text itself for ``text``, otherwise the JSON of the columns that are read. So
+the held-out share, the cache and a stream's cursor, which know documents by their text, need not know shapes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardwright.objectives.sft import SHAPES
 
 
 class BadRecord(ValueError):
-    """A record that no sample can be made of: the column, and what was found there.
+    """A record that can't become a sample: the column, and its fault.
 
-    ``parts``: the chat template renders its beginning otherwise than the whole.
+    ``parts``: the chat template renders its beginning differently alone than within the whole.
     """
 
     def __init__(self, column: str, found: str, parts: bool = False) -> None:
@@ -29,10 +29,10 @@ class BadRecord(ValueError):
 
 
 def recognise(columns: Mapping[str, Any], asked: str, reads: Sequence[RecordShape]) -> RecordShape:
-    """The first shape of ``reads`` that records with these columns (name -> feature of `datasets`) have.
+    """The first shape of ``reads`` that fits records with these columns (name -> feature of `datasets`).
 
     Raises:
-        UserError: they have none of these; lists the columns.
+        UserError: none fits; lists the columns.
     """
     for shape in reads:
         if all(_FITS.get(name, _is_text)(columns.get(name)) for name in shape.required):
@@ -78,7 +78,7 @@ def _is_list(feature: Any) -> bool:
 
 
 def _is_either(feature: Any) -> bool:
-    """A list, or the JSON of one; or a string that is meant as one."""
+    """Whether it is a list, or a string: the JSON of a list, or a text."""
     return _is_list(feature) or _is_text(feature)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of rows and files that can't be read: they stop the run, or are left out, counted and said."""
+"""The policy for rows and files that can't be read: they stop the run, or are left out, counted and reported."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections import Counter
 from shardwright.data.records.files import Unreadable
 from shardwright.errors import UserError
 
-SAID = 10  # places that are named; the others are counted
+SAID = 10  # most places that are named; the others are counted
 
 _log = logging.getLogger(__name__)
 
 
 class Unread:
-    """Called with each row that can't be read. However often a row is met, it is counted once.
+    """Called with each unreadable row. A row is counted once, however often it is met.
 
     Args:
-        asked: what the user asked for, as errors say it.
-        policy: "error" or "skip", of ``--on_bad_row``; or "list": they are left out and said by no log.
+        asked: the user's words for the dataset, for errors.
+        policy: "error" or "skip", of ``--on_bad_row``; or "list": rows are left out without a log line.
 
     Attributes:
-        places: where each row lies that was left out, and why it can't be read.
+        places: place of each left-out row → why it can't be read.
     """
 
     def __init__(self, asked: str, policy: str) -> None:
@@ -29,11 +29,7 @@ class Unread:
         self.places: dict[str, str] = {}
 
     def __call__(self, name: str, row: int | None, why: Unreadable) -> None:
-        """A row of the file ``name``, from 1; None: the whole file.
-
-        Raises:
-            UserError: such rows are not skipped.
-        """
+        """Report a row (from 1) of the file ``name``; None: the whole file. UserError unless they are skipped."""
         place = name if row is None else f"{name}, row {row}"
         if why.rest:
             place += " (it can't be read at all)" if row in (None, 1) else " to its end"
@@ -52,6 +48,6 @@ class Unread:
 
     @property
     def tally(self) -> Counter[str]:
-        """How many, and where the first of them lie, as :func:`shardwright.data.samples.tally.notes` reads it."""
+        """The count and the first places, as :func:`shardwright.data.samples.tally.notes` reads them."""
         named = {f"unreadable {place}": 1 for place in list(self.places)[:SAID]}
         return Counter({"unreadable": len(self.places), **named} if self.places else {})

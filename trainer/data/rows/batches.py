@@ -1,7 +1,7 @@
-"""Rows → batches of one fixed shape, or of a few, and the cursor that says which batch comes next. Pure CPU.
+"""Rows → batches of one fixed shape, or of a few, and the cursor of the next batch. Pure CPU.
 
-Seed and epoch alone draw the order of the rows. A cursor counts the rows that were taken in that order, so that it
-holds for any batch size and any number of processes.
+Seed and epoch alone draw the order of the rows. A cursor counts the rows taken in that order, so it is valid for any
+batch size and any number of processes.
 
 Shape legend: B rows in a batch, S tokens in a row.
 """
@@ -24,27 +24,25 @@ Batch = dict[str, torch.Tensor]
 
 
 class TrainingBatches:
-    """Batches without end, epoch after epoch: ``input_ids``, ``labels`` and the rows' other columns, int64 [B, S].
+    """Endless batches, epoch after epoch: ``input_ids``, ``labels`` and the rows' other columns, int64 [B, S].
 
     Every row comes once an epoch. Rows that fill no batch at an epoch's end begin the first batch of the next. Labels
-    are those of the rows, else the inputs (transformers shifts them by one inside the loss); where documents are
-    isolated, the first token of each further document in a row has -100.
+    are those of the rows, else the inputs (transformers shifts them by one inside the loss); if documents are isolated,
+    the first token of each further document in a row has -100.
 
     A consumer that reads ahead calls ``state_dict()`` right after each ``next()`` and keeps it beside the batch: it is
     the cursor to store once that batch was trained on.
 
     Args:
-        rows: stored rows, or a stream of them.
         batch_size: rows of the global batch.
-        seed: draws the order of the rows.
-        process_index: says which rows of each global batch this process yields:
-            ``[process_index, process_index + 1) * batch_size / process_count``.
+        process_index: this process yields rows ``[process_index, process_index + 1) * batch_size / process_count`` of
+            each global batch.
         process_count: processes that share each global batch.
-        lengths: tokens that the rows of a batch are cut to, the shortest that holds them, and the last is S; rows come
-            in order by length then (`RowsByLength`). Empty, or S alone: none is cut.
+        lengths: a batch is cut to the shortest of these that holds its rows; the last is S. Rows then come in order by
+            length (`RowsByLength`). Empty, or S alone: none is cut.
 
     Raises:
-        UserError: the rows don't fill one batch (of a stream, ``next()`` raises it where the stream ends), or
+        UserError: the rows don't fill one batch (a stream raises it from ``next()`` at its end), or
             ``process_count`` does not divide ``batch_size``.
     """
 
@@ -80,7 +78,7 @@ class TrainingBatches:
             taken += self._order.take(self._batch_size - len(taken))
         columns = self._order.read(taken[self._share])
         if isinstance(self._order, OrderByLength):
-            columns = self._order.cut(columns, taken)  # to one length in every process
+            columns = self._order.cut(columns, taken)  # to the same length in every process
         batch = as_batch(columns)
         # only now: a stream that breaks off in the middle of a batch leaves the cursor at the batch's first row
         self._cursor = self._order.cursor()
@@ -88,23 +86,23 @@ class TrainingBatches:
 
     @property
     def epoch(self) -> float:
-        """Epochs done: a fraction, but of a stream, whose length is not known, whole epochs."""
+        """Epochs done, with a fraction; for a stream, whose length is unknown, whole epochs."""
         return self._order.epoch
 
     def skip_epoch(self) -> None:
-        """Go to the beginning of the next epoch; the rows that are left of this one are never seen."""
+        """Go to the beginning of the next epoch; the rest of this one is never seen."""
         self._cursor = {"epoch": int(self.epoch) + 1, "row": 0}
         self._order = self._rows.order(self._seed, self._batch_size, self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor of the batch that comes next: JSON-able, and the same in every process."""
+        """The cursor of the next batch: JSON-able, and the same in every process."""
         return {"seed": self._seed, "data": self._data, **copy.deepcopy(self._cursor)}
 
     def load_state_dict(self, cursor: Mapping[str, Any]) -> None:
-        """Go on where ``cursor`` was taken, whatever batch size and number of processes it was taken with.
+        """Continue at ``cursor``, whatever batch size and number of processes it was taken with.
 
         Raises:
-            UserError: it is a cursor of other data or of another seed, or none.
+            UserError: it belongs to other data or another seed, or is no cursor.
         """
         if cursor.get("data") != self._data:
             raise UserError(
@@ -137,21 +135,21 @@ class TrainingBatches:
 def heldout_batches(
     rows: StoredRows, batch_size: int, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
-    """Batches with every row once and in order. The last is filled up with rows all of whose labels are -100.
+    """Batches of every row once, in order, shared by processes as in `TrainingBatches`.
 
-    Processes share each batch as they share those of `TrainingBatches`.
+    The last batch is filled up with rows whose labels are all -100.
     """
     share = batch_size // process_count
     for start in range(process_index * share, len(rows) + process_index * share, batch_size):
         wanted = np.arange(start, start + share)
-        # filled up with the last row, not with zeros: any model takes it as input
+        # the padding repeats the last row, which any model accepts as input, unlike zeros
         batch = as_batch(rows.read(np.minimum(wanted, len(rows) - 1)))
         batch["labels"][torch.from_numpy(wanted >= len(rows))] = IGNORE
         yield batch
 
 
 def as_batch(columns: Mapping[str, np.ndarray]) -> Batch:
-    """A batch of these columns and their ``labels``, int64 [B, S]; of numbers that are no tokens, float32."""
+    """A batch of these columns and their ``labels``, int64 [B, S]; float columns become float32."""
     types = {name: np.float32 if values.dtype.kind == "f" else np.int64 for name, values in columns.items()}
     batch = {name: torch.from_numpy(values.astype(types[name])) for name, values in columns.items()}
     labels_BS = batch.get("labels", batch["input_ids"]).clone()

@@ -1,7 +1,7 @@
-"""Rows of one sample each, in batches as short as their samples allow: of a few lengths, each a shape of its own.
+"""Rows of one sample each, in batches as short as their samples allow, of a few fixed lengths.
 
-Rows come in runs, all of about one length, as long as a batch, and the runs in an order drawn anew: so that a batch is
-cut to a short length, and yet short and long samples are trained on in turn (transformers' ``group_by_length``).
+Rows come in runs of about one length, each as long as a batch, and the order of the runs is drawn: a batch can be cut
+short, and yet short and long samples alternate in training (transformers' ``group_by_length``).
 
 Shape legend: S tokens in a row.
 """
@@ -20,14 +20,13 @@ from shardwright.data.rows.packing import Columns
 from shardwright.data.rows.rows import Order, Rows, count_in
 from shardwright.models.ops.labels import IGNORE
 
-RUNS_AT_ONCE = 32  # batches whose rows are put in order together
+RUNS_AT_ONCE = 32  # batches whose rows are ordered together
 
 
 def used(columns: Columns) -> np.ndarray:
-    """Tokens of each row, int [rows]: up to the padding, else up to the last that is scored. After it nothing counts.
+    """Used tokens of each row, int [rows]: up to the padding if ``segment_ids`` tell it, else to the last scored one.
 
-    Args:
-        columns: with ``labels`` [rows, S], and perhaps ``segment_ids`` [rows, S].
+    ``columns`` have ``labels`` [rows, S], and perhaps ``segment_ids`` [rows, S].
     """
     counts = columns["segment_ids"] > 0 if "segment_ids" in columns else columns["labels"] != IGNORE
     reversed_ = counts[:, ::-1]
@@ -36,39 +35,31 @@ def used(columns: Columns) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowsByLength:
-    """The rows of ``rows``, put in order by length.
-
-    Args:
-        lengths: that batches are cut to, shortest first; the last is S.
-    """
+    """``rows`` in an order by length. Batches are cut to one of ``lengths``, shortest first; the last is S."""
 
     rows: Rows
     lengths: Sequence[int]
 
     @property
     def fingerprint(self) -> str:
-        """That of the rows, and the lengths, which say their order too."""
         return f"{self.rows.fingerprint}, by length ({', '.join(map(str, self.lengths))})"
 
     @property
     def tokens(self) -> int | None:
-        """How many tokens an epoch has, padding included; None where it is not known."""
         return self.rows.tokens
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> OrderByLength:
-        """The rows as training takes them, from ``cursor`` on."""
         return OrderByLength(self, seed, batch_size, cursor)
 
     def rows_to_count(self) -> Iterator[Columns]:
-        """Those of the rows. [rows, S]"""
         return self.rows.rows_to_count()
 
 
 class OrderByLength:
-    """An order of rows, window by window, each arranged in runs; marks are (mark of the inner order, length).
+    """An order of rows by windows, each arranged in runs; marks are (mark of the inner order, length).
 
-    A cursor is that of the inner order where the window begins, and ``runs``: how long a run is (it stays, whatever the
-    batch size of those who go on), rows taken of the window, and of the run that the window begins in.
+    A cursor is the inner order's at the window's begin, and ``runs``: the size of a run (it stays when a run is resumed
+    with another batch size), the rows taken of the window, and the rows that earlier windows gave to its first run.
     """
 
     def __init__(self, rows: RowsByLength, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
@@ -105,7 +96,7 @@ class OrderByLength:
         return self._inner.read([mark for mark, _ in taken])
 
     def cut(self, columns: Columns, taken: Sequence[tuple[Any, int]]) -> Columns:
-        """``columns`` of the rows' S tokens, cut to the shortest of the lengths that holds all of ``taken``."""
+        """``columns``, those of S tokens cut to the shortest length that holds all of ``taken``."""
         longest, full = max(length for _, length in taken), self._rows.lengths[-1]
         size = next(length for length in self._rows.lengths if length >= longest)
         return {name: values[:, :size] if values.shape[1] == full else values for name, values in columns.items()}
@@ -121,7 +112,9 @@ class OrderByLength:
         self._start, self._first = self._inner.cursor(), self._inner.epoch
         marks = self._inner.take(RUNS_AT_ONCE * self._run)
         pieces = [marks[n : n + self._run] for n in range(0, len(marks), self._run)]
-        lengths = np.concatenate([used(self._inner.read(piece)) for piece in pieces])  # not all values held at once
+        lengths = np.concatenate(
+            [used(self._inner.read(piece)) for piece in pieces]
+        )  # piece by piece, to hold less at once
         kinds = np.searchsorted(self._rows.lengths, lengths)
         draw = np.random.default_rng([self._seed, zlib.crc32(json.dumps(self._start, sort_keys=True).encode())])
         order = in_runs(kinds, self._run, -self._begun % self._run, draw)
@@ -129,11 +122,11 @@ class OrderByLength:
 
 
 def in_runs(kinds: np.ndarray, size: int, head: int, draw: np.random.Generator) -> np.ndarray:
-    """Numbers of rows in runs of ``size``, each of one kind but for what is left over; the runs in an order drawn.
+    """The rows' numbers in runs of ``size`` in drawn order, each of one kind except those made of leftovers.
 
     Args:
-        kinds: of each row, int [rows].
-        head: rows that the run before still wants; they come first.
+        kinds: the kind of each row, int [rows].
+        head: rows missing from the run before; they come first.
     """
     full, rest = list[np.ndarray](), list[np.ndarray]()
     for kind in np.unique(kinds):

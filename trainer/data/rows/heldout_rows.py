@@ -1,6 +1,6 @@
-"""Which documents are held out: those of the dataset's own split, else those whose hashes are lowest.
+"""The choice of held-out documents: those of the dataset's own split, else those with the lowest hashes.
 
-A document's hash is that of its name (of a record: its text), so that no seed changes the choice, and equal texts are
+A document's hash is that of its name (a record's: of its text), so that no seed changes the choice, and equal texts lie
 on the same side.
 
 Shape legend: D documents.
@@ -23,15 +23,15 @@ from shardwright.data.rows.rows import StoredRows
 from shardwright.data.rows.selection import HELDOUT
 from shardwright.errors import UserError
 
-# characters of text that are looked at where all of it may be too much: to hold out, and to train a tokenizer
+# characters of text read to hold out documents of a stream, and to train a tokenizer
 SAMPLE_CHARACTERS = 64 << 20
-HELDOUT_ROWS = 512  # the most that are held out of a stream
+HELDOUT_ROWS = 512  # most held-out rows of a stream
 
 
 def split_documents(documents: Documents, scratch: Path, heldout_fraction: float) -> dict[str, Dataset]:
-    """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the sets that have names.
+    """Reads ``documents``; returns those with text as ``train`` and ``heldout``, or each of the named sets.
 
-    ``heldout_fraction`` is the share that is held out where the dataset itself holds nothing out.
+    ``heldout_fraction`` is the share that is held out if the dataset itself holds nothing out.
 
     Raises:
         UserError: too few documents have text in them, or they can't be read.
@@ -59,7 +59,7 @@ def split_documents(documents: Documents, scratch: Path, heldout_fraction: float
 
 
 def _hashes(documents: Dataset) -> np.ndarray:
-    """The hash of each document's name (of a record: its text), int64 ≥ 0; -1 where it has no text. [D]"""
+    """The hash of each document's name (a record's: of its text), int64 ≥ 0; -1: it has no text. [D]"""
     named = "name" if "name" in documents.column_names else "text"
     values = (
         key_hash(name) if has_text(text) else -1
@@ -84,9 +84,9 @@ def first_documents(stream: DocumentStream, heldout_fraction: float) -> Iterator
 def heldout_of_stream(
     stream: DocumentStream, packer: AnyPacker, heldout_fraction: float
 ) -> tuple[StoredRows, frozenset[int]]:
-    """At most 512 held-out rows of a stream, and the hashes of the documents that must be left out of training.
+    """At most 512 held-out rows of a stream, and the hashes of the documents to leave out of training.
 
-    There are no such hashes where the dataset has a held-out split of its own.
+    There are no hashes if the dataset has a held-out split of its own.
 
     Raises:
         UserError: the held-out documents don't fill one row.

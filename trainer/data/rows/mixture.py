@@ -1,8 +1,7 @@
 """Mixtures: rows of several sources, each with a weight: ``a.jsonl:0.7,b.jsonl:0.3``.
 
-Of each thousand rows every source gives its share, in an order drawn by the seed. A source goes through its own rows in
-its own order; when all of them were taken it begins anew, in another order. An epoch of the mixture is over when the
-last of the sources has been gone through.
+Each source gives its share of every thousand rows, in an order drawn by the seed. A source's own rows come in its own
+order; once all are taken, it begins anew in another order. An epoch ends when every source was gone through.
 
 Shape legend: S tokens in a row.
 """
@@ -25,20 +24,20 @@ from shardwright.data.rows.rows import Order, Rows, StoredRows, count_in
 from shardwright.errors import UserError
 from shardwright.objectives.objective import RecordShape
 
-BLOCK = 1000  # rows of which each source gives its share exactly
+BLOCK = 1000  # rows, of which each source gives exactly its share
 _WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One of the datasets that ``--dataset`` names, and its weight."""
+    """A dataset of ``--dataset``, and its weight."""
 
     dataset: str | Dataset | IterableDataset | None
     weight: float = 1.0
 
 
 def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
-    """The datasets that ``--dataset`` names: one, or those of a mixture. A path that exists is itself one.
+    """The datasets that ``--dataset`` names: one, or those of a mixture. An existing path is always one dataset.
 
     Raises:
         UserError: some have weights and others none, or a weight is not above 0.
@@ -62,11 +61,7 @@ def sources_of(dataset: str | Dataset | IterableDataset | None) -> list[Source]:
 
 
 def shares(weights: Sequence[float], dataset: str = "a mixture") -> list[int]:
-    """How many of a thousand rows each source gives: the nearest whole numbers (largest remainder, as of votes).
-
-    Raises:
-        UserError: that is none of some source.
-    """
+    """Rows that each source gives of a thousand, by the largest remainder method; UserError if one gives none."""
     total = sum(weights)
     exact = [BLOCK * weight / total if total else 0.0 for weight in weights]
     counts = [math.floor(each) for each in exact]
@@ -88,7 +83,6 @@ def shapes_of(dataset: str | Dataset | IterableDataset | None, reads: Sequence[R
 
 
 def no_tokenizer(dataset: object) -> UserError:
-    """The error of a mixture without a tokenizer."""
     return UserError(
         asked=f"--dataset {dataset}, without a tokenizer",
         found="one would have to be trained on the mixture",
@@ -99,25 +93,19 @@ def no_tokenizer(dataset: object) -> UserError:
 
 @dataclass(frozen=True)
 class MixedRows:
-    """Rows of several sources, all with the same columns.
-
-    Args:
-        sources: stored rows or streamed ones.
-        shares: how many of a thousand rows each gives.
-    """
+    """Rows of several sources with the same columns. ``shares``: rows that each gives of a thousand."""
 
     sources: Sequence[Rows]
     shares: Sequence[int]
 
     @property
     def fingerprint(self) -> str:
-        """Those of the sources, with their shares."""
         parts = (f"{share}‰ {rows.fingerprint}" for share, rows in zip(self.shares, self.sources, strict=True))
         return f"a mixture of {'; '.join(parts)}"
 
     @property
     def tokens(self) -> int | None:
-        """How many tokens an epoch has, to a thousand rows; None of streams."""
+        """Tokens of an epoch, to a thousand rows; None if a source is streamed."""
         known = [rows.tokens for rows in self.sources]
         if any(tokens is None for tokens in known):
             return None
@@ -125,18 +113,17 @@ class MixedRows:
 
     @property
     def rows(self) -> int | None:
-        """How many rows an epoch has, to a thousand; None of streams."""
+        """Rows of an epoch, to a thousand; None if a source is streamed."""
         stored = [len(rows) for rows in self.sources if isinstance(rows, StoredRows)]
         if len(stored) < len(self.sources):
             return None
         return max(-(-BLOCK * count // share) for count, share in zip(stored, self.shares, strict=True))
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> MixedOrder:
-        """The rows as training takes them, from ``cursor`` on."""
         return MixedOrder(self, seed, batch_size, cursor)
 
     def rows_to_count(self) -> Iterator[Columns]:
-        """The rows of each source, as often as its share says beside the others, to the nearest whole number."""
+        """Each source's rows, repeated in proportion to its share, to the nearest whole number."""
         sizes = [rows.tokens or BLOCK for rows in self.sources]
         per_row = [share / size for share, size in zip(self.shares, sizes, strict=True)]
         for rows, weight in zip(self.sources, per_row, strict=True):
@@ -146,7 +133,7 @@ class MixedRows:
 
 
 class MixedOrder:
-    """The orders of the sources, and which of them gives the next row; marks are (source, its own mark)."""
+    """The sources' orders, interleaved by their shares; marks are (source, its own mark)."""
 
     def __init__(self, rows: MixedRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
         self._shares, self._seed = rows.shares, seed
@@ -189,13 +176,11 @@ class MixedOrder:
         return {"epoch": int(self.epoch), "row": self._row, "sources": [order.cursor() for order in self._orders]}
 
     def _draw(self) -> np.ndarray:
-        """The sources of this thousand rows."""
         sources = np.repeat(np.arange(len(self._shares)), self._shares)
         return np.random.default_rng([self._seed, self._row // BLOCK]).permutation(sources)
 
 
 def mixture_notes(sources: Sequence[Source], train: MixedRows, notes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Lines for a person: what each source gives."""
     lines = []
     for source, rows, share, own in zip(sources, train.sources, train.shares, notes, strict=True):
         line = f"{source.dataset}: {share / BLOCK:.1%} of the rows"

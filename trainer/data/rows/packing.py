@@ -1,4 +1,4 @@
-"""Documents → tokens → rows of S tokens. Pure: the rows do not depend on how the documents are grouped into calls.
+"""Documents → tokens → rows of S tokens, the same however the documents are grouped into calls.
 
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
@@ -18,7 +18,7 @@ from shardwright.data.tokenizer import plain_tokens
 
 Columns = dict[str, np.ndarray]
 
-# the most documents, and characters of a stream's documents, that are tokenised in one call
+# most documents, and most characters of a stream's documents, tokenised in one call
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 << 20
 
 
@@ -29,7 +29,7 @@ class AnyPacker(Protocol):
         length: S.
         rest: tokens that wait for the next call.
         groups: how many groups of documents are packed in one call.
-        tally: what was counted so far.
+        tally: counts so far.
     """
 
     length: int
@@ -48,7 +48,7 @@ class AnyPacker(Protocol):
 class Packer:
     """Documents of text → rows of S tokens: joined, and cut every S tokens.
 
-    Tokens that do not fill a row wait in ``rest`` for the next call. ``labels``: rows have them, as rows of samples do.
+    Tokens that do not fill a row wait in ``rest`` for the next call. ``labels``: rows have them, as those of samples.
     """
 
     groups = 1
@@ -67,7 +67,7 @@ class Packer:
         return ["input_ids", *labels, *(["segment_ids", "position_ids"] if self.isolate else [])]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        """The rows that the documents in ``batch["text"]`` complete; documents without text are left out."""
+        """The rows that the documents with text in ``batch["text"]`` complete."""
         return as_table(self.rows([text for text in batch["text"] if text and has_text(text)]))
 
     def rows(self, texts: Sequence[str]) -> Columns:
@@ -82,10 +82,7 @@ class Packer:
         return made | (self._documents_of(rows_BS) if self.isolate else {})
 
     def _documents_of(self, rows_BS: np.ndarray) -> Columns:
-        """The columns that tell a row's documents apart.
-
-        A document ends with its end-of-text token. If a row's end cuts it, it goes on as the next row's first document.
-        """
+        """``segment_ids`` and ``position_ids``. A document cut by a row's end continues as the next row's first."""
         starts_BS = np.ones_like(rows_BS, dtype=bool)
         starts_BS[:, 1:] = rows_BS[:, :-1] == self.tokenizer.eos_token_id
         place_S = np.arange(self.length, dtype=np.int32)
@@ -94,7 +91,7 @@ class Packer:
 
 
 def as_table(columns: Columns) -> pa.Table:
-    """Rows as an Arrow table: in each column a list of S integers a row."""
+    """Rows as an Arrow table: each column has a list of S integers a row."""
     return pa.table(
         {name: pa.FixedSizeListArray.from_arrays(x_BS.ravel(), x_BS.shape[1]) for name, x_BS in columns.items()}
     )

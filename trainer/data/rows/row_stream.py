@@ -1,8 +1,7 @@
-"""Streamed rows: documents read, tokenised and packed as training asks for them, and shuffled in windows.
+"""Streamed rows: documents are read, tokenised and packed on demand, and their rows shuffled in windows.
 
-An epoch reads the stream's parts (files) in an order drawn by seed and epoch, and packs their documents one after
-another. The rows are cut into windows of ``shuffle_rows``, and each window is permuted by seed, epoch and its number.
-Rows that lie further apart than a window are not mixed with one another.
+An epoch reads the stream's parts (files) in an order drawn by seed and epoch, and packs their documents in sequence.
+Each window of ``shuffle_rows`` rows is permuted by seed, epoch and its number; rows never leave their window.
 
 Shape legend: S tokens in a row.
 """
@@ -26,12 +25,12 @@ from shardwright.hosts.hosts import hosts
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a row begins in an epoch. To start there, nothing before it has to be read again.
+    """A row's place in an epoch, from which reading can start without anything before it.
 
     Args:
         part: position in the epoch's order of the stream's parts.
         document: number of the document in that part.
-        skip: how many rows the documents from here on give before this one.
+        skip: rows that the documents from there on give before this one.
         rest: tokens of earlier documents that no row holds yet.
     """
 
@@ -43,7 +42,7 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Window:
-    """Rows in the order of training. ``start``: where the first of them began before they were permuted."""
+    """Rows in the order of training. ``start``: where the first began before they were permuted."""
 
     epoch: int
     number: int
@@ -59,10 +58,8 @@ class StreamedRows:
     """Rows of S tokens, made from a stream of documents and never stored.
 
     Args:
-        documents: the stream.
-        new_packer: makes the packer that turns documents into rows.
         left_out: hashes of the documents that are held out.
-        shuffle_rows: rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while one is permuted.
+        shuffle_rows: rows of a window; they take ``shuffle_rows`` x S x 4 bytes a column, twice while being permuted.
         fingerprint: a name for the rows and their order, all but the seed; the same on every machine.
     """
 
@@ -74,23 +71,20 @@ class StreamedRows:
 
     @property
     def tokens(self) -> None:
-        """Not known: a stream's length shows where it ends."""
         return None
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StreamedOrder:
-        """The rows as training takes them, from ``cursor`` on."""
         return StreamedOrder(self, seed, batch_size, cursor)
 
     def rows_to_count(self) -> Iterator[Columns]:
-        """The first 1024 rows, in one group. [rows, S]"""
         yield self.first(ROWS_AT_ONCE)
 
     def first(self, count: int) -> Columns:
-        """The first ``count`` rows, or all if there are fewer, not shuffled. [rows, S]"""
+        """The first ``count`` rows at most, not shuffled. [rows, S]"""
         return _EpochReader(self, range(self.documents.parts), StreamPosition()).take(count)
 
     def windows(self, seed: int, epoch: int, number: int, start: StreamPosition, at_least: int) -> Iterator[Window]:
-        """Windows without end, from window ``number`` of ``epoch`` on, which began at ``start``.
+        """Endless windows from window ``number`` of ``epoch`` on, which begins at ``start``.
 
         Tokens that fill no row at an epoch's end begin the next epoch.
 
@@ -125,11 +119,10 @@ class _EpochReader:
 
     @property
     def place(self) -> StreamPosition:
-        """Where the next row begins."""
         return replace(self._group, skip=self._skip)
 
     def take(self, count: int) -> Columns:
-        """The next ``count`` rows; fewer where the epoch ends. [rows, S]"""
+        """The next ``count`` rows; fewer at the epoch's end. [rows, S]"""
         pieces = [{name: values[:0] for name, values in self._columns.items()}]
         missing = count
         while missing:
@@ -162,10 +155,7 @@ class _EpochReader:
 def _documents(
     stream: DocumentStream, parts: Sequence[int], part: int, document: int
 ) -> Iterator[tuple[tuple[int, int], str, str | None]]:
-    """The documents of ``parts`` in this order, from one on.
-
-    Each is ((part and document where the next one begins), what it is known by, its text).
-    """
+    """((part, document) of the next one, key, text) of the documents of ``parts``, in this order, from one on."""
     for position in range(part, len(parts)):
         for number, (key, text) in enumerate(stream.read(parts[position], document), start=document):
             yield (position, number + 1), key, text
@@ -173,11 +163,7 @@ def _documents(
 
 
 def _place(values: Mapping[str, Any]) -> StreamPosition:
-    """The place that a cursor holds.
-
-    Raises:
-        ValueError, TypeError: there is none.
-    """
+    """The place in a cursor; raises ValueError or TypeError if it holds none."""
     place = StreamPosition(**values)
     for name in ("part", "document", "skip"):
         count_in(vars(place), name)
@@ -218,7 +204,7 @@ class StreamedOrder:
         return {"epoch": self._epoch, "row": row, "window": self._number, "start": vars(self._start)}
 
     def _next_window(self) -> Window:
-        window = hosts().once(self._made_ahead)  # the first host reads the stream, for all
+        window = hosts().once(self._made_ahead)  # the first host reads the stream for all
         if self._window is not None:
             self._epoch, self._number, self._start, self._taken = window.epoch, window.number, window.start, 0
         elif (window.epoch, window.number) != (self._epoch, self._number) or self._taken > len(window):

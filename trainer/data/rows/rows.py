@@ -1,4 +1,4 @@
-"""Rows of tokens to train on: what stored and streamed ones have in common, and the stored ones.
+"""Rows of tokens to train on: the protocol of stored and streamed ones, and the stored ones.
 
 Shape legend: S tokens in a row.
 """
@@ -18,8 +18,8 @@ from shardwright.data.rows.packing import DOCUMENTS_AT_ONCE, AnyPacker, Columns
 from shardwright.errors import UserError
 from shardwright.files.cache import digest
 
-FINGERPRINT_ROWS = 64  # of stored rows; reading them takes milliseconds
-ROWS_AT_ONCE = 1024  # rows that are counted together
+FINGERPRINT_ROWS = 64  # stored rows in a fingerprint; reading them takes milliseconds
+ROWS_AT_ONCE = 1024  # rows whose tokens are counted together
 
 
 class Rows(Protocol):
@@ -32,33 +32,33 @@ class Rows(Protocol):
 
     @property
     def tokens(self) -> int | None:
-        """How many tokens an epoch has; None where it is not known."""
+        """Tokens of an epoch; None: unknown."""
         ...
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> Order:
-        """The rows as training takes them, from ``cursor`` on; ``{"epoch": 0, "row": 0}`` is the start.
+        """The training order of the rows from ``cursor`` on; ``{"epoch": 0, "row": 0}`` is the start.
 
         Raises:
-            UserError: an epoch has fewer than ``batch_size`` rows; of a stream, its order raises this where it ends.
-            KeyError, TypeError, ValueError: ``cursor`` is not one that an order of these rows gave.
+            UserError: an epoch has fewer than ``batch_size`` rows; a stream's order raises this at the stream's end.
+            KeyError, TypeError, ValueError: ``cursor`` does not come from an order of these rows.
         """
         ...
 
     def rows_to_count(self) -> Iterator[Columns]:
-        """The rows whose tokens are counted, in groups: all that are stored, or a stream's first. [rows, S]"""
+        """The rows whose tokens are counted, in groups: all stored rows, or a stream's first. [rows, S]"""
         ...
 
 
 class Order(Protocol):
-    """Rows one after another, epoch after epoch, from a cursor on."""
+    """Rows in their training order, epoch after epoch, from a cursor on."""
 
     @property
     def epoch(self) -> float:
-        """Epochs done: a fraction where an epoch's length is known, else whole ones."""
+        """Epochs done: with a fraction if an epoch's length is known, else whole ones."""
         ...
 
     def take(self, count: int) -> Sequence[Any]:
-        """Marks of the next rows, which :meth:`read` reads: between 1 and ``count`` of them, all of one epoch."""
+        """Marks of the next rows, for :meth:`read`: between 1 and ``count`` of them, all of one epoch."""
         ...
 
     def read(self, taken: Sequence[Any]) -> Columns:
@@ -66,12 +66,11 @@ class Order(Protocol):
         ...
 
     def cursor(self) -> dict[str, Any]:
-        """Where the next row lies, JSON-able. The caller must not change it."""
+        """The place of the next row, JSON-able. The caller must not change it."""
         ...
 
 
 def too_few_rows(batch_size: int, found: str) -> UserError:
-    """The error of an epoch that does not fill one batch."""
     return UserError(
         asked=f"a global batch of {batch_size} rows",
         found=found,
@@ -82,11 +81,7 @@ def too_few_rows(batch_size: int, found: str) -> UserError:
 
 
 def count_in(cursor: Mapping[str, Any], name: str) -> int:
-    """Returns a number of a cursor, which may have been read from a file.
-
-    Raises:
-        ValueError: it is no count. KeyError: there is none.
-    """
+    """A number of a cursor, perhaps from a file; raises ValueError if it is no count, KeyError if there is none."""
     value = cursor[name]
     if type(value) is not int or not 0 <= value < 1 << 53:
         raise ValueError(f"{name} {str(value)[:80]}")
@@ -94,12 +89,12 @@ def count_in(cursor: Mapping[str, Any], name: str) -> int:
 
 
 class StoredRows:
-    """Rows that lie in a dataset. An epoch takes all of them, in an order drawn by seed and epoch.
+    """Rows stored in a dataset. An epoch takes all of them, in an order drawn by seed and epoch.
 
     Args:
         dataset: columns of lists of S integers: ``input_ids``, and perhaps ``labels``, ``segment_ids`` and
             ``position_ids``.
-        tally: what was counted when they were made.
+        tally: counts from their making.
     """
 
     def __init__(self, dataset: Dataset, tally: Mapping[str, int] | None = None) -> None:
@@ -111,7 +106,7 @@ class StoredRows:
 
     @property
     def fingerprint(self) -> str:
-        """The number of rows, and a hash of that number and of up to 64 rows spread evenly over all."""
+        """The number of rows, and a hash of it and of up to 64 rows spread evenly over all."""
         sample = np.linspace(0, len(self) - 1, min(FINGERPRINT_ROWS, len(self))).astype(np.int64)
         content = hashlib.blake2b(str(len(self)).encode(), digest_size=8)
         for name, values in sorted(self.read(sample).items()):
@@ -120,30 +115,27 @@ class StoredRows:
 
     @property
     def tokens(self) -> int:
-        """How many tokens all rows have."""
         return len(self) * len(self.dataset[0]["input_ids"])
 
     def spread(self, most: int) -> StoredRows:
-        """At most ``most`` of the rows, in their order and spread evenly over all; 0: every row."""
+        """At most ``most`` of the rows, in order and spread evenly over all; 0: every row."""
         if not 0 < most < len(self):
             return self
         return StoredRows(self.dataset.select(np.arange(most) * len(self) // most))
 
     def order(self, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> StoredOrder:
-        """The rows as training takes them, from ``cursor`` on."""
         return StoredOrder(self, seed, batch_size, cursor)
 
     def rows_to_count(self) -> Iterator[Columns]:
-        """All rows in order, 1024 at a time. [rows, S]"""
         return self._arrays.iter(ROWS_AT_ONCE)
 
     def read(self, numbers: np.ndarray) -> Columns:
-        """The rows of these numbers. [rows, S]"""
+        """The rows with these numbers. [rows, S]"""
         return self._arrays[numbers]
 
 
 class StoredOrder:
-    """All rows of a dataset, permuted anew each epoch; the marks of rows are their numbers."""
+    """All rows of a dataset, permuted anew each epoch; marks are their numbers."""
 
     def __init__(self, rows: StoredRows, seed: int, batch_size: int, cursor: Mapping[str, Any]) -> None:
         if len(rows) < batch_size:
@@ -183,10 +175,10 @@ def write_rows(
     asked: str,
     tally: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
-    """Write the rows of each split of documents to ``folder``, and last how many there are, which `load_rows` checks.
+    """Write the rows of each split of documents to ``folder``, and last their number, which `load_rows` checks.
 
     Args:
-        tally: what was counted while the documents were read.
+        tally: called after all documents were read, for the counts of that.
 
     Raises:
         UserError: the documents of a split don't fill one row.
@@ -217,7 +209,7 @@ def write_rows(
 
 
 def load_rows(folder: Path) -> dict[str, StoredRows]:
-    """The rows of each split that `write_rows` wrote.
+    """Split → rows, as `write_rows` wrote them.
 
     Raises:
         ValueError: some are missing. Other errors, of many types: a file is absent or damaged.

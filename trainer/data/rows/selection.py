@@ -1,4 +1,4 @@
-"""Fewer documents than there are, and others to evaluate on: of stored documents, and of streams."""
+"""Derived documents, stored or streamed: the first few only, or with others to evaluate on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELDOUT = "heldout"
 
 
 def first_of(documents: Documents, most: int) -> Documents:
-    """``documents`` with the first ``most`` of those to train on."""
+    """``documents`` with only the first ``most`` to train on."""
 
     def read(scratch: Path) -> Mapping[str, Dataset]:
         train, *rest = documents.read(scratch).items()
@@ -29,7 +29,7 @@ def first_of(documents: Documents, most: int) -> Documents:
 
 
 def first_of_stream(stream: DocumentStream, most: int) -> DocumentStream:
-    """``stream`` with its first ``most`` documents, file after file, as one part."""
+    """The first ``most`` documents of ``stream``, file after file, as one part."""
 
     def read(part: int, document: int) -> Iterator[tuple[str, str | None]]:
         return itertools.islice(stream.documents(), document, most)
@@ -38,10 +38,9 @@ def first_of_stream(stream: DocumentStream, most: int) -> DocumentStream:
 
 
 def evaluated_on(documents: Documents, others: Mapping[str, Documents]) -> Documents:
-    """``documents`` with all that each of ``others`` trains on as one held out, under its name in :func:`split_name`.
+    """``documents`` with the training split of each of ``others`` held out, under its :func:`split_name`.
 
-    Raises:
-        UserError: they are of another shape.
+    Raises UserError if they are of another shape.
     """
     for other in others.values():
         _check_same(documents.shape, other.shape, other.asked)
@@ -55,7 +54,7 @@ def evaluated_on(documents: Documents, others: Mapping[str, Documents]) -> Docum
 
 
 def split_name(name: str) -> str:
-    """The split of the named set ``name`` of what is held out; of the one without a name where that is empty."""
+    """The split of the held-out set ``name``, which is empty for an unnamed one."""
     return f"{HELDOUT}-{name}" if name else HELDOUT
 
 

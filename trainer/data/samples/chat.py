@@ -1,8 +1,8 @@
-"""Chats: a record's messages, and which of their tokens a model is trained on.
+"""Chats: a record's messages, and the tokens of them that are trained on.
 
-A template that marks them (``{% generation %}``) is believed. Of any other, the conversation is rendered as far as
-each turn of the assistant, as a server would render it to get that turn, and again with the turn. Each must be a
-beginning of the whole, in tokens; the turn is what the second has more than the first.
+A template may mark them (``{% generation %}``). For any other, the conversation is rendered up to each turn of the
+assistant, as a server would to get that turn, and again with the turn. Each must be a beginning of the whole, in
+tokens; the turn is the difference of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwright.errors import UserError
 Message = dict[str, Any]
 ASSISTANT = "assistant"
 ROLES = {"system", "developer", "user", ASSISTANT, "tool"}
-# what other formats call them
+# names of the roles in other formats
 ROLE_OF = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -49,21 +49,16 @@ class Chat:
 
     @property
     def unknown_roles(self) -> list[str]:
-        """The role of each message whose role is none that templates know."""
         return [m["role"] for m in self.messages if m["role"] not in ROLES]
 
     @property
     def turns(self) -> list[int]:
-        """The numbers of the messages that are trained on; not a first one, which answers nothing."""
+        """The numbers of the messages to train on; never the very first, which answers nothing."""
         return [i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT and i >= max(self.first, 1)]
 
 
 def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
-    """The chat of a record with ``messages``, ``conversations``, or messages as ``prompt`` and ``answer``.
-
-    Raises:
-        BadRecord: it is none.
-    """
+    """The chat in a record's ``messages``, ``conversations``, or ``prompt`` and ``answer``; raises BadRecord."""
     tools = _list("tools", values["tools"]) if values.get("tools") else None
     if "prompt" in values:
         prompt, completion = (_messages(name, values.get(name)) for name in ("prompt", answer))
@@ -76,10 +71,10 @@ def chat_of(values: Mapping[str, Any], answer: str = "completion") -> Chat:
 
 
 def with_prompt(values: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
-    """A record of ``answers`` as messages, with their ``prompt``: where it has none, the messages that all begin with.
+    """A record of ``answers`` as messages, with a ``prompt``: its own, else their common first messages.
 
     Raises:
-        BadRecord: there are none, or nothing follows them.
+        BadRecord: no message is common, or nothing follows them.
     """
     if isinstance(values.get("prompt"), list):
         return dict(values)
@@ -110,7 +105,6 @@ def _messages(column: str, value: Any) -> list[Message]:
 
 
 def _message(column: str, number: int, value: Any) -> Message:
-    """A message with a ``role`` and ``content``, or ``tool_calls``."""
     if not isinstance(value, dict):
         raise BadRecord(column, f"message {number} is a {type(value).__name__}, not a role and its content")
     message: Message = {str(_KEY_OF.get(key, key)): inner for key, inner in value.items()}
@@ -132,7 +126,7 @@ def _message(column: str, number: int, value: Any) -> Message:
 
 
 def _tool_call(column: str, number: int, call: Any) -> dict[str, Any]:
-    """A call whose arguments are an object, as templates take them; APIs write them as a string of JSON."""
+    """The call with its arguments as an object, as templates take them; APIs write them as a string of JSON."""
     if not isinstance(call, dict):
         raise BadRecord(column, f"a tool call of message {number} is a {type(call).__name__}, not an object")
     inner = call.get("function", call)
@@ -145,13 +139,10 @@ def _tool_call(column: str, number: int, call: Any) -> dict[str, Any]:
 
 
 class Template:
-    """The tokenizer's chat template: what it makes of chats, and where in it the turns lie.
+    """The tokenizer's chat template: renders chats, and finds the turns in their tokens. UserError if there is none.
 
     Args:
         stops: tokens that end a generation.
-
-    Raises:
-        UserError: there is none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: frozenset[int]) -> None:
@@ -166,13 +157,13 @@ class Template:
         self.tokenizer, self.stops = tokenizer, stops
 
     def marked(self, chat: Chat) -> bool:
-        """Whether the template itself says what the assistant's are."""
+        """Whether the template itself marks the assistant's tokens."""
         return bool(_MARKS.search(self.tokenizer.get_chat_template(tools=chat.tools)))
 
     def marked_spans(self, chat: Chat) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens, and the spans of them that the template marks.
+        """The tokens, and the spans that the template marks.
 
-        A token right behind a span is one more of it if it ends a generation: some templates mark the words alone.
+        A stop token right behind a span is added to it, since some templates mark the words alone.
         """
         made: Any = self._apply(chat.messages, chat, return_dict=True, return_assistant_tokens_mask=True, tokenize=True)
         tokens, mask = made["input_ids"], np.array([0, *made["assistant_masks"], 0])
@@ -180,31 +171,31 @@ class Template:
         return tokens, [(a, b + (b < len(tokens) and tokens[b] in self.stops)) for a, b in edges]
 
     def text(self, chat: Chat, end: int) -> str:
-        """The first ``end`` messages as a server renders them to get the next."""
+        """The first ``end`` messages, rendered as a server does to get the next."""
         return self._apply(chat.messages[:end], chat, add_generation_prompt=True)
 
     def texts(self, chat: Chat) -> list[str]:
-        """The whole chat; then for each turn that is trained on the chat before it, and the chat with it."""
+        """The whole chat, then the chats before each turn to train on, then those up to and with each."""
         before = [self.text(chat, i) for i in chat.turns]
         with_it = [self._apply(chat.messages[: i + 1], chat) for i in chat.turns]
         return [self._apply(chat.messages, chat), *before, *with_it]
 
     def spans(self, chat: Chat, tokens: Sequence[list[int]]) -> list[tuple[int, int]]:
-        """Where in the whole the turns lie. ``tokens``: of :meth:`texts`.
+        """The turns' spans in the whole. ``tokens``: of :meth:`texts`.
 
         Raises:
-            BadRecord: what stands before a turn is rendered otherwise once the turn follows; says where they part.
+            BadRecord: the chat before a turn is rendered differently once the turn follows; names the first difference.
         """
         whole, count = tokens[0], len(chat.turns)
         before, with_it = tokens[1 : 1 + count], tokens[1 + count :]
         for i, beginning in zip(chat.turns, before, strict=True):
             self._check_begins(whole, beginning, f"as far as message {i + 1}")
-        ends = [*map(len, before), len(whole)][1:]  # none of a chat without turns
+        ends = [*map(len, before), len(whole)][1:]  # empty for a chat without turns
         spans = []
         for i, start, turn, next_start in zip(chat.turns, map(len, before), with_it, ends, strict=True):
             end = len(turn)
             if whole[:end] != turn:
-                # Qwen3's drops the reasoning of all turns but the last: where this one ends its stop token tells
+                # Qwen3's drops the reasoning of all turns but the last: this one ends at its stop token
                 stops = [n for n in range(start, next_start) if whole[n] in self.stops]
                 if not stops:
                     self._check_begins(whole, turn, f"up to and with message {i + 1}")
@@ -213,7 +204,7 @@ class Template:
         return spans
 
     def _until_stop(self, tokens: list[int], start: int, end: int) -> int:
-        """``end``, or the end of the last token before it that ends a generation: what follows is never generated."""
+        """``end``, or the end of the last stop token before it: the tokens behind that are never generated."""
         return next((n for n in range(end, start, -1) if tokens[n - 1] in self.stops), end)
 
     def _check_begins(self, whole: list[int], beginning: list[int], what: str) -> None:
@@ -232,5 +223,5 @@ class Template:
     def _apply(self, messages: list[Message], chat: Chat, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **{"tokenize": False, **options})
-        except Exception as error:  # of many types: a template's own words, or what it looked for and is not there
+        except Exception as error:  # of many types: the template raises its own, or misses a value
             raise BadRecord("messages", f"the chat template says: {type(error).__name__}: {error}") from error

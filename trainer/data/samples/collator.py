@@ -1,6 +1,6 @@
-"""Records as a caller's data collator makes samples of them: one at a time, without its padding.
+"""Records → samples by a caller's data collator, one at a time, without its padding.
 
-Rows are packed here, all of one shape, so of a collator's batch only the tokens are wanted, and which are scored.
+Rows of one shape are packed later, so only the tokens and labels of the collator's batch are used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 def collated(records: Dataset | IterableDataset, collator: Collator) -> Dataset | IterableDataset:
     """``records`` with the columns ``input_ids`` and ``labels`` that ``collator`` makes of each.
 
-    A ``Dataset`` is read at once, and what comes of it is kept as its ``map`` keeps it.
+    A ``Dataset`` is read at once, and the result cached as its ``map`` does.
 
     Raises:
-        UserError: the collator raises, or makes anything but one sample of a record; here, or where a stream is read.
+        UserError: the collator raises, or makes anything but one sample of a record; here, or when a stream is read.
     """
     made = records.map(
         functools.partial(_sample, collator), with_indices=True, remove_columns=list(records.column_names or ())
@@ -35,7 +35,7 @@ def collated(records: Dataset | IterableDataset, collator: Collator) -> Dataset 
 def _sample(collator: Collator, record: Any, number: int) -> dict[str, list[int]]:
     try:
         batch = collator([record])
-    except Exception as error:  # a caller's function raises whatever it raises
+    except Exception as error:  # a caller's function may raise anything
         raise _refused(collator, number, f"{type(error).__name__}: {str(error)[:300]}") from error
     if not isinstance(batch, Mapping):
         raise _refused(collator, number, f"a {type(batch).__name__}, not a dict of columns")

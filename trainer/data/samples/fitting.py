@@ -1,7 +1,7 @@
 """Samples → rows of S tokens: whole samples side by side, best fit first, or one a row.
 
-Samples of a row are told apart by ``segment_ids`` (1, 2, …; 0 is padding), and each one's ``position_ids`` begin at 0.
-Those of one record, such as its two answers, follow one another.
+A row's samples have ``segment_ids`` 1, 2, … (0 is padding), and ``position_ids`` from 0 in each. Those of one record,
+such as its two answers, are neighbours.
 
 Shape legend: B rows, S tokens in a row (``sequence_length``).
 """
@@ -32,9 +32,9 @@ class SampleOptions:
 
     Args:
         train_on_prompt: the loss is on every token, not on the answers alone.
-        overflow: what becomes of a sample longer than a row: one of ``shardwright.arguments.data_options.OVERFLOW``.
+        overflow: the policy for a sample longer than a row: one of ``shardwright.arguments.data_options.OVERFLOW``.
         packing: several samples share a row; else each has its own.
-        on_bad_row: what becomes of a record that no sample can be made of: "error" or "skip".
+        on_bad_row: the policy for a record that can't become a sample: "error" or "skip".
         stops: tokens that end a generation, beside the tokenizer's end-of-text token.
         groups: the most records that share a row; None: as many as fit.
     """
@@ -47,14 +47,14 @@ class SampleOptions:
     groups: int | None = None
 
 
-# samples of one record, which go into one row together: one, or several answers
+# the samples of one record, which share a row: one, or several answers
 Group = tuple[Sample, ...]
 
 
 class FittingObserver(Protocol):
-    """Is told of each record of a call by its number in it: why no sample can be made of it, or what is left of it.
+    """Called for each record, by its number in the packer's call: why it is bad, or its sample and the pieces kept.
 
-    Several answers of a record are told as one sample.
+    Several answers of a record are joined into one sample.
     """
 
     def bad(self, number: int, bad: BadRecord) -> None: ...
@@ -66,16 +66,14 @@ class SamplePacker:
     """Records → rows of S tokens. It keeps nothing for the next call: the last row of each is filled up.
 
     Args:
-        shape: of the records.
         isolate: rows say which sample each token belongs to. Without it only rows of one sample can be made.
         place_of: a record's file and row, for messages.
-        watch: is told what becomes of each record.
 
     Attributes:
-        tally: what was counted so far; :func:`shardwright.data.samples.tally.notes` says it in words.
+        tally: counts so far; :func:`shardwright.data.samples.tally.notes` puts them in words.
     """
 
-    groups = 16  # of documents are packed together: the more, the fuller the rows
+    groups = 16  # groups of documents packed together: the more, the fuller the rows
 
     def __init__(
         self,
@@ -90,17 +88,15 @@ class SamplePacker:
         self.watch, self._documents = watch, list[str]()
         self.length, self.options, self.isolate, self.place_of = sequence_length, options, isolate, place_of
         self.tally: Counter[str] = Counter()
-        self.rest = np.empty(0, dtype=np.int32)  # as a packer of text has: no row holds part of a sample
+        self.rest = np.empty(0, dtype=np.int32)  # for AnyPacker; always empty, as samples stay whole
         self.encoder = Encoder(tokenizer, shape, self.tally, self._bad, options.train_on_prompt, options.stops)
         self.padding = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
     @property
     def columns(self) -> list[str]:
-        """The names of a row's columns, each int32 [S]."""
         return ["input_ids", "labels", *(["segment_ids", "position_ids"] if self.isolate else [])]
 
     def __call__(self, batch: Mapping[str, list[str | None]]) -> pa.Table:
-        """The rows of the documents in ``batch["text"]``."""
         return as_table(self.rows([text for text in batch["text"] if text]))
 
     def rows(self, documents: Sequence[str]) -> Columns:
@@ -129,7 +125,7 @@ class SamplePacker:
         return self._filled(rows)
 
     def _fitted(self, document: str, group: Group) -> list[Group]:
-        """``group``, or what the policy makes of one that is longer than a row."""
+        """``[group]``, or the groups that the overflow policy makes of one longer than a row."""
         length, size, policy = _length(group), self.length, self.options.overflow
         if length <= size:
             return [group]
@@ -146,7 +142,7 @@ class SamplePacker:
         if policy == "split":
             (sample,) = group
             return [(_part(sample, n, n + size),) for n in range(0, length, size)]
-        # each of two answers may have what the other leaves, and half a row at least
+        # each of two answers gets the room that the other leaves, and at least half a row
         sizes = [max(size // len(group), size - (length - len(sample.tokens))) for sample in group]
         cut = zip(group, (min(len(s.tokens), most) for s, most in zip(group, sizes, strict=True)), strict=True)
         left = policy == "truncate_left"
@@ -160,7 +156,7 @@ class SamplePacker:
             for number, sample in enumerate(samples, start=1):
                 place = (row, slice(start, start := start + len(sample.tokens)))
                 columns["input_ids"][place], columns["labels"][place] = sample.tokens, sample.labels
-                columns["labels"][row, place[1].start] = IGNORE  # nothing of the sample stands before its first token
+                columns["labels"][row, place[1].start] = IGNORE  # a first token is predicted from nothing
                 if self.isolate:
                     columns["segment_ids"][place] = number
                     columns["position_ids"][place] = np.arange(len(sample.tokens))
@@ -192,15 +188,12 @@ def _part(sample: Sample, start: int, end: int) -> Sample:
 
 
 def best_fit(lengths: Sequence[int], size: int, most: int | None = None) -> list[list[int]]:
-    """Numbers of the lengths that go into each bin of ``size``: longest first, each into the fullest that has room.
+    """The numbers of the lengths in each bin of ``size``: longest first, each into the fullest bin with room.
 
-    Args:
-        most: so many in a bin at most; None: as many as fit.
-
-    Best-fit decreasing (Johnson 1973): at most 11/9 of the fewest bins, and one.
+    Best-fit decreasing (Johnson 1973) takes at most 11/9 of the fewest bins, and one. ``most``: lengths of a bin.
     """
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (what is free, bin), sorted
+    room: list[tuple[int, int]] = []  # (free, bin), sorted
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect.bisect_left(room, (lengths[i], 0))
         free, chosen = room.pop(at) if at < len(room) else (size, len(bins))

@@ -1,4 +1,4 @@
-"""Prompts to answer, read from a file: texts, or conversations; and their tokens."""
+"""Prompts to answer, texts or conversations, read from a file; and their tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwright.errors import UserError
 
-MOST = 1000  # prompts of a file: they are answered at each evaluation, and read by a person
+MOST = 1000  # most prompts of a file: they are answered at each evaluation, and read by a person
 Prompt = str | list[dict[str, Any]]
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """The prompts in a file: one a line, or JSON-lines with `prompt` (a text) or `messages`.
-
-    It is JSON-lines if its first line is an object.
+    """The prompts in a file: one a line, or JSON-lines, if the first line is an object, with `prompt` or `messages`.
 
     Raises:
         UserError: there is no such file, it has no prompts or too many, or a line is of neither kind.
@@ -49,7 +47,7 @@ def _record(path: str, number: int, line: str) -> Prompt:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """The prompt as text, a conversation in its template with the answer's beginning, and its tokens.
+    """The prompt as text (a conversation rendered by its template, with the answer's beginning), and its tokens.
 
     Raises:
         UserError: the tokenizer has no template for these messages, or no token for the text.
@@ -59,7 +57,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[s
     else:
         try:
             text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # of jinja's kinds, and the tokenizer's where there is no template
+        except Exception as error:  # jinja's, or the tokenizer's if there is no template
             raise UserError(
                 asked="an answer to `messages` of --sample_prompts",
                 found=f"{type(error).__name__}: {str(error)[:300]}",

@@ -21,17 +21,14 @@ from shardwright.data.tokenizer import plain_tokens, special_ids
 from shardwright.models.ops.labels import IGNORE
 from shardwright.objectives.objective import RecordShape
 
-# how a record of instruction, input and output is asked where there is no chat template
+# prompts of instruction records for tokenizers without a chat template
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 _INSTRUCTION_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100 where the loss is not on it.
-
-    ``counts``: what was counted when it was made.
-    """
+    """int32 ``tokens`` and ``labels`` [T]: a token's label is itself, or -100: no loss. ``counts`` are for tallies."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -39,24 +36,24 @@ class Sample:
 
     @property
     def scored(self) -> int:
-        """How many targets the loss is on; a first token is none."""
+        """How many targets the loss is on; a first token is no target."""
         return int((self.labels[1:] != IGNORE).sum())
 
     @property
     def segments(self) -> tuple[Sample, ...]:
-        """What of it goes into a row, each apart from the other: itself."""
+        """Itself: its only segment in a row, as :class:`Answers` has several."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to one prompt, each behind the whole prompt: they go into one row, and do not see one another."""
+    """Answers to one prompt, each behind the whole prompt, as isolated segments of one row."""
 
     segments: tuple[Sample, ...]
 
 
 def joined(segments: Sequence[Sample]) -> Sample:
-    """``segments`` one behind the other, to be looked at as one."""
+    """``segments`` concatenated into one sample, to inspect."""
     if len(segments) == 1:
         return segments[0]
     counts: Counter[str] = sum((Counter(each.counts) for each in segments), Counter())
@@ -65,7 +62,7 @@ def joined(segments: Sequence[Sample]) -> Sample:
     )
 
 
-# what is tokenised of a record, and what their tokens make
+# (a record's texts to tokenise, the function from their tokens to the sample)
 Draft = tuple[list[str], Callable[[list[list[int]]], Any]]
 
 
@@ -74,10 +71,10 @@ class Encoder:
 
     Args:
         train_on_prompt: the loss is on every token.
-        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only its special ones count: a
-            config that was never made for it names a number that is some letter here.
-        on_bad: called with the number of each record that no sample can be made of, and why; it may raise.
-        tally: what is counted on the way.
+        stops: tokens that end a generation, beside the tokenizer's end-of-text token. Only special ones count, as an id
+            from a config made for another tokenizer may be a letter here.
+        on_bad: called with the number of each record that can't become a sample, and why; it may raise.
+        tally: gets the counts of the samples.
 
     Raises:
         UserError: chats, and the tokenizer has no template for them.
@@ -96,14 +93,12 @@ class Encoder:
         self.train_on_prompt, self.end = train_on_prompt, int(tokenizer.eos_token_id)
         self.stops = (stops & special_ids(tokenizer)) | {self.end}
         self.template = Template(tokenizer, self.stops) if shape.is_chat else None
-        # what the tokenizer puts in front of a text that is asked (Llama's <s>)
+        # the tokenizer's beginning of a prompt (Llama's <s>)
         first = tokenizer("", verbose=False)["input_ids"][:1]
         self.begin = first if first and first == [tokenizer.bos_token_id] else []
 
     def __call__(self, documents: Sequence[str]) -> list[tuple[int, Sample | Answers]]:
-        """The samples or answers of ``documents``, each a record's one string, with its number; without those that are
-        bad.
-        """
+        """(number, sample or answers) of each of ``documents``, which are records as strings; bad ones are left out."""
         if self.shape.is_text:
             tokens_of = enumerate(plain_tokens(self.tokenizer, documents))
             return [(number, self._whole([*tokens, self.end])) for number, tokens in tokens_of]
@@ -151,7 +146,7 @@ class Encoder:
         return self._chat(chat_of(values))
 
     def _whole(self, tokens: Sequence[int], first: int = 0) -> Sample:
-        """The loss is on the tokens from ``first`` on."""
+        """A sample with the loss on the tokens from ``first`` on."""
         made = np.array(tokens, dtype=np.int32)
         labels = made.copy()
         if not self.train_on_prompt:
@@ -159,7 +154,7 @@ class Encoder:
         return Sample(made, labels)
 
     def _given(self, values: Mapping[str, Any]) -> Sample:
-        """Tokens, and perhaps labels, as the record has them."""
+        """The record's own tokens, and labels if it has them."""
         arrays = []
         for name in ("input_ids", "labels"):
             given = values.get(name, values["input_ids"])
@@ -178,7 +173,7 @@ class Encoder:
         def make(tokens: list[list[int]]) -> Sample:
             asked, whole = tokens
             pairs = zip(asked, whole, strict=False)
-            # the first token that the prompt alone would not have, even if it holds the prompt's last letters too
+            # the first token that differs from the prompt's own, even if it also holds the prompt's last letters
             first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(whole)))
             begin = self.begin if whole[:1] != self.begin else []
             end = [] if whole[-1:] == [self.end] else [self.end]
@@ -188,7 +183,7 @@ class Encoder:
         return [prompt, prompt + completion], make
 
     def _answers(self, values: Mapping[str, Any]) -> Draft:
-        """Each answer as if it were in a record of its own."""
+        """Each answer, drafted as in a record of its own."""
         names = self.shape.answers
         if any(values[name] == values[names[0]] for name in names[1:]):
             raise BadRecord(names[-1], f"no answer that differs from the {names[0]} one")
@@ -206,7 +201,7 @@ class Encoder:
         def make(tokens: list[list[int]]) -> Answers:
             left = iter(tokens)
             answers = Answers(tuple(made([next(left) for _ in own]) for own, made in drafts))
-            if texts:  # the prompt's last token may run on into one answer alone: then all are scored from it on
+            if texts:  # the prompt's last token may merge into one answer only: then all are scored from it on
                 start = min(int(np.argmax(sample.labels != IGNORE)) for sample in answers.segments)
                 for sample in answers.segments:
                     sample.labels[start:] = sample.tokens[start:]
@@ -242,7 +237,7 @@ class Encoder:
         return template.texts(chat), make
 
     def _turns(self, chat: Chat, tokens: list[int], spans: Sequence[tuple[int, int]]) -> Sample:
-        """The loss is on the tokens of ``spans``."""
+        """A sample with the loss on the tokens of ``spans``."""
         counts = Counter(f"unknown role {role!r}" for role in chat.unknown_roles)
         counts["turns"] = len(spans)
         counts["turns without stop"] = sum(self.stops.isdisjoint(tokens[a:b]) for a, b in spans)

@@ -1,4 +1,4 @@
-"""What was counted while samples became rows, in words."""
+"""The counts of samples and rows, in words."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ _CUT = {
 
 
 def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str]:
-    """Lines for a person: how many samples, what was left of them, and what would train otherwise than they may think.
+    """Lines for a person: numbers of samples and of scored tokens, losses by policy, and surprises in training.
 
-    Args:
-        tally: of a :class:`shardwright.data.samples.fitting.SamplePacker`.
-        length: tokens of a row.
+    ``tally`` is that of a :class:`shardwright.data.samples.fitting.SamplePacker` with rows of ``length`` tokens.
     """
     count = {name: f"{value:,}" for name, value in tally.items()}
     rows = tally.get("rows", 0)
@@ -54,7 +52,7 @@ def notes(shape: RecordShape, tally: Mapping[str, int], length: int) -> list[str
 
 
 def unread_notes(tally: Mapping[str, int]) -> list[str]:
-    """A line for a person if rows or files were left out because they can't be read: how many, and where."""
+    """A line with the number and places of unreadable rows that were left out, if any."""
     if not (count := tally.get("unreadable")):
         return []
     places = [name.removeprefix("unreadable ") for name in tally if name.startswith("unreadable ")]
