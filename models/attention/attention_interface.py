@@ -201,7 +201,7 @@ class Attention:
         if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
-        settings = splash.Settings(scoring, self.layout)
+        settings = splash.KernelSettings(scoring, self.layout)
         return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
 
     def _of_pieces(
@@ -214,7 +214,7 @@ class Attention:
         scoring: Scoring,
     ) -> torch.Tensor:
         if query.device.type == "xla":
-            settings = splash.Settings(scoring, self.layout)
+            settings = splash.KernelSettings(scoring, self.layout)
             return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
         count = self.layout.sequence_shards
         rows = [pieces.from_pieces(t, count, 2) for t in (query, key, value)]

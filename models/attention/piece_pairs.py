@@ -36,7 +36,7 @@ class PiecePair:
     distance: jax.Array | None
 
 
-def forward(pair: PiecePair, settings: splash.Settings) -> tuple[jax.Array, jax.Array]:
+def forward(pair: PiecePair, settings: splash.KernelSettings) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, H, P, E] and each query's logsumexp [B, H, P], in float32."""
     mask, segments = _masked(pair, settings)
     out, logsumexp = splash.forward((pair.query, pair.key, pair.value), segments, None, mask, settings)
@@ -45,7 +45,7 @@ def forward(pair: PiecePair, settings: splash.Settings) -> tuple[jax.Array, jax.
 
 
 def backward(
-    pair: PiecePair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array, settings: splash.Settings
+    pair: PiecePair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array, settings: splash.KernelSettings
 ) -> tuple[jax.Array, ...]:
     """Return the float32 gradients of query, key and value; ``rows`` as in :func:`splash.backward`."""
     mask, segments = _masked(pair, settings)
@@ -53,7 +53,7 @@ def backward(
     return tuple(grad.astype(jnp.float32) for grad in grads)
 
 
-def _masked(pair: PiecePair, settings: splash.Settings) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
+def _masked(pair: PiecePair, settings: splash.KernelSettings) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
     sizes, scoring = splash.sizes_of(pair.query), settings.scoring
     segments = None if pair.segments is None else splash.segment_ids(*pair.segments, sizes)
     if pair.distance is None:
@@ -61,6 +61,6 @@ def _masked(pair: PiecePair, settings: splash.Settings) -> tuple[splash_masks.Ma
     return splash_masks.earlier_keys(sizes, scoring, pair.query.shape[2], pair.distance), segments
 
 
-def without_chunk(settings: splash.Settings) -> splash.Settings:
+def without_chunk(settings: splash.KernelSettings) -> splash.KernelSettings:
     """Drop the chunk from ``settings``, for segments that include it."""
     return replace(settings, scoring=replace(settings.scoring, chunk=None))

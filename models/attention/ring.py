@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.attention import piece_pairs, pieces
 from shardwright.models.attention.piece_pairs import PiecePair, without_chunk
-from shardwright.models.attention.splash import Settings, causal_flops, present
+from shardwright.models.attention.splash import KernelSettings, causal_flops, present
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import jax_call
 
@@ -36,7 +36,7 @@ def attend(
     value_BKSE: torch.Tensor,
     segments_BS: torch.Tensor | None,
     sinks_H: torch.Tensor | None,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> torch.Tensor:
     """Return attention ``[B, H, S, E]`` of tokens in pieces' order, differentiable in query, key, value and sinks.
 
@@ -71,7 +71,7 @@ def _ring(
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
-    settings: Settings = from_text(settings_text)
+    settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks, "bs")
     manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs s {letters}", "bhs bhs")
     tensors = (query, key, value, starts, *extra)
@@ -100,7 +100,7 @@ def _ring_backward(
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, and each device's part of the sinks' gradient, ``[B, H, n]``."""
-    settings: Settings = from_text(settings_text)
+    settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks, "bs")
     manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs bhs bhs bhs s {letters}", "bhs bhs bhs bhs")
     tensors = (grad_out, out, logsumexp, query, key, value, starts, *extra)
@@ -143,13 +143,13 @@ class _Keys(NamedTuple):
     starts: jax.Array
     segments: jax.Array | None
 
-    def sent_on(self, settings: Settings) -> _Keys:
+    def sent_on(self, settings: KernelSettings) -> _Keys:
         segments = None if self.segments is None else _next(self.segments, settings)
         key, value, starts = (_next(x, settings) for x in (self.key, self.value, self.starts))
         return _Keys(key, value, starts, segments)
 
 
-def _next(x: jax.Array, settings: Settings) -> jax.Array:
+def _next(x: jax.Array, settings: KernelSettings) -> jax.Array:
     """Receive ``x`` from the previous device of the ring."""
     axis, count = settings.layout.sequence_axis, settings.layout.sequence_shards
     return jax.lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
@@ -202,7 +202,7 @@ def _forward(
     starts: jax.Array,
     *optional: jax.Array,
     extra: str,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> tuple[jax.Array, jax.Array]:
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("bs"), named.get("h")
@@ -246,7 +246,7 @@ def _backward(
     starts: jax.Array,
     *optional: jax.Array,
     extra: str,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     named = dict(zip(extra.split(), optional, strict=True))
     segments, sinks = named.get("bs"), named.get("h")

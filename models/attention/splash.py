@@ -2,7 +2,7 @@
 
 Blocks of queries meet blocks of keys, and pairs that the mask empties are skipped. On a TPU scores exist only in VMEM,
 so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies. The device's
-own kernel (`shardwright.models.ops.kernels`) computes each pair.
+own kernel (`shardwright.models.ops.device_kernels`) computes each pair.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence, D head dimension of query and key, E that
 of value.
@@ -21,10 +21,10 @@ from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring
 from shardwright.models.attention.splash_masks import BlockSizes, Mask, causal
 from shardwright.models.ops.arguments_as_text import as_text, from_text
+from shardwright.models.ops.device_kernels import kernels
 
 # configures jax: it must come before jax itself
 from shardwright.models.ops.jax_call import jax_call
-from shardwright.models.ops.kernels import kernels
 
 # isort: split
 import jax
@@ -42,7 +42,7 @@ LANES = 128
 
 
 @dataclass(frozen=True)
-class Settings:
+class KernelSettings:
     """The parameters of a kernel call besides its tensors."""
 
     scoring: Scoring
@@ -55,7 +55,7 @@ def attend(
     value_BKSE: torch.Tensor,
     segments_BS: torch.Tensor | None,
     sinks_H: torch.Tensor | None,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> torch.Tensor:
     """Return attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
 
@@ -84,7 +84,7 @@ def _splash(
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
-    settings: Settings = from_text(settings_text)
+    settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks)
     manual = settings.layout.manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
     tensors = (query, key, value, *extra)
@@ -112,7 +112,7 @@ def _splash_backward(
     settings_text: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value, and each sequence's part of the sinks' gradient, ``[B, H]``."""
-    settings: Settings = from_text(settings_text)
+    settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks)
     manual = settings.layout.manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
     tensors = (grad_out, out, logsumexp, query, key, value, *extra)
@@ -165,7 +165,7 @@ def present(
 
 
 def _forward(
-    query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, settings: Settings, extra: str
+    query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, settings: KernelSettings, extra: str
 ) -> tuple[jax.Array, jax.Array]:
     sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
@@ -177,7 +177,7 @@ def forward(
     segments: SegmentIds | None,
     sinks: jax.Array | None,
     mask: Mask,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output for query, key and value of one length, and each row's logsumexp.
 
@@ -191,7 +191,7 @@ def forward(
 
 
 def _backward(
-    grad_out: jax.Array, out: jax.Array, logsumexp: jax.Array, *inputs: jax.Array, settings: Settings, extra: str
+    grad_out: jax.Array, out: jax.Array, logsumexp: jax.Array, *inputs: jax.Array, settings: KernelSettings, extra: str
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """``inputs`` are those of :func:`_forward`."""
     query_BHSD, key, value, *optional = inputs
@@ -212,7 +212,7 @@ def backward(
     grad_out: jax.Array,
     segments: SegmentIds | None,
     mask: Mask,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of query, key and value.
 

@@ -2,7 +2,7 @@
 
 The sizes of the groups are data, known only on the device. So a product goes through *visits*: in a visit a tile of
 rows meets one group's matrix, and the rows of other groups are masked. Whatever the routing, the work is that of the
-groups' rows plus at most one tile a group. The products are a device's own (`shardwright.models.ops.kernels`).
+groups' rows plus at most one tile a group. The products are a device's own (`shardwright.models.ops.device_kernels`).
 
 Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 """
@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
-
 # configures jax: it must come before jax itself
-from shardwright.models.ops.kernels import kernels
+from shardwright.models.ops.device_kernels import kernels
+from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 
 # isort: split
 from jax.experimental.layout import Layout, with_layout_constraint

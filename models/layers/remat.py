@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.utils import flop_counter
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardwright.models.ops.kernels import kernels
+from shardwright.models.ops.device_kernels import kernels
 
 VALUES = "values"  # key in the `meta` of a split layer's forward
 

@@ -15,7 +15,7 @@ from shardwright.models.ops.jax_call import jax
 from tests.support.paths import ROOT
 
 _FOLDER = f"{ROOT}/models/"
-# the modules of the only functions that may differ by device (shardwright.models.ops.kernels)
+# the modules of the only functions that may differ by device (shardwright.models.ops.device_kernels)
 _KERNELS = ("ops/tpu_kernels.py", "ops/plain_kernels.py")
 
 

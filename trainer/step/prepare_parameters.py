@@ -13,7 +13,7 @@ from shardwright.models.adapters.int8 import SCALE, from_int8
 from shardwright.models.experts.expert_families import experts_modules
 from shardwright.models.experts.routing import selection_biases
 from shardwright.models.ops import jax_call
-from shardwright.models.ops.kernels import kernels
+from shardwright.models.ops.device_kernels import kernels
 from shardwright.models.ops.partial_gradients import SUFFIX, Tensors
 from shardwright.models.ops.stored_layout import as_stored
 from shardwright.step.gradient_reduction import PartialGradient, token_axes
