@@ -54,7 +54,7 @@ def half_written(output: Path) -> list[str]:
 def killed(home) -> tuple[list[Job], Job]:
     """Two jobs of which a host was killed in a save, the first and the second; and one whose second could not write."""
     jobs = [job(home, f"killed-{host}", "--max_steps", STEPS) for host in (0, 1)]
-    full = job(home, "full", "--max_steps", 4000, HOST_FILE_LIMIT="1:40000")
+    full = job(home, "full", "--max_steps", 4000, HOST_FILE_LIMIT="1:30000")
     with full, jobs[0], jobs[1]:
         left = dict(enumerate(jobs))
 
