@@ -122,11 +122,11 @@ def test_a_runs_adapter_and_its_checkpoint_are_measured_as_pefts_own_model(runs)
         found.append(score[0])
         plain = AutoModelForCausalLM.from_pretrained(runs / "base")
         if base_dtype == "int8":
-            round_as_stored(plain, opened.job)
+            round_as_stored(plain, opened.placed.job)
         theirs = PeftModel.from_pretrained(plain, runs / "whole" / "model")
         context, whole = (opened.tokenizer(text).input_ids for text in ("3 plus 1", "3 plus 1 makes 4."))
         logits = theirs(torch.tensor([whole])).logits[0].log_softmax(-1)
         places = range(len(context), len(whole))
         expected.append(sum(logits[place - 1, whole[place]].item() for place in places))
     assert found == pytest.approx(expected, rel=1e-4)
-    assert opened.job.plan["model.layers.0.mlp.experts.down_proj"].dtype == torch.int8
+    assert opened.placed.job.plan["model.layers.0.mlp.experts.down_proj"].dtype == torch.int8
