@@ -115,6 +115,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, and is not looked through again."""
+    """Keeps the garbage collector off all that was imported and collected."""
     gc.freeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""What is installed: a wheel, built from the sdist, that has every module, recipe and config and works from any folder;
+"""The installed package: a wheel, built from the sdist, has every module, recipe and config and works from any folder;
 the console command; and the words by which messages name the command that the user ran."""
 
 from __future__ import annotations

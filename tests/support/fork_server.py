@@ -61,7 +61,7 @@ class Forked(subprocess.Popen):
         self._child_created = True
 
     def _number(self) -> int:
-        """What the server says next of this program: its process id, then its exit code."""
+        """The next answer of the server about this program: its process id, then its exit code."""
         line = b""
         while not line.endswith(b"\n"):
             if not (part := os.read(self._news, 1)):
