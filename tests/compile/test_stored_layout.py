@@ -13,7 +13,7 @@ from shardwright.compile.libtpu import CompileTarget, compile_for
 from shardwright.compile.lowering import lower
 from shardwright.layout.load_recipe import load_recipe
 from shardwright.models.ops.stored_layout import stored_order
-from shardwright.step import build
+from shardwright.step import prepare_parameters
 from tests.support.jobs import job_of
 from tests.support.tpu_compiler import needs_libtpu
 
@@ -69,7 +69,7 @@ def test_no_loop_copies_all_layers_experts(tmp_path: Path, monkeypatch: pytest.M
     job = job_of(recipe, sequence_length=512, **bf16)
     target = CompileTarget("v5e:2x4", timeout=900)
     ours = compile_for(lower(job), target, cache_dir=tmp_path / "ours")
-    monkeypatch.setattr(build, "as_stored", lambda weight, *_: weight)
+    monkeypatch.setattr(prepare_parameters, "as_stored", lambda weight, *_: weight)
     theirs = compile_for(lower(job), target, cache_dir=tmp_path / "theirs")
 
     stored = _entry(tmp_path / "ours")

@@ -27,9 +27,8 @@ from typing import Any
 from tests.support.paths import ROOT
 
 # the trainer, and what a run imports when it comes to it
-_IMPORTED = ["shardwright.run", "shardwright.scripts.train", "datasets", "jax", "matplotlib.backends.backend_agg"]
-_IMPORTED += ["matplotlib.figure", "matplotlib.mathtext", "transformers.models.llama.modeling_llama"]
-_IMPORTED += ["transformers.models.mixtral.modeling_mixtral"]
+_IMPORTED = ["shardwright.run", "shardwright.scripts.train", "datasets", "jax"]
+_IMPORTED += ["transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral"]
 _REQUEST = 1 << 20  # bytes at most; the environment takes some 10,000
 
 
