@@ -115,6 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector off all that was imported and collected."""
+    """Keeps the garbage collector off all that was imported and collected, and from looking often at traced graphs."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()

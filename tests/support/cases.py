@@ -35,7 +35,7 @@ PATTERNS = {
     "gpt_oss": {"num_hidden_layers": 4, "sliding_window": 8},
     "deepseek_v3": {"num_hidden_layers": 3},
     "qwen3_next": {"num_hidden_layers": 4, "full_attention_interval": 2},
-    "gemma3_text": {"num_hidden_layers": 7, "sliding_window_pattern": 3, "sliding_window": 8},
+    "gemma3_text": {"num_hidden_layers": 5, "sliding_window_pattern": 2, "sliding_window": 8},
     "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 8},
 }
 
@@ -60,6 +60,16 @@ class Case:
         torch_xla.sync()
         return loss.item(), dict(unstacked(self.plan, found))
 
+    def first_step(self, batch: dict[str, torch.Tensor], learning_rate: float = 3e-4) -> tuple[float, dict[str, Any]]:
+        """Take AdamW's first step; return its loss, and the clipped gradients, which its first moments are a tenth of.
+
+        The graph of a whole step is traced, as a run traces it, and :meth:`gradients` would trace most of it again.
+        """
+        self.step(batch, step=1, learning_rate=learning_rate)
+        tenths = {name: moments[0] for name, moments in self.step.moments.items()}
+        found = {name: values / 0.1 for name, values in unstacked(self.plan, tenths)}
+        return self.step.read_metrics().loss, found
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Our weights now, under the model's own names, on the CPU."""
         return dict(unstacked(self.plan, self.step.parameters))
@@ -70,6 +80,12 @@ class Case:
         loss.backward()
         found = {k: p.grad for k, p in self.reference.named_parameters()}
         return loss.item(), {k: gradient.clone() for k, gradient in found.items() if gradient is not None}
+
+    def clipped_reference_gradients(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+        """The reference's loss, and its gradients as `torch.nn.utils.clip_grad_norm_` leaves them at a limit of 1."""
+        loss, found = self.reference_gradients(batch)
+        torch.nn.utils.clip_grad_norm_(self.reference.parameters(), 1.0)
+        return loss, {k: p.grad.clone() for k, p in self.reference.named_parameters() if k in found}
 
 
 def small_config(recipe: Recipe, **changes: Any) -> PretrainedConfig:
@@ -155,14 +171,17 @@ def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     )
 
 
-def after_steps(case: Case, steps: int, learning_rate: float = 3e-4) -> tuple[float, str]:
+def after_steps(case: Case, steps: int, learning_rate: float = 3e-4, taken: int = 0) -> tuple[float, str]:
     """Our weights after ``steps`` AdamW steps against `torch.optim.AdamW` and `clip_grad_norm_` on the reference."""
-    train_both(case, steps, learning_rate)
+    train_both(case, steps, learning_rate, taken)
     return relative(case.parameters(), dict(case.reference.named_parameters()))
 
 
-def train_both(case: Case, steps: int, learning_rate: float = 3e-4) -> None:
-    """``steps`` AdamW steps of ours, and as many of `torch.optim.AdamW` with `clip_grad_norm_` on the reference."""
+def train_both(case: Case, steps: int, learning_rate: float = 3e-4, taken: int = 0) -> None:
+    """``steps`` AdamW steps of ours, and as many of `torch.optim.AdamW` with `clip_grad_norm_` on the reference.
+
+    Of ours the first ``taken`` are taken already.
+    """
     decayed = case.step.optimizer.decay
     stored = {name: p for entry in case.plan.parameters for name in case.plan.members(entry.name) for p in [entry.name]}
     named = list(case.reference.named_parameters())
@@ -173,7 +192,8 @@ def train_both(case: Case, steps: int, learning_rate: float = 3e-4) -> None:
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate)
     for i in range(steps):
         batch = make_batch(case.config, seed=i)
-        case.step(batch, step=i + 1, learning_rate=learning_rate)
+        if i >= taken:
+            case.step(batch, step=i + 1, learning_rate=learning_rate)
         optimizer.zero_grad()
         reference_loss(case.reference, batch, router_loss=case.recipe.compute.router_loss).backward()
         torch.nn.utils.clip_grad_norm_(case.reference.parameters(), 1.0)
