@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 A, B = "_lora_A", "_lora_B"
 # the attribute of a module with factors that holds the factor on their product
@@ -87,7 +87,7 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 class _LoraLinear(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         this: Any = self
         return super().forward(x) + F.linear(F.linear(x, this.weight_lora_A), this.weight_lora_B) * this.lora_scale
 

@@ -8,6 +8,4 @@ from typing import Any
 from shardwright.models.attention.block_indexer import chosen_keys
 
 # class of a module → its forward under our attention: the same numbers, in operations that XLA can run
-FORWARDS: dict[str, Callable[..., Any]] = {
-    "Qwen4ExpTextQSAIndexer": chosen_keys,
-}
+FORWARDS: dict[str, Callable[..., Any]] = {"Qwen4ExpTextQSAIndexer": chosen_keys}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from shardwright.models.attention import pieces, ring, splash
@@ -58,7 +58,7 @@ _UNDERSTOOD = {
     "output_attentions",
 }
 # the documents of the model's rows, for the masks that it builds
-_segments: ContextVar[torch.Tensor | None] = ContextVar("segments", default=None)
+_segments: ContextVar[Tensor | None] = ContextVar("segments", default=None)
 
 
 class Unsupported(ValueError):
@@ -103,7 +103,7 @@ def bind(model: nn.Module, layout: KernelLayout) -> None:
 
 
 @contextmanager
-def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+def masks_without_reads(segment_ids: Tensor | None = None) -> Iterator[None]:
     """Inside, transformers builds masks without reading values back; those of ``portable_masked`` have ``segment_ids``.
 
     Otherwise it asks the device on every step whether positions are packed and whether anything is padding, at the cost
@@ -139,18 +139,18 @@ class Attention:
     def __call__(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        segment_ids: torch.Tensor | None = None,
+        segment_ids: Tensor | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Compute attention of one layer.
 
         Args:
@@ -206,13 +206,13 @@ class Attention:
 
     def _of_pieces(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segment_ids: torch.Tensor | None,
-        s_aux: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segment_ids: Tensor | None,
+        s_aux: Tensor | None,
         scoring: Scoring,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if query.device.type == "xla":
             settings = splash.KernelSettings(scoring, self.layout)
             return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
@@ -222,15 +222,15 @@ class Attention:
         return pieces.to_pieces(portable(rows[0], rows[1], rows[2], segments, s_aux, scoring), count, 1)
 
 
-def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return Attention(getattr(module, _LAYOUT, ONE_DEVICE))(module, *args, **kwargs)
 
 
-def _bound_masked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def _bound_masked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return Attention(getattr(module, _LAYOUT, ONE_DEVICE), masked=True)(module, *args, **kwargs)
 
 
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of transformers' eager attention, with the segments of :func:`masks_without_reads`."""
     mask, segments = masking_utils.eager_mask(*args, **kwargs), _segments.get()
     if mask is None or segments is None:
@@ -244,7 +244,7 @@ AttentionInterface.register(MASKED, _bound_masked)
 AttentionMaskInterface.register(MASKED, _mask)
 
 
-def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, Any]) -> torch.Tensor | None:
+def _bias(module: nn.Module, query: Tensor, keys: int, asked: dict[str, Any]) -> Tensor | None:
     """Combine masks, biases and chosen keys into one bias, ``[batch or 1, query heads or 1, sequence, keys]``."""
     mask, bias, lowest = asked["attention_mask"], asked.get("position_bias"), torch.finfo(query.dtype).min
     indices, block_indices = asked.get("indices"), asked.get("block_indices")
@@ -265,21 +265,14 @@ def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, An
     return torch.where(seen, query.new_zeros(()) if mask is None else mask, lowest)
 
 
-def _named(index: torch.Tensor, count: int) -> torch.Tensor:
+def _named(index: Tensor, count: int) -> Tensor:
     """Mark which of ``count`` numbers are in the last dimension of ``index``, where -1 is none."""
     named = torch.zeros(*index.shape[:-1], count + 1, dtype=torch.int32, device=index.device)
     index = torch.where(index < 0, count, index).long()
     return named.scatter(-1, index, torch.ones_like(index, dtype=torch.int32))[..., :count] > 0
 
 
-def _refuse_unsupported(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    kwargs: dict[str, Any],
-    *,
-    masked: bool,
-) -> None:
+def _refuse_unsupported(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any], *, masked: bool) -> None:
     """Raise :class:`Unsupported` for a feature that :class:`Attention` lacks, unless it changes no number."""
     length, mask, segment_ids = query.shape[2], kwargs["attention_mask"], kwargs["segment_ids"]
     causal = kwargs.get("is_causal")

@@ -9,17 +9,18 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 
 @torch.no_grad()
 def chosen_keys(
     indexer: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
     past_key_values: None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Qwen4-Exp's indexer: the keys that each query attends to, ``[B, 1, S, T]``.
 
     They are those of its best blocks, and those behind its last full block. The keys that a query sees must be
@@ -53,7 +54,7 @@ def chosen_keys(
     return (seen_BST & ((whole > 0) | (offset_BST >= full_BS1))).unsqueeze(1)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to as many of the first numbers of ``x`` as ``cos`` has."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from shardwright.models.ops.jax_call import Axes, Manual, Spec
 
@@ -56,7 +56,7 @@ class KernelLayout:
 
         return Manual(self.axes, specs(inputs), specs(outputs), self.order)
 
-    def shared_heads(self, heads: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def shared_heads(self, heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Repeat the heads of key and value ``[B, K, S, D]`` until the axes divide them, for ``heads`` query heads."""
         keys, shards = tensors[0].shape[1], self.split(heads)
         assert heads % keys == 0

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -66,15 +67,15 @@ class Scoring:
 
 
 def portable(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segment_ids: torch.Tensor | None,
-    s_aux: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_ids: Tensor | None,
+    s_aux: Tensor | None,
     scoring: Scoring,
-    random_key: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    random_key: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Map query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` or ``BHS1`` to ``BSHE``.
 
     ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient: memory quadratic in the sequence.
@@ -97,7 +98,7 @@ def portable(
     return torch.cat(out_BSHE, 1) if len(out_BSHE) > 1 else out_BSHE[0].contiguous()
 
 
-def _bands(S: int, T: int, scoring: Scoring, bias: torch.Tensor | None) -> list[tuple[int, int, int]]:
+def _bands(S: int, T: int, scoring: Scoring, bias: Tensor | None) -> list[tuple[int, int, int]]:
     """Cut queries into bands, ``(first, end, keys)``: a band meets no key that is later than its last query.
 
     There is one band, which meets all keys, if a bias is the mask, or if dropout draws for all weights.
@@ -110,17 +111,17 @@ def _bands(S: int, T: int, scoring: Scoring, bias: torch.Tensor | None) -> list[
 
 
 def _band(
-    query: torch.Tensor,
-    query_segments: torch.Tensor,
-    sinks: torch.Tensor,
-    bias: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor,
+    query: Tensor,
+    query_segments: Tensor,
+    sinks: Tensor,
+    bias: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor,
     start: int,
     scoring: Scoring,
-    random_key: torch.Tensor | None,
-) -> torch.Tensor:
+    random_key: Tensor | None,
+) -> Tensor:
     """The output ``BSHE`` of queries that begin at position ``start``."""
     B, H, S, D = query.shape
     K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
@@ -141,7 +142,7 @@ def _band(
     return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
 
 
-def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
+def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
     """Lay out a tensor beside the scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``; C is 1 where S is 1."""
     b, heads, length, width = x.shape
     split = (b, *((1, 1) if heads == 1 else (K, heads // K)))
@@ -157,17 +158,17 @@ def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
 # or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
 @torch.library.custom_op("shardwright::attention", mutates_args=())
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    segments: torch.Tensor,
-    positions: torch.Tensor,
-    query_segments: torch.Tensor,
-    random_key: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    segments: Tensor,
+    positions: Tensor,
+    query_segments: Tensor,
+    random_key: Tensor | None,
+    bias: Tensor | None,
     scoring_text: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Map query ``NBKGCD``, key ``BKTD``, value ``BKTE`` and bias ``NbkTgC`` to ``NBKGCE``.
 
     Sinks are ``Nbk1gC``, segments ``BT``, positions ``NC``, query segments ``NBC``.
@@ -175,8 +176,8 @@ def _attention(
     scoring: Scoring = from_text(scoring_text)
 
     def body(
-        constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        constants: Sequence[Tensor], carry: Sequence[Tensor], x: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights_BKTGC, scoring)
         out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
@@ -193,25 +194,25 @@ def _(query, key, value, sinks, segments, positions, query_segments, random_key,
 
 @torch.library.custom_op("shardwright::attention_backward", mutates_args=())
 def _attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    segments: torch.Tensor,
-    positions: torch.Tensor,
-    query_segments: torch.Tensor,
-    random_key: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    segments: Tensor,
+    positions: Tensor,
+    query_segments: Tensor,
+    random_key: Tensor | None,
+    bias: Tensor | None,
     scoring_text: str,
     with_bias: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Map grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value, sinks and bias."""
     scoring: Scoring = from_text(scoring_text)
 
     def body(
-        constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        constants: Sequence[Tensor], carry: Sequence[Tensor], x: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         key_BKTD, value_BKTE, *_ = constants
         grad_key, grad_value = carry
         *x, grad_blocks = x
@@ -251,12 +252,12 @@ def _(
     return [t.new_empty(t.shape) for t in (query, key, value, sinks, *([bias] if with_bias else []))]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.scoring_text = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     with_bias = ctx.needs_input_grad[8]
     grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text, with_bias)
     return (*grads[:4], None, None, None, None, grads[4] if with_bias else None, None)
@@ -272,8 +273,8 @@ def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int]
 
 
 def _weights(
-    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    constants: Sequence[Tensor], x: Sequence[Tensor], scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """One block's undivided weights ``BKTGC``, those of its sinks ``BK1GC``, and the soft cap's slope at each score."""
     key_BKTD, _, segments_BT = constants[:3]
     query_BKGCD, positions_C, segments_BC, sinks_bk1gC, *bias = x
@@ -295,21 +296,19 @@ def _weights(
 
 
 def _product(
-    weights_BKTGC: torch.Tensor, sink_BK1GC: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weights_BKTGC: Tensor, sink_BK1GC: Tensor, value_BKTE: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The weights' product with the values, ``BKEGC``, not yet divided by their total, and that total, ``BK1GC``."""
     out = apart(torch.einsum("bkte,bktgc->bkegc", value_BKTE.float(), _times(weights_BKTGC, kept)))
     # in a row that sees something the largest weight is 1: the clamp changes no such row
     return out, (weights_BKTGC.sum(2, keepdim=True) + sink_BK1GC).clamp(min=1.0)
 
 
-def _queries_first(x_BKEGC: torch.Tensor) -> torch.Tensor:
+def _queries_first(x_BKEGC: Tensor) -> Tensor:
     return x_BKEGC.permute(0, 1, 3, 4, 2)
 
 
-def _kept(
-    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], weights_BKTGC: torch.Tensor, scoring: Scoring
-) -> torch.Tensor | None:
+def _kept(constants: Sequence[Tensor], x: Sequence[Tensor], weights_BKTGC: Tensor, scoring: Scoring) -> Tensor | None:
     """Dropout's factors for a block's weights, ``BKTGC``; None without dropout."""
     if not scoring.dropout:
         return None
@@ -317,13 +316,11 @@ def _kept(
     return keep_factors(constants[3], (B, K, G, C, T), scoring.site, scoring.dropout, rows=x[1]).permute(0, 1, 4, 2, 3)
 
 
-def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def _times(weights: Tensor, kept: Tensor | None) -> Tensor:
     return weights if kept is None else weights * kept
 
 
-def _seen(
-    positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, scoring: Scoring
-) -> torch.Tensor:
+def _seen(positions_C: Tensor, segments_BC: Tensor, segments_BT: Tensor, scoring: Scoring) -> Tensor:
     """Whether a query sees a key, ``[B, 1, T, 1, C]``: of its segment, not padding, not later, in window and chunk."""
     segments_B1C = segments_BC.unsqueeze(1)
     same_BTC = (segments_B1C == segments_BT.unsqueeze(2)) & (segments_B1C != 0)
@@ -339,22 +336,22 @@ def _seen(
     return (near_TC & same_BTC)[:, None, :, None]
 
 
-def _given(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+def _given(tensor: Tensor | None) -> list[Tensor]:
     return [] if tensor is None else [tensor]
 
 
-def _summed(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _summed(grad: Tensor, like: Tensor) -> Tensor:
     """Sum ``grad`` over the dimensions along which ``like`` was repeated, in its dtype."""
     repeated = [i for i in range(grad.dim()) if like.shape[i] < grad.shape[i]]
     return (grad.sum(repeated, keepdim=True) if repeated else grad).to(like.dtype)
 
 
 def _loop(
-    body: Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]],
-    constants: Sequence[torch.Tensor],
-    carry: list[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    body: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    constants: Sequence[Tensor],
+    carry: list[Tensor],
+    xs: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
     """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
 
     On XLA this is a While, whose body may use only its arguments: a tensor from outside would be computed again inside,
@@ -368,7 +365,7 @@ def _loop(
             ys.append(y)
         return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
 
-    def step(state: list[torch.Tensor], x: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def step(state: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         carry, y = body(state[:fixed], state[fixed:], x)
         return [*state[:fixed], *carry], y
 

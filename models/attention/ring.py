@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.attention import piece_pairs, pieces
@@ -31,13 +32,13 @@ import jax.numpy as jnp
 
 
 def attend(
-    query_BHSD: torch.Tensor,
-    key_BKSD: torch.Tensor,
-    value_BKSE: torch.Tensor,
-    segments_BS: torch.Tensor | None,
-    sinks_H: torch.Tensor | None,
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSE: Tensor,
+    segments_BS: Tensor | None,
+    sinks_H: Tensor | None,
     settings: KernelSettings,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention ``[B, H, S, E]`` of tokens in pieces' order, differentiable in query, key, value and sinks.
 
     Segment 0 is padding: rows of zeros, with zero gradients. Twice the layout's `sequence_shards` divides S.
@@ -62,14 +63,14 @@ def attend(
 
 @torch.library.custom_op("shardwright::ring", mutates_args=())
 def _ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    segments: Tensor | None,
+    sinks: Tensor | None,
     settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
     settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks, "bs")
@@ -88,17 +89,17 @@ def _(query, key, value, starts, segments, sinks, settings_text):
 # the signature is a torch.library schema: tensors one by one
 @torch.library.custom_op("shardwright::ring_backward", mutates_args=())
 def _ring_backward(
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    grad_out: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    segments: Tensor | None,
+    sinks: Tensor | None,
     settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, and each device's part of the sinks' gradient, ``[B, H, n]``."""
     settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks, "bs")
@@ -115,13 +116,13 @@ def _(grad_out, out, logsumexp, query, key, value, starts, segments, sinks, sett
     return *grads, logsumexp.new_empty(*logsumexp.shape[:2], from_text(settings_text).layout.sequence_shards)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.settings_text = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor, grad_logsumexp: None) -> tuple[Tensor | None, ...]:
     sinks = ctx.saved_tensors[-1]
     *grads, grad_sinks = _ring_backward(grad_out, *ctx.saved_tensors, ctx.settings_text)
     return *grads, None, None, None if sinks is None else grad_sinks.sum((0, 2)).to(sinks.dtype), None
@@ -171,10 +172,7 @@ class _Rows(NamedTuple):
         """The pairs with another device's keys: the first piece of an earlier device, both pieces of a later one."""
         behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
         distance = self.starts[behind] - keys.starts[behind]
-        return [
-            self._pair(keys, 1, 0, self.starts[1] - keys.starts[0]),
-            self._pair(keys, behind, behind, distance),
-        ]
+        return [self._pair(keys, 1, 0, self.starts[1] - keys.starts[0]), self._pair(keys, behind, behind, distance)]
 
     def _pair(
         self, keys: _Keys, of_queries: jax.Array | int, of_keys: jax.Array | int, distance: jax.Array | None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.attention.kernel_layout import KernelLayout
@@ -50,13 +51,13 @@ class KernelSettings:
 
 
 def attend(
-    query_BHSD: torch.Tensor,
-    key_BKSD: torch.Tensor,
-    value_BKSE: torch.Tensor,
-    segments_BS: torch.Tensor | None,
-    sinks_H: torch.Tensor | None,
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSE: Tensor,
+    segments_BS: Tensor | None,
+    sinks_H: Tensor | None,
     settings: KernelSettings,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
 
     The query is multiplied by the scale in its own dtype. In bfloat16 this rounds once more than scaling the scores
@@ -76,13 +77,8 @@ def attend(
 
 @torch.library.custom_op("shardwright::splash", mutates_args=())
 def _splash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, sinks: Tensor | None, settings_text: str
+) -> tuple[Tensor, Tensor]:
     """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
     settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks)
@@ -101,16 +97,16 @@ def _(query, key, value, segments, sinks, settings_text):
 # the signature is a torch.library schema: tensors one by one
 @torch.library.custom_op("shardwright::splash_backward", mutates_args=())
 def _splash_backward(
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    grad_out: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor | None,
+    sinks: Tensor | None,
     settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, and each sequence's part of the sinks' gradient, ``[B, H]``."""
     settings: KernelSettings = from_text(settings_text)
     extra, letters = present(segments, sinks)
@@ -127,13 +123,13 @@ def _(grad_out, out, logsumexp, query, key, value, *_):
     return *(t.new_empty(t.shape) for t in (query, key, value)), logsumexp.new_empty(logsumexp.shape[:2])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.settings_text = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor, grad_logsumexp: None) -> tuple[Tensor | None, ...]:
     sinks = ctx.saved_tensors[-1]
     *grads, grad_sinks = _splash_backward(grad_out, *ctx.saved_tensors, ctx.settings_text)
     return *grads, None, None if sinks is None else grad_sinks.sum(0).to(sinks.dtype), None
@@ -156,9 +152,7 @@ def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -
     return int(2 * batch * heads * length * seen * (width + value[3]))
 
 
-def present(
-    segments: torch.Tensor | None, sinks: torch.Tensor | None, word: str = "b"
-) -> tuple[list[torch.Tensor], str]:
+def present(segments: Tensor | None, sinks: Tensor | None, word: str = "b") -> tuple[list[Tensor], str]:
     """Return the tensors that are given, and their words for :meth:`KernelLayout.manual`: ``word``, "h" or both."""
     pairs = [(t, letter) for t, letter in ((segments, word), (sinks, "h")) if t is not None]
     return [t for t, _ in pairs], " ".join(letter for _, letter in pairs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
@@ -55,7 +56,7 @@ class Activation:
         return values[-1]
 
 
-def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activation:
+def trace(function: Callable[[Tensor], Tensor], width: int) -> Activation:
     """Trace ``function`` of a tensor [rows, ``width``], which must treat all rows alike.
 
     Raises:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.models.experts.projections import mlp
 from shardwright.models.experts.routing import count
@@ -24,7 +25,7 @@ from shardwright.models.layers.side_outputs import real_tokens
 from shardwright.models.ops.jax_call import Axes, jax, jax_call
 
 # (tensor, mesh axes of each dimension) -> the tensor laid out by them; in the backward its gradient too
-Constrain = Callable[[torch.Tensor, tuple[Axes, ...]], torch.Tensor]
+Constrain = Callable[[Tensor, tuple[Axes, ...]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class Capacity:
         """The number of an expert's slots in a group of ``tokens`` tokens, at most one a token."""
         return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
 
-    def __call__(
-        self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         """Map tokens [T, H] with routing indices and weights [T, k] to [T, H], by GShard's dispatch (arXiv:2006.16668).
 
         Tokens beyond an expert's capacity are dropped, first choices last. Only integers are scattered. Activations
@@ -88,7 +87,7 @@ class Capacity:
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
 
-def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
+def _slots(index_GN: Tensor, E: int, C: int) -> Tensor:
     """The slot in 0..M-1 of each (token, choice), by order of arrival at its expert; M where the expert is full."""
     chosen_GNE = (index_GN.unsqueeze(-1) == torch.arange(E, device=index_GN.device)).to(torch.int32)
     position_GN = ((chosen_GNE.cumsum(1) - 1) * chosen_GNE).sum(-1)
@@ -96,7 +95,7 @@ def _slots(index_GN: torch.Tensor, E: int, C: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("shardwright::owners", mutates_args=())
-def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
+def _owners(slot_GN: Tensor, M: int) -> Tensor:
     """Invert :func:`_slots`: the (token, choice) in 0..N-1 that is in each slot; N where the slot is empty."""
     G, N = slot_GN.shape
     if slot_GN.device.type == "xla":
@@ -107,7 +106,7 @@ def _owners(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
 
 
 @_owners.register_fake
-def _(slot_GN: torch.Tensor, M: int) -> torch.Tensor:
+def _(slot_GN: Tensor, M: int) -> Tensor:
     return slot_GN.new_empty((len(slot_GN), M))
 
 
@@ -119,7 +118,7 @@ def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
 
 
 @torch.library.custom_op("shardwright::rows", mutates_args=())
-def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
+def _rows(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
     """Return the rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R gives a row of zeros.
 
     On XLA it is a batched gather, which the partitioner keeps within a group. `torch.gather` would build an index as
@@ -132,7 +131,7 @@ def _rows(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.T
 
 
 @_rows.register_fake
-def _(x_GRH: torch.Tensor, index_GQ: torch.Tensor, checked: bool) -> torch.Tensor:
+def _(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
     return x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1]))
 
 
@@ -142,13 +141,13 @@ def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Arra
     return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
 
 
-def _scatter_rows(x_GsH: torch.Tensor, owner_GM: torch.Tensor, pairs: int) -> torch.Tensor:
+def _scatter_rows(x_GsH: Tensor, owner_GM: Tensor, pairs: int) -> Tensor:
     """tokens [G, s, H] -> slots [G, M, H]. An empty slot gets the first token; its routing weight is zero."""
     token_GM = torch.where(owner_GM < pairs, owner_GM, torch.zeros_like(owner_GM)) % x_GsH.shape[1]
     return _rows(x_GsH, token_GM, False)
 
 
-def _gather_sums(y_GMH: torch.Tensor, slot_GN: torch.Tensor, k: int) -> torch.Tensor:
+def _gather_sums(y_GMH: Tensor, slot_GN: Tensor, k: int) -> Tensor:
     """slots [G, M, H] -> the sum of each token's k slots, [G, s, H]. A dropped choice adds zeros."""
     choices = _rows(y_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
     return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
@@ -158,13 +157,13 @@ class _Dispatch(torch.autograd.Function):
     """tokens [G, s, H] -> slots [G, M, H]; a token's gradient is the sum over its slots."""
 
     @staticmethod
-    def forward(ctx, x_GsH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x_GsH: Tensor, slot_GN: Tensor, owner_GM: Tensor) -> Tensor:
         ctx.save_for_backward(slot_GN)
         ctx.k = slot_GN.shape[1] // x_GsH.shape[1]
         return _scatter_rows(x_GsH, owner_GM, slot_GN.shape[1])
 
     @staticmethod
-    def backward(ctx, grad_GMH: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, grad_GMH: Tensor):  # type: ignore[override]
         (slot_GN,) = ctx.saved_tensors
         return _gather_sums(grad_GMH, slot_GN, ctx.k), None, None
 
@@ -173,13 +172,13 @@ class _Combine(torch.autograd.Function):
     """slots [G, M, H] -> the sum over each token's slots, [G, s, H]; a slot's gradient is that of its token."""
 
     @staticmethod
-    def forward(ctx, y_GMH: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor, k: int) -> torch.Tensor:
+    def forward(ctx, y_GMH: Tensor, slot_GN: Tensor, owner_GM: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(owner_GM)
         ctx.pairs = slot_GN.shape[1]
         return _gather_sums(y_GMH, slot_GN, k)
 
     @staticmethod
-    def backward(ctx, grad_GsH: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, grad_GsH: Tensor):  # type: ignore[override]
         (owner_GM,) = ctx.saved_tensors
         return _scatter_rows(grad_GsH, owner_GM, ctx.pairs), None, None, None
 
@@ -188,11 +187,11 @@ class _Scale(torch.autograd.Function):
     """Routing weights of (token, choice) pairs [G, N] -> of slots [G, M], zero for an empty slot."""
 
     @staticmethod
-    def forward(ctx, weight_GN: torch.Tensor, slot_GN: torch.Tensor, owner_GM: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, weight_GN: Tensor, slot_GN: Tensor, owner_GM: Tensor) -> Tensor:
         ctx.save_for_backward(slot_GN)
         return _rows(weight_GN.unsqueeze(-1), owner_GM, True).squeeze(-1)
 
     @staticmethod
-    def backward(ctx, grad_GM: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, grad_GM: Tensor):  # type: ignore[override]
         (slot_GN,) = ctx.saved_tensors
         return _rows(grad_GM.unsqueeze(-1), slot_GN, True).squeeze(-1), None, None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.models.experts.projections import mlp
 from shardwright.models.experts.routing import count, weights_of_all
 
 
-def dense(experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
+def dense(experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
     """Sum all E experts' outputs for tokens [T, H], weighted by the router, at E/k times the routing's FLOPs."""
     count(experts, index_Tk)
     E = experts.num_experts

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.adapters.lora import SCALE, A, B
@@ -72,9 +73,7 @@ class Dropless:
     keep_all: bool = False
     flops_a_byte: float = 0.0
 
-    def __call__(
-        self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         """Map tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.
 
         Raises:
@@ -190,12 +189,8 @@ class _Call:
 
 @torch.library.custom_op("shardwright::dropless", mutates_args=())
 def _dropless(
-    x_TH: torch.Tensor,
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    call_text: str,
-) -> torch.Tensor:
+    x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor, parameters: Sequence[Tensor], call_text: str
+) -> Tensor:
     return _run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text)[0]
 
 
@@ -206,12 +201,8 @@ def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
 
 @torch.library.custom_op("shardwright::dropless_kept", mutates_args=())
 def _dropless_kept(
-    x_TH: torch.Tensor,
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    call_text: str,
-) -> list[torch.Tensor]:
+    x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor, parameters: Sequence[Tensor], call_text: str
+) -> list[Tensor]:
     """Return the output, and the backward's saved arrays."""
     return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
 
@@ -230,7 +221,7 @@ def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequ
     return 2 * math.prod(index) * math.prod(parameters[0][1:])
 
 
-def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
+def _widths(parameters: Sequence[Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
     """The width of the first projection's result, and of the second's input."""
     first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
     return first[0], second[1]
@@ -238,14 +229,14 @@ def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.ExpertShard
 
 @torch.library.custom_op("shardwright::dropless_backward", mutates_args=())
 def _dropless_backward(
-    grad_TH: torch.Tensor,
-    x_TH: torch.Tensor,
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
+    grad_TH: Tensor,
+    x_TH: Tensor,
+    index_Tk: Tensor,
+    weight_Tk: Tensor,
+    parameters: Sequence[Tensor],
+    kept: Sequence[Tensor],
     call_text: str,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, [*parameters, *kept], call_text))
 
 
@@ -255,18 +246,18 @@ def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, call_text):
     return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
 
 
-def _trained(parameters: Sequence[torch.Tensor], call_text: str) -> list[torch.Tensor]:
+def _trained(parameters: Sequence[Tensor], call_text: str) -> list[Tensor]:
     return [p for p, trained in zip(parameters, from_text(call_text).local.trained, strict=True) if trained]
 
 
 def _run(
     function: Callable[..., Any],
-    rows: list[torch.Tensor],
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    shards: Sequence[torch.Tensor],
+    rows: list[Tensor],
+    index_Tk: Tensor,
+    weight_Tk: Tensor,
+    shards: Sequence[Tensor],
     call_text: str,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     call: _Call = from_text(call_text)
     device = rows[0].device
     if device.type != "xla":
@@ -279,12 +270,12 @@ def _run(
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x_TH, index_Tk, weight_Tk, parameters, ctx.call_text = inputs
-    kept = [] if isinstance(output, torch.Tensor) else output[1:]
+    kept = [] if isinstance(output, Tensor) else output[1:]
     ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters, *kept)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor | list[torch.Tensor]) -> tuple[Any, ...]:
-    grad_TH = grad if isinstance(grad, torch.Tensor) else grad[0]
+def _differentiate(ctx: Any, grad: Tensor | list[Tensor]) -> tuple[Any, ...]:
+    grad_TH = grad if isinstance(grad, Tensor) else grad[0]
     x_TH, index_Tk, weight_Tk, *rest = ctx.saved_tensors
     trained = from_text(ctx.call_text).local.trained
     parameters, kept = rest[: len(trained)], rest[len(trained) :]

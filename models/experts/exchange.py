@@ -68,15 +68,7 @@ class ExchangePlan:
     rest: ExchangePlan | None = None
 
 
-def plan(
-    tokens: int,
-    top_k: int,
-    shards: int,
-    experts: int,
-    most: int,
-    *,
-    overlaps: bool = True,
-) -> ExchangePlan:
+def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool = True) -> ExchangePlan:
     """Choose the form that sends less, with as many rounds as pay.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as f
 
 from shardwright.models.experts.routing import weights_of_all
@@ -20,7 +20,7 @@ from shardwright.models.experts.routing import weights_of_all
 class Glu(nn.Module):
     """The forward of `DbrxExperts` (transformers 5.23): three projections, each of all experts in one matrix."""
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         this: Any = self
         shape = (this.num_experts, this.ffn_hidden_size, this.hidden_size)
         gate_EFH, up_EFH, down_EFH = (w.view(shape) for w in (this.mlp.w1, this.mlp.v1, this.mlp.w2))
@@ -33,7 +33,7 @@ class Glu(nn.Module):
 class SomeIdentity(nn.Module):
     """The forward of `LongcatFlashExperts` (transformers 5.23): the experts behind the routed ones return the token."""
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         this: Any = self
         x_TH, routed = hidden_states, this.num_routed_experts
         weight_TE = weights_of_all(top_k_index, top_k_weights, this.total_experts).to(x_TH.dtype)
@@ -51,7 +51,7 @@ class JetMoeRows(nn.Module):
     It returns each row's place, token, weight and expert (there: each expert's number of rows), and the logits.
     """
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         this: Any = self
         logits_TE = this.layer(hidden_states).float()
         value_Tk, index_Tk = logits_TE.topk(this.top_k, dim=1)
@@ -63,7 +63,7 @@ class JetMoeRows(nn.Module):
 class RowsProducts(nn.Module):
     """The forward of `JetMoeParallelExperts` (transformers 5.23): each row times the matrix of its expert."""
 
-    def forward(self, inputs: torch.Tensor, expert_size: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor, expert_size: Tensor) -> Tensor:
         this: Any = self
         out = inputs.new_zeros(())
         for expert, weight in enumerate(this.weight):

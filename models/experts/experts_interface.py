@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -42,8 +41,8 @@ def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) ->
         setattr(model.get_submodule(name), _KERNEL, kernel)
 
 
-def _bound(name: str, default: Capacity | Dropless) -> Callable[..., torch.Tensor]:
-    def run(experts: Any, *args: torch.Tensor) -> torch.Tensor:
+def _bound(name: str, default: Capacity | Dropless) -> Callable[..., Tensor]:
+    def run(experts: Any, *args: Tensor) -> Tensor:
         kernel = getattr(experts, _KERNEL, default)
         if type(kernel) is not type(default):
             raise ValueError(f"experts {name!r} on a module that is bound to {type(kernel).__name__}: bind it anew")

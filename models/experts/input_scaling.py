@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # semi-private: transformers/integrations/moe.py, transformers 5.23
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -46,16 +46,16 @@ class ScaledExperts(nn.Module):
     _apply_gate = _default_apply_gate
     implementation = "dense"  # a name that `shardwright.models.experts.experts_interface` registers
 
-    def forward(self, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         run: Any = ALL_EXPERTS_FUNCTIONS[self.implementation]
-        result: torch.Tensor = run(self, x_TH, index_Tk, weight_Tk)
+        result: Tensor = run(self, x_TH, index_Tk, weight_Tk)
         return result
 
 
 class ScaledBlock(nn.Module):
     """The block's forward: a shared expert, and each token's k experts on the token times the sigmoid of its score."""
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         this: Any = self
         x_TH = hidden_states.reshape(-1, this.hidden_dim)
         logits_TE = nn.functional.linear(x_TH, this.router.weight)

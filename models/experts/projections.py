@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.models.adapters.lora import SCALE, A, B
 from shardwright.models.ops import partial_gradients
 from shardwright.models.ops.fusion_barrier import apart
 
 
-def mlp(experts: Any, x_ENH: torch.Tensor, scale_EN1: torch.Tensor | None = None) -> torch.Tensor:
+def mlp(experts: Any, x_ENH: Tensor, scale_EN1: Tensor | None = None) -> Tensor:
     """Return each expert's output for its N rows, [E, N, H]; ``scale_EN1`` is a factor for each row of the result.
 
     transformers' ``use_experts_implementation`` sets the attributes that are read here on every experts module.
     """
 
-    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+    def project(x: Tensor, name: str) -> Tensor:
         weight = getattr(experts, name)
         y = partial_gradients.expert_linear(x, weight, bool(experts.is_transposed))
         if hasattr(experts, name + A):
@@ -45,9 +46,9 @@ class _GradientApart(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
         return apart(grad)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.models.layers.grouping import Grouping, Repetition, group
 from shardwright.models.layers.layer_run import LayerPart, LayerRun, Prepare
@@ -180,7 +180,7 @@ def _stack(layers: Sequence[nn.Module], grouping: Grouping) -> frozenset[str]:
     return frozenset(stacked)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (not a.is_meta and not b.is_meta and torch.equal(a, b))
 
 

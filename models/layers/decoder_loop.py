@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
@@ -93,8 +93,8 @@ class _Notes:
     changed: bool = False
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.output if isinstance(leaf, torch.Tensor)]
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.output if isinstance(leaf, Tensor)]
 
 
 class _Loop(TorchFunctionMode):
@@ -124,12 +124,12 @@ class _Loop(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype has no values
             for leaf in tree_flatten((args, kwargs or {}))[0]:
-                if isinstance(leaf, torch.Tensor):
+                if isinstance(leaf, Tensor):
                     for index, number in self._sources(leaf):
                         self.used.setdefault(index, set()).add(number)
         return func(*args, **(kwargs or {}))
 
-    def _sources(self, leaf: torch.Tensor) -> Iterator[tuple[int, int]]:
+    def _sources(self, leaf: Tensor) -> Iterator[tuple[int, int]]:
         """Yield (layer, number of the tensor in its output) where ``leaf`` is a layer's output."""
         for index, notes in enumerate(self.notes):
             for number, tensor in enumerate(notes.tensors):
@@ -153,8 +153,7 @@ class _Loop(TorchFunctionMode):
             given=(str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()]),
             chain=tuple(sorted(chain.items())),
             shape=LayerOutput(
-                tuple(next(paths) if isinstance(leaf, torch.Tensor) else None for leaf in notes.output),
-                notes.output_spec,
+                tuple(next(paths) if isinstance(leaf, Tensor) else None for leaf in notes.output), notes.output_spec
             ),
             follows=follows,
             alone=self._alone(index, notes),
@@ -165,7 +164,7 @@ class _Loop(TorchFunctionMode):
             return "it changes an argument that it is given"
         if opaque := [path for path, leaf in notes.arguments.items() if described(leaf) is None]:
             return f"it is given an object ({type(notes.arguments[opaque[0]]).__name__})"
-        kept = [at for at, leaf in enumerate(notes.output) if leaf is not None and not isinstance(leaf, torch.Tensor)]
+        kept = [at for at, leaf in enumerate(notes.output) if leaf is not None and not isinstance(leaf, Tensor)]
         if kept:
             return f"it returns an object ({type(notes.output[kept[0]]).__name__})"
         if UNLIKE in self._paths(index, notes):
@@ -177,7 +176,7 @@ class _Loop(TorchFunctionMode):
         after = self.notes[index + 1].arguments if index + 1 < self.count else {}
         found = []
         for number, tensor in enumerate(notes.tensors):
-            given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, torch.Tensor)}
+            given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, Tensor)}
             alike = [path for path, leaf in given.items() if _kind(leaf) == _kind(tensor)]
             passed = [path for path, leaf in after.items() if leaf is tensor]
             unlike = UNLIKE if passed or number in self.used.get(index, ()) else UNUSED
@@ -186,4 +185,4 @@ class _Loop(TorchFunctionMode):
 
 
 def _kind(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else described(leaf)
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else described(leaf)

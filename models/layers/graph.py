@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from functorch.compile import aot_function, make_boxed_func
+from torch import Tensor
 
 from shardwright.models.layers.remat import VALUES, Value
 
-Flat = list[torch.Tensor]
+Flat = list[Tensor]
 
 
 class LayerGraph:
@@ -30,7 +31,7 @@ class LayerGraph:
     """
 
     def __init__(
-        self, function: Callable[[Flat], Flat], inputs: Sequence[torch.Tensor], partition: Callable[..., Any]
+        self, function: Callable[[Flat], Flat], inputs: Sequence[Tensor], partition: Callable[..., Any]
     ) -> None:
         like = [torch.empty_like(t, requires_grad=t.requires_grad) for t in inputs]
         found: dict[str, torch.fx.GraphModule] = {}
@@ -42,7 +43,7 @@ class LayerGraph:
 
             return compiler
 
-        def without_aliases(*given: torch.Tensor) -> Flat:
+        def without_aliases(*given: Tensor) -> Flat:
             # AOTAutograd leaves an output that is an input out of the graph
             seen = {id(t) for t in given}
             return [t.clone() if id(t) in seen else t for t in function(list(given))]
@@ -63,13 +64,11 @@ class LayerGraph:
         where = {id(t): index for index, t in enumerate(like)}
         self.aliases = {index: where[id(t)] for index, t in enumerate(saved) if id(t) in where}
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[Flat, Flat]:
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Flat, Flat]:
         """Return the outputs, and the tensors that the backward needs."""
         results = self._forward(*inputs)
         return list(results[: self._outputs]), list(results[self._outputs :])
 
-    def backward(
-        self, saved: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the gradient of each input, or None, from those of the differentiable outputs."""
         return self._backward(*saved, *gradients)

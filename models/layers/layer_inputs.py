@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -28,7 +29,7 @@ class Call:
         self.shared = shared_in(args, kwargs)
 
     def settings(self) -> list[Any]:
-        return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,15 @@ class Sorted:
     """
 
     inputs: list[list[Input]]
-    slots: list[torch.Tensor] = field(default_factory=list)
+    slots: list[Tensor] = field(default_factory=list)
     loop: list[int] = field(default_factory=list)
-    learned: list[torch.Tensor] = field(default_factory=list)
-    fixed: list[torch.Tensor] = field(default_factory=list)
-    own: list[list[torch.Tensor]] = field(default_factory=list)
+    learned: list[Tensor] = field(default_factory=list)
+    fixed: list[Tensor] = field(default_factory=list)
+    own: list[list[Tensor]] = field(default_factory=list)
     _known: dict[int, tuple[str, int]] = field(default_factory=dict)
-    _kept: list[torch.Tensor] = field(default_factory=list)  # keeps each id in `_known` in use
+    _kept: list[Tensor] = field(default_factory=list)  # keeps each id in `_known` in use
 
-    def share(self, tensor: torch.Tensor, target: str, name: Any) -> Input:
+    def share(self, tensor: Tensor, target: str, name: Any) -> Input:
         """Return the input for a tensor that all layers of the run share; it is passed once."""
         if id(tensor) not in self._known:
             source = "learned" if tensor.requires_grad else "fixed"
@@ -82,9 +83,7 @@ class Sorted:
             group.append(as_passed(tensor))
         return Input(*self._known[id(tensor)], target, name, tensor.dtype)
 
-    def give(
-        self, j: int, tensor: torch.Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def give(self, j: int, tensor: Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None) -> None:
         """Add an input of its own to layer ``j`` of the period; ``tensor`` is stacked as ``own`` says."""
         self.inputs[j].append(Input("own", len(self.own[j]), target, name, dtype))
         self.own[j].append(tensor)
@@ -103,12 +102,12 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
             if (first.paths, first.spec) != (other.paths, other.spec) or first.settings() != other.settings():
                 raise LoopChanged(f"layers {j} and {j + r * period} of a run are given other arguments")
         for at, leaf in enumerate(first.leaves):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
                 _sort_leaf(out, j, at, [call.leaves[at] for call in same], [call.chain.get(at) for call in same])
     return out
 
 
-def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: list[int | None]) -> None:
+def _sort_leaf(out: Sorted, j: int, at: int, column: list[Tensor], chain: list[int | None]) -> None:
     """Add argument ``at`` of layer ``j`` of the period, one tensor a turn.
 
     ``chain`` has for each turn the tensor's number in the output of the layer before; None: it is from elsewhere.
@@ -131,7 +130,7 @@ def _sort_leaf(out: Sorted, j: int, at: int, column: list[torch.Tensor], chain: 
     out.inputs[j].append(replace(Input(source, index, "leaf"), name=at, dtype=column[0].dtype))
 
 
-def as_passed(t: torch.Tensor) -> torch.Tensor:
+def as_passed(t: Tensor) -> Tensor:
     """Return ``t`` in a form that a scan can pass, with the same information.
 
     torch_xla multiplies a scan's inputs by 1, which makes integers of bools. It can put no barrier behind a
@@ -144,7 +143,7 @@ def as_passed(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.uint8) if t.dtype == torch.bool else t
 
 
-def as_given(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def as_given(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Invert :func:`as_passed`, given the original ``dtype``; None: ``t`` was passed unchanged."""
     if dtype is None:
         return t

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -71,7 +71,7 @@ class LayerRun:
         self._calls: list[Call] = []
         # The output of the last called layer, a stand-in until it is computed: id -> number among its tensors
         self._promised: dict[int, int] = {}
-        self._kept: list[torch.Tensor | None] = []  # the same tensors, to keep their ids in use
+        self._kept: list[Tensor | None] = []  # the same tensors, to keep their ids in use
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the graphs out of a copy, because they run this run's layers."""
@@ -248,10 +248,10 @@ class _Traced:
         if [*map(id, after[0])] != [*map(id, leaves)] or (any(stores) and not self.single):
             raise LoopChanged(f"{self.part.name} changes an argument that it is given")
         found, spec = tree_flatten((output, stores))
-        tensors = [t for t in found if isinstance(t, torch.Tensor)]
+        tensors = [t for t in found if isinstance(t, Tensor)]
         numbers = iter(range(len(tensors)))
-        self._leaves = [_Number(next(numbers)) if isinstance(t, torch.Tensor) else t for t in found]
-        returned = len([t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)])
+        self._leaves = [_Number(next(numbers)) if isinstance(t, Tensor) else t for t in found]
+        returned = len([t for t in tree_flatten(output)[0] if isinstance(t, Tensor)])
         wanted = range(returned) if self.outputs is None else self.outputs
         self.outputs = sorted({*wanted, *range(returned, len(tensors))})
         sides, side_spec = tree_flatten(side)
@@ -285,15 +285,15 @@ def _add_state(tensors: Sorted, j: int, part: LayerPart) -> None:
             tensors.inputs[j].append(tensors.share(buffer, "buffer", name))
 
 
-def _computed(t: torch.Tensor) -> torch.Tensor:
+def _computed(t: Tensor) -> Tensor:
     """Make ``t`` like a computed tensor: it has a gradient if it is floating point."""
     return t.detach().requires_grad_(t.is_floating_point())
 
 
-def _of_a_turn(stacked: torch.Tensor) -> torch.Tensor:
+def _of_a_turn(stacked: Tensor) -> Tensor:
     return torch.empty_like(stacked[0], requires_grad=stacked.requires_grad)
 
 
-def _stand_in(like: torch.Tensor) -> torch.Tensor:
+def _stand_in(like: Tensor) -> Tensor:
     value = float("nan") if like.is_floating_point() else -1
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.models.layers.decoder_layers import find_layers
 from shardwright.models.layers.layer_run import Prepare
@@ -36,7 +36,7 @@ def _run(
     forward: Callable[..., Any],
     prefix: str,
     prepare: Prepare,
-    hidden_states: torch.Tensor,
+    hidden_states: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -50,7 +50,7 @@ def _run(
         return forward(hidden_states, *args, **kwargs)
 
 
-def _barrier(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _barrier(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of ``tensors``; none is available before all of them are."""
     copies = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in tensors]
     xm.optimization_barrier_(copies)

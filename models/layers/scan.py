@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
+from torch import Tensor
 
 from shardwright.models.layers.graph import Flat, LayerGraph
 from shardwright.models.layers.layer_inputs import Input, Sorted
 from shardwright.models.ops.while_loop import Known, run_turns
 
-Gradients = list[torch.Tensor | None]
+Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class _Program:
     def forward(self, slots: Flat, learned: Flat, fixed: Flat, own: list[Flat]) -> tuple[Flat, Flat, list[Flat]]:
         """Run one turn: return the last layer's outputs, side outputs, and the tensors that each stage keeps."""
         sides, kept = [], []
-        chain: dict[int, torch.Tensor] = {}
+        chain: dict[int, Tensor] = {}
         for stage, mine in zip(self.stages, own, strict=True):
             sources = {"slot": slots, "chain": chain, "learned": learned, "fixed": fixed, "own": mine}
             results, saved = stage.graph.forward([sources[i.source][i.index] for i in stage.inputs])  # type: ignore[index]
@@ -91,7 +92,7 @@ class _Program:
         last, of_learned, of_sides = gradients
         learned, fixed, own, kept = given
         names = self.loop if self.scanned else self.stages[-1].outputs
-        of_chain: dict[int, torch.Tensor | None] = {}
+        of_chain: dict[int, Tensor | None] = {}
         for k, gradient in zip(names, last, strict=True):
             of_chain[k] = _sum(of_chain.get(k), gradient)
         of_own: list[Gradients] = [[None] * len(mine) for mine in own]
@@ -132,7 +133,7 @@ class _Run(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, program: _Program, *flat: torch.Tensor):  # type: ignore[override]
+    def forward(ctx, program: _Program, *flat: Tensor):  # type: ignore[override]
         slots, learned, fixed, own = program.split(flat)
         with torch.no_grad():
             if program.scanned:
@@ -185,7 +186,7 @@ class _Run(torch.autograd.Function):
         return None, *of_slots, *of_learned, *([None] * len(fixed)), *(g for part in of_own for g in part)
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 

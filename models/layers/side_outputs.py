@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
+from torch import Tensor
 
 # semi-private: transformers/utils/output_capturing.py, transformers 5.23 (the collector behind `capture_outputs`)
 from transformers.utils.output_capturing import _active_collector
 
-_metrics: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("side_metrics", default=None)
+_metrics: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("side_metrics", default=None)
 
 _joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
 
-_real: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", default=None)
+_real: ContextVar[Tensor | None] = ContextVar("real_tokens", default=None)
 
 # channel -> name -> values appended while one layer ran
-SideOutputs = dict[str, dict[str, list[torch.Tensor]]]
+SideOutputs = dict[str, dict[str, list[Tensor]]]
 
 
-def record(name: str, value: torch.Tensor) -> None:
+def record(name: str, value: Tensor) -> None:
     """Report a tensor of this layer, whose gradient is kept; ignored outside :func:`collect_metrics`."""
     channel = _metrics.get()
     if channel is not None:
@@ -38,7 +38,7 @@ def record(name: str, value: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def given(real: torch.Tensor | None) -> Iterator[None]:
+def given(real: Tensor | None) -> Iterator[None]:
     """Inside, :func:`real_tokens` returns ``real``: [rows, S], 1 for a token and 0 for padding; None: no padding."""
     token = _real.set(real)
     try:
@@ -47,13 +47,13 @@ def given(real: torch.Tensor | None) -> Iterator[None]:
         _real.reset(token)
 
 
-def real_tokens() -> torch.Tensor | None:
+def real_tokens() -> Tensor | None:
     return _real.get()
 
 
-def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[Tensor]]]:
     """Run a forward pass. Return its result and the recorded values by name; those of a stack have layers in front."""
-    metrics: dict[str, list[torch.Tensor]] = {}
+    metrics: dict[str, list[Tensor]] = {}
     token = _metrics.set(metrics)
     try:
         return run(), metrics
@@ -82,7 +82,7 @@ def wanted() -> tuple[str, ...]:
 
 def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
     """Run one layer with empty collectors. Return its result and the values that it appended."""
-    captured: dict[str, list[torch.Tensor]] = {name: [] for name in wanted()}
+    captured: dict[str, list[Tensor]] = {name: [] for name in wanted()}
     token = _active_collector.set(captured)
     try:
         result, metrics = collect_metrics(run)

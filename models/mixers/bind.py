@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.models.mixers import functions
 
@@ -57,12 +57,12 @@ def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
 
 def _lightning(
     self: Any,
-    hidden_states: torch.Tensor,
+    hidden_states: Tensor,
     position_embeddings: Any,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Tensor | None,
     past_key_values: Any = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The forward of lightning attention (arXiv:2501.08313) with one loop over its blocks, not a copy for each."""
     if past_key_values is not None:
         raise ValueError("past_key_values is for generation: a training step has whole rows alone")

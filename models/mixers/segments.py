@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import jax, jax_call
@@ -21,7 +22,7 @@ jnp, lax = jax.numpy, jax.lax
 Array = Any
 
 
-def apply(function: Callable[..., Array], *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+def apply(function: Callable[..., Array], *tensors: Tensor, **options: Any) -> Tensor:
     """Return ``function(*arrays, **options)``, with gradients for every tensor.
 
     ``function`` is a module-level JAX function, whose result has the shape and dtype of its first argument.
@@ -31,10 +32,7 @@ def apply(function: Callable[..., Array], *tensors: torch.Tensor, **options: Any
 
 
 def over_segments(
-    step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]],
-    state: Array,
-    arrays: Sequence[Array],
-    length: int,
+    step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]], state: Array, arrays: Sequence[Array], length: int
 ) -> Array:
     """Run ``step`` from segment to segment of each row, and join its outputs: [B, T, …].
 
@@ -62,34 +60,32 @@ def _gradients(*arrays: Array, kernel: Callable[..., Array], **options: Any) -> 
 
 
 @torch.library.custom_op("shardwright::mix", mutates_args=())
-def _mix(function: str, options: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _mix(function: str, options: str, tensors: Sequence[Tensor]) -> Tensor:
     return jax_call(pkgutil.resolve_name(function), *tensors, **dict(from_text(options)))[0]
 
 
 @_mix.register_fake
-def _(function: str, options: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _(function: str, options: str, tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("shardwright::mix_backward", mutates_args=())
-def _mix_backward(
-    function: str, options: str, tensors: Sequence[torch.Tensor], gradient: torch.Tensor
-) -> list[torch.Tensor]:
+def _mix_backward(function: str, options: str, tensors: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
     kernel = pkgutil.resolve_name(function)
     return list(jax_call(_gradients, *tensors, gradient, kernel=kernel, **dict(from_text(options))))
 
 
 @_mix_backward.register_fake
-def _(function: str, options: str, tensors: Sequence[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+def _(function: str, options: str, tensors: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
 
 
-def _save(ctx: Any, inputs: tuple[str, str, Sequence[torch.Tensor]], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[str, str, Sequence[Tensor]], output: Tensor) -> None:
     ctx.function, ctx.options, tensors = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, list[torch.Tensor]]:
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[None, None, list[Tensor]]:
     return None, None, _mix_backward(ctx.function, ctx.options, list(ctx.saved_tensors), gradient)
 
 

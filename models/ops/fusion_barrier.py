@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch_xla.core.xla_model as xm
+from torch import Tensor
 
 
 @torch.library.custom_op("shardwright::apart", mutates_args=())
-def apart(x: torch.Tensor) -> torch.Tensor:
+def apart(x: Tensor) -> Tensor:
     """Return a copy of ``x`` that the compiler fuses with none of its readers.
 
     A reader that wants another dimension order transposes the copy. Without the barrier XLA makes the matrix product
@@ -20,5 +21,5 @@ def apart(x: torch.Tensor) -> torch.Tensor:
 
 
 @apart.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
+def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax, jax_call
@@ -49,9 +50,7 @@ class TokenLayout:
         return (self.split if words % math.prod(dict(self.axes)[axis] for axis in self.split) == 0 else None, None)
 
 
-def head_loss(
-    hidden_RSH: torch.Tensor, head_VH: torch.Tensor, targets_RS: torch.Tensor, layout: TokenLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
+def head_loss(hidden_RSH: Tensor, head_VH: Tensor, targets_RS: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     """Return the summed negative log-probability of the scored targets, and how many of them have the highest logit.
 
     Both are 0-d float32; the first is differentiable in hidden and head.
@@ -61,9 +60,7 @@ def head_loss(
 
 
 @torch.library.custom_op("shardwright::head_loss", mutates_args=())
-def _loss(
-    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, layout_text: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _loss(hidden: Tensor, head: Tensor, targets: Tensor, layout_text: str) -> tuple[Tensor, Tensor, Tensor]:
     layout: TokenLayout = from_text(layout_text)
     manual = Manual(layout.axes, (layout.tokens, (), layout.tokens), ((), (), layout.tokens), layout.order)
     loss, hits, logsumexp = jax_call(_forward, hidden, head, targets, manual=manual, layout=layout)
@@ -77,13 +74,8 @@ def _(hidden, head, targets, layout_text):
 
 @torch.library.custom_op("shardwright::head_loss_backward", mutates_args=())
 def _loss_backward(
-    grad: torch.Tensor,
-    logsumexp: torch.Tensor,
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    targets: torch.Tensor,
-    layout_text: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grad: Tensor, logsumexp: Tensor, hidden: Tensor, head: Tensor, targets: Tensor, layout_text: str
+) -> tuple[Tensor, Tensor]:
     layout: TokenLayout = from_text(layout_text)
     inputs = ((), layout.tokens, layout.tokens, (), layout.tokens)
     manual = Manual(layout.axes, inputs, (layout.tokens, layout.head(len(head))), layout.order)
@@ -96,13 +88,13 @@ def _(grad, logsumexp, hidden, head, targets, layout_text):
     return hidden.new_empty(hidden.shape), head.new_empty(head.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.layout_text = inputs
     ctx.save_for_backward(output[2], *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *_loss_backward(grad, *ctx.saved_tensors, ctx.layout_text), None, None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from torch import Tensor
 
 # jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -110,8 +111,8 @@ class Manual:
 
 
 def jax_call(
-    function: Callable[..., Any], *tensors: torch.Tensor, manual: Manual | None = None, **static: Any
-) -> tuple[torch.Tensor, ...]:
+    function: Callable[..., Any], *tensors: Tensor, manual: Manual | None = None, **static: Any
+) -> tuple[Tensor, ...]:
     """Return ``function(*arrays, **static)`` for XLA tensors, always as a tuple of outputs.
 
     It is not differentiable. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops import scopes
@@ -33,13 +33,13 @@ from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.jax_call import Manual, jax, jax_call
 
 # name -> tensor
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 # appended to a parameter's name to name its partial gradient's leaf
 SUFFIX = " by batch shard"
 
 # id of a parameter in use -> its partial gradient's leaf
-_active: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("partial_gradients", default=MappingProxyType({}))
+_active: ContextVar[Mapping[int, Tensor]] = ContextVar("partial_gradients", default=MappingProxyType({}))
 
 
 def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -61,7 +61,7 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
         _active.reset(token)
 
 
-def of(parameters: Tensors) -> dict[str, torch.Tensor]:
+def of(parameters: Tensors) -> dict[str, Tensor]:
     """The leaves of ``parameters`` in the running :func:`functional_call`, by name with :data:`SUFFIX`."""
     return {name + SUFFIX: _active.get()[id(p)] for name, p in parameters.items() if id(p) in _active.get()}
 
@@ -87,17 +87,17 @@ class Sum:
     exchanged: bool = False
 
 
-def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
+def total(partial: Tensor, how: Sum) -> Tensor:
     """Sum ``partial``, on XLA devices, over its batch shards with the collectives of ``how``."""
     return _total(partial, as_text(how))
 
 
-def expert_linear(x_ENH: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+def expert_linear(x_ENH: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     """Project each expert's N rows, to [E, N, F]. ``weight`` is [E, F, H], or [E, H, F] if ``transposed``."""
     return _apply(_EXPERT_TRANSPOSED if transposed else _EXPERT, x_ENH, weight)
 
 
-def expert_bias(y_ENF: torch.Tensor, bias_EF: torch.Tensor) -> torch.Tensor:
+def expert_bias(y_ENF: Tensor, bias_EF: Tensor) -> Tensor:
     """Add each expert's bias to its N rows, [E, N, F]."""
     return _apply(_EXPERT_BIAS, y_ENF, bias_EF)
 
@@ -113,24 +113,24 @@ class _Rule:
         rank: the least rank of x that the rule applies to.
     """
 
-    forward: Callable[..., torch.Tensor]
-    grad_x: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    grad_w: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    forward: Callable[..., Tensor]
+    grad_x: Callable[[Tensor, Tensor, Tensor], Tensor]
+    grad_w: Callable[[Tensor, Tensor, Tensor], Tensor]
     rows: int = 0
     rank: int = 2
 
 
-def _sum_rows(t: torch.Tensor) -> torch.Tensor:
+def _sum_rows(t: Tensor) -> Tensor:
     """[D, ..., H] -> [D, H]."""
     return t.sum(dim=tuple(range(1, t.dim() - 1)))
 
 
-def _embedding_grad(g_DtH: torch.Tensor, ids_Dt: torch.Tensor, w_VH: torch.Tensor) -> torch.Tensor:
+def _embedding_grad(g_DtH: Tensor, ids_Dt: Tensor, w_VH: Tensor) -> Tensor:
     return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
 
 
 @torch.library.custom_op("shardwright::total", mutates_args=())
-def _total(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+def _total(partial: Tensor, sum_text: str) -> Tensor:
     how: Sum = from_text(sum_text)
     static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name, "exchanged": how.exchanged}
     with scopes.scope(how.name.rpartition(".")[0]):
@@ -138,7 +138,7 @@ def _total(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
 
 
 @_total.register_fake
-def _(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+def _(partial: Tensor, sum_text: str) -> Tensor:
     dim = from_text(sum_text).dim
     return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
 
@@ -164,7 +164,7 @@ def _sum_shards(
 
 
 @torch.library.custom_op("shardwright::add_rows", mutates_args=())
-def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+def _add_rows(rows_DtH: Tensor, ids_Dt: Tensor, V: int) -> Tensor:
     """Add up each shard's rows by id, in float32: [D, V, H]."""
     if rows_DtH.device.type == "xla":
         # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers all of it
@@ -175,7 +175,7 @@ def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Ten
 
 
 @_add_rows.register_fake
-def _(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+def _(rows_DtH: Tensor, ids_Dt: Tensor, V: int) -> Tensor:
     return rows_DtH.new_empty((len(rows_DtH), V, rows_DtH.shape[-1]), dtype=torch.float32)
 
 
@@ -206,7 +206,7 @@ _EXPERT_BIAS = _Rule(
 )
 
 
-def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _apply(rule: _Rule, x: Tensor, weight: Tensor) -> Tensor:
     """Run ``rule.forward(x, weight)``; the weight's gradient goes to its partial gradient, if that exists and fits."""
     partial = _active.get().get(id(weight))
     if partial is None or x.dim() < rule.rank or x.shape[rule.rows] % len(partial):
@@ -218,13 +218,13 @@ class _Apply(torch.autograd.Function):
     """``rule.forward``, whose backward sends the weight's gradient to ``partial``, by batch shard."""
 
     @staticmethod
-    def forward(ctx, rule: _Rule, x: torch.Tensor, w: torch.Tensor, partial: torch.Tensor):  # type: ignore[override]
+    def forward(ctx, rule: _Rule, x: Tensor, w: Tensor, partial: Tensor):  # type: ignore[override]
         ctx.save_for_backward(x, w)
         ctx.rule, ctx.shards, ctx.dtype = rule, len(partial), partial.dtype
         return rule.forward(x, w)
 
     @staticmethod
-    def backward(ctx, g: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, g: Tensor):  # type: ignore[override]
         (x, w), rule = ctx.saved_tensors, ctx.rule
         grad_x = rule.grad_x(g, x, w).to(x.dtype) if ctx.needs_input_grad[1] else None
         split_g, split_x = (t.unflatten(rule.rows, (ctx.shards, -1)) for t in (g, x))
@@ -239,38 +239,38 @@ class _Watch(TorchFunctionMode):
         return (_HANDLERS[func] if known else func)(*args, **(kwargs or {}))
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = _apply(_LINEAR, x, weight)
     return y if bias is None else _apply(_SHIFT, y, bias)
 
 
 def _embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
+    ids: Tensor,
+    weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     if max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     y = _apply(_EMBEDDING, ids, weight)
     return y if padding_idx is None else torch.where((ids == padding_idx).unsqueeze(-1), y.detach(), y)
 
 
-def _elementwise(rule: _Rule) -> Callable[..., torch.Tensor]:
-    def handler(a: Any, b: Any, **options: Any) -> torch.Tensor:
+def _elementwise(rule: _Rule) -> Callable[..., Tensor]:
+    def handler(a: Any, b: Any, **options: Any) -> Tensor:
         x, weight = (b, a) if id(a) in _active.get() else (a, b)
-        vector = isinstance(x, torch.Tensor) and weight.dim() == 1 and x.shape[-1:] == weight.shape and not options
+        vector = isinstance(x, Tensor) and weight.dim() == 1 and x.shape[-1:] == weight.shape and not options
         return _apply(rule, x, weight) if vector else rule.forward(a, b, **options)
 
     return handler
 
 
-_HANDLERS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+_HANDLERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
     F.embedding: _embedding,
-    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _elementwise(_SCALE)),
-    **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _elementwise(_SHIFT)),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise(_SCALE)),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise(_SHIFT)),
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shardwright.models.ops.jax_call import jax, jax_call
 
@@ -39,28 +40,28 @@ def key_of(text: str) -> list[int]:
     return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4)]
 
 
-def layer_keys(key: torch.Tensor, first: int, count: int) -> torch.Tensor:
+def layer_keys(key: Tensor, first: int, count: int) -> Tensor:
     """Derive the keys of layers ``first``, ``first + 1``, …, int32 [count, 2], from the model's ``key``."""
     return _call(_layer_keys, key, first=first, count=count)
 
 
 @torch.library.custom_op("shardwright::dropout", mutates_args=())
-def dropout(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
+def dropout(x: Tensor, key: Tensor, site: int, rate: float) -> Tensor:
     """Replace each element of ``x`` by 0 with probability ``rate``, and divide the others by ``1 - rate``."""
     return (x * keep_factors(key, x.shape, site, rate)).to(x.dtype)
 
 
 @dropout.register_fake
-def _(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
+def _(x: Tensor, key: Tensor, site: int, rate: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, key, ctx.site, ctx.rate = inputs
     ctx.save_for_backward(key)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dropout(grad, *ctx.saved_tensors, ctx.site, ctx.rate), None, None, None
 
 
@@ -68,19 +69,17 @@ dropout.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("shardwright::uniform", mutates_args=())
-def uniform(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
+def uniform(key: Tensor, shape: Sequence[int], site: int) -> Tensor:
     """Float32 numbers, uniform over the multiples of 2**-24 in [0, 1)."""
     return _call(_uniform, key, shape=tuple(shape), site=site)
 
 
 @uniform.register_fake
-def _(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
+def _(key: Tensor, shape: Sequence[int], site: int) -> Tensor:
     return key.new_empty(shape, dtype=torch.float32)
 
 
-def keep_factors(
-    key: torch.Tensor, shape: Sequence[int], site: int, rate: float, rows: torch.Tensor | None = None
-) -> torch.Tensor:
+def keep_factors(key: Tensor, shape: Sequence[int], site: int, rate: float, rows: Tensor | None = None) -> Tensor:
     """The float32 factors that :func:`dropout` multiplies a tensor of ``shape`` by: 0 or ``1 / (1 - rate)``.
 
     ``rows``, [C] integers, are the wanted rows of square matrices [..., S, S]; ``shape`` is then [..., C, S].
@@ -89,7 +88,7 @@ def keep_factors(
     return _call(_factors, *given, shape=tuple(shape), site=site, rate=rate)
 
 
-def _call(function: Callable[..., Any], *tensors: torch.Tensor, **static: Any) -> torch.Tensor:
+def _call(function: Callable[..., Any], *tensors: Tensor, **static: Any) -> Tensor:
     if tensors[0].device.type == "xla":
         return jax_call(function, *tensors, **static)[0]
     return torch.from_numpy(np.asarray(function(*(t.numpy() for t in tensors), xp=np, **static)))

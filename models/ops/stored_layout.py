@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from jax.experimental.layout import Layout, with_layout_constraint
+from torch import Tensor
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.jax_call import Manual, jax, jax_call
@@ -21,7 +22,7 @@ _ROWS, _COLUMNS = 8, 128  # of a tile
 _WORD = 4  # bytes: narrower values are packed, row on row
 
 
-def as_stored(weight: torch.Tensor, manual: Manual, layers: int = 0) -> torch.Tensor:
+def as_stored(weight: Tensor, manual: Manual, layers: int = 0) -> Tensor:
     """Constrain ``weight`` to the order in which each device stores its share; its gradient is not touched.
 
     ``manual`` is its layout on the mesh, as the one input and the one output. It is a slice of a stack of ``layers``;
@@ -50,16 +51,16 @@ def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 @torch.library.custom_op("shardwright::as_stored", mutates_args=())
-def _as_stored(weight: torch.Tensor, manual: str, layers: int) -> torch.Tensor:
+def _as_stored(weight: Tensor, manual: str, layers: int) -> Tensor:
     return jax_call(_ordered, weight, manual=from_text(manual), layers=layers)[0]
 
 
 @_as_stored.register_fake
-def _(weight: torch.Tensor, manual: str, layers: int) -> torch.Tensor:
+def _(weight: Tensor, manual: str, layers: int) -> Tensor:
     return torch.empty_like(weight)
 
 
-def _pass(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _pass(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
     return gradient, None, None
 
 

@@ -16,11 +16,12 @@ import torch
 # torch_xla 2.9
 import torch_xla
 import torch_xla.core.xla_builder as xb
+from torch import Tensor
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-Flat = list[torch.Tensor]
+Flat = list[Tensor]
 # the structure of a tree, and which of its leaves are tensors (the others are None)
 Spec = tuple[TreeSpec, tuple[bool, ...]]
 # lowered loops, by the shapes of their inputs
@@ -173,6 +174,6 @@ def _flat(tree: Any) -> tuple[Flat, Spec]:
     return [t for t in leaves if t is not None], (spec, tuple(t is not None for t in leaves))
 
 
-def _tree(flat: Sequence[torch.Tensor], spec: Spec) -> Any:
+def _tree(flat: Sequence[Tensor], spec: Spec) -> Any:
     tensors = iter(flat)
     return tree_unflatten([next(tensors) if there else None for there in spec[1]], spec[0])
