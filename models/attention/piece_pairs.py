@@ -11,10 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.models.attention import splash, splash_masks
-
-# isort: split
-import jax
-import jax.numpy as jnp
+from shardwright.models.ops.jax_call import Array, jnp
 
 # the logsumexp of no scores; finite, because infinity less infinity is NaN
 NOTHING = -1e30
@@ -29,14 +26,14 @@ class PiecePair:
     both are the same piece.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    segments: tuple[jax.Array, jax.Array] | None
-    distance: jax.Array | None
+    query: Array
+    key: Array
+    value: Array
+    segments: tuple[Array, Array] | None
+    distance: Array | None
 
 
-def forward(pair: PiecePair, settings: splash.KernelSettings) -> tuple[jax.Array, jax.Array]:
+def forward(pair: PiecePair, settings: splash.KernelSettings) -> tuple[Array, Array]:
     """Return the output [B, H, P, E] and each query's logsumexp [B, H, P], in float32."""
     mask, segments = _masked(pair, settings)
     out, logsumexp = splash.forward((pair.query, pair.key, pair.value), segments, None, mask, settings)
@@ -45,8 +42,8 @@ def forward(pair: PiecePair, settings: splash.KernelSettings) -> tuple[jax.Array
 
 
 def backward(
-    pair: PiecePair, rows: tuple[jax.Array, jax.Array], grad_out: jax.Array, settings: splash.KernelSettings
-) -> tuple[jax.Array, ...]:
+    pair: PiecePair, rows: tuple[Array, Array], grad_out: Array, settings: splash.KernelSettings
+) -> tuple[Array, ...]:
     """Return the float32 gradients of query, key and value; ``rows`` as in :func:`splash.backward`."""
     mask, segments = _masked(pair, settings)
     grads = splash.backward((pair.query, pair.key, pair.value), rows, grad_out, segments, mask, settings)

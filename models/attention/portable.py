@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.fusion_barrier import apart
+from shardwright.models.ops.operation import count_flops, differentiate, operation
 from shardwright.models.ops.random_bits import keep_factors
 from shardwright.models.ops.while_loop import run_turns
 
@@ -88,12 +88,13 @@ def portable(
     query_segments, segments = (one[:, :S], one[:, :T]) if segment_ids is None else (segment_ids, segment_ids)
     sinks = query.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux
     sinks = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+    text = as_text((scoring, bias is not None and bias.requires_grad))
     out_BSHE = []
     for start, end, seen in _bands(S, T, scoring, bias):
         own = slice(start, end)
-        queries = (query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own], bias)
-        keys = (key[:, :, :seen], value[:, :, :seen], segments[:, :seen])
-        out_BSHE.append(_band(*queries, *keys, start, scoring, random_key))
+        queries = [query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own]]
+        keys = [key[:, :, :seen], value[:, :, :seen], segments[:, :seen], *_given(random_key)]
+        out_BSHE.append(_band([*queries, *_given(bias)], keys, start, text))
     # contiguous, as eager attention's is: some models take a view of it
     return torch.cat(out_BSHE, 1) if len(out_BSHE) > 1 else out_BSHE[0].contiguous()
 
@@ -110,36 +111,18 @@ def _bands(S: int, T: int, scoring: Scoring, bias: Tensor | None) -> list[tuple[
     return [(start, end, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _band(
-    query: Tensor,
-    query_segments: Tensor,
-    sinks: Tensor,
-    bias: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    segments: Tensor,
-    start: int,
-    scoring: Scoring,
-    random_key: Tensor | None,
-) -> Tensor:
-    """The output ``BSHE`` of queries that begin at position ``start``."""
-    B, H, S, D = query.shape
-    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
+def _band(queries: Sequence[Tensor], constants: Sequence[Tensor], start: int, text: str) -> Tensor:
+    """The output ``BSHE`` of queries that begin at position ``start``; with them are their segments, sinks and bias."""
+    query, query_segments, sinks, *bias = queries
+    (B, H, S, D), K, C = query.shape, constants[0].shape[1], min(BLOCK, query.shape[2])
     N = -(-S // C)
     rest = N * C - S  # padding of the last block
-    out_NBKGCE = _attention(
-        pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
-        key,
-        value,
-        _blocks(sinks, K, N, C),
-        segments,
-        torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C),
-        pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1),
-        random_key,
-        None if bias is None else _blocks(bias, K, N, C),
-        as_text(scoring),
-    )
-    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
+    query_NBKGCD = pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5)
+    sinks = _blocks(sinks, K, N, C)
+    positions_NC = torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C)
+    segments_NBC = pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1)
+    blocks = [query_NBKGCD, positions_NC, segments_NBC, sinks, *(_blocks(t, K, N, C) for t in bias)]
+    return _attention([*constants, *blocks], text).permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, -1)[:, :S]
 
 
 def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
@@ -153,27 +136,28 @@ def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
     return x.permute(3, 0, 1, 5, 2, 4)
 
 
-# The ops' signatures are torch.library schemas: tensors one by one, all else as text.
+def _split(tensors: Sequence[Any], text: str) -> tuple[Scoring, bool, list[Any], list[Any]]:
+    """The scoring, whether a bias gets a gradient, the tensors that all blocks share, and those with an entry a block.
+
+    Shared are key ``BKTD``, value ``BKTE``, segments ``BT``, and with dropout the random key; of each block query
+    ``NBKGCD``, positions ``NC``, query segments ``NBC``, sinks ``Nbk1gC``, and perhaps a bias ``NbkTgC``.
+    """
+    scoring, with_bias = from_text(text)
+    shared = 4 if scoring.dropout else 3
+    return scoring, with_bias, list(tensors[:shared]), list(tensors[shared:])
+
+
+def _attention_like(tensors: Sequence[Tensor], text: str) -> Tensor:
+    _, _, (_, value, *_), (query, *_) = _split(tensors, text)
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
 # Reshaping stays outside the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, where a slice of a slice,
 # or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
-@torch.library.custom_op("shardwright::attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    segments: Tensor,
-    positions: Tensor,
-    query_segments: Tensor,
-    random_key: Tensor | None,
-    bias: Tensor | None,
-    scoring_text: str,
-) -> Tensor:
-    """Map query ``NBKGCD``, key ``BKTD``, value ``BKTE`` and bias ``NbkTgC`` to ``NBKGCE``.
-
-    Sinks are ``Nbk1gC``, segments ``BT``, positions ``NC``, query segments ``NBC``.
-    """
-    scoring: Scoring = from_text(scoring_text)
+@operation("attention", _attention_like)
+def _attention(tensors: Sequence[Tensor], text: str) -> Tensor:
+    """Map the tensors of :func:`_split` to ``NBKGCE``."""
+    scoring, _, constants, xs = _split(tensors, text)
 
     def body(
         constants: Sequence[Tensor], carry: Sequence[Tensor], x: Sequence[Tensor]
@@ -181,34 +165,22 @@ def _attention(
         weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights_BKTGC, scoring)
         out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
-        return [], [_queries_first(out_BKEGC / total_BK1GC).to(query.dtype)]
+        return [], [_queries_first(out_BKEGC / total_BK1GC).to(xs[0].dtype)]
 
-    constants = [key, value, segments, *_given(random_key)]
-    return _loop(body, constants, [], [query, positions, query_segments, sinks, *_given(bias)])[1][0]
-
-
-@_attention.register_fake
-def _(query, key, value, sinks, segments, positions, query_segments, random_key, bias, scoring_text):
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
+    return _loop(body, constants, [], xs)[1][0]
 
 
-@torch.library.custom_op("shardwright::attention_backward", mutates_args=())
-def _attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    segments: Tensor,
-    positions: Tensor,
-    query_segments: Tensor,
-    random_key: Tensor | None,
-    bias: Tensor | None,
-    scoring_text: str,
-    with_bias: bool,
-) -> list[Tensor]:
-    """Map grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value, sinks and bias."""
-    scoring: Scoring = from_text(scoring_text)
+def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    _, with_bias, (key, value, *_), (query, _, _, sinks, *bias) = _split(tensors[1:], text)
+    # not empty_like: the gradients are dense whatever the inputs' strides
+    return [t.new_empty(t.shape) for t in (query, key, value, sinks, *(bias if with_bias else []))]
+
+
+@operation("attention_backward", _backward_like)
+def _attention_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    """Map grad_out ``NBKGCE`` and the forward's tensors to the gradients of query, key, value, sinks and bias."""
+    grad_out = tensors[0]
+    scoring, with_bias, constants, xs = _split(tensors[1:], text)
 
     def body(
         constants: Sequence[Tensor], carry: Sequence[Tensor], x: Sequence[Tensor]
@@ -232,44 +204,31 @@ def _attention_backward(
             grad_scores = grad_scores * slope
         grad_key = grad_key + torch.einsum("bktgc,bkgcd->bktd", grad_scores, query_BKGCD)
         grad_query = apart(torch.einsum("bktd,bktgc->bkdgc", key_BKTD.float(), grad_scores))
-        ys = [_queries_first(grad_query).to(query.dtype), _summed(-sink * mean_BK1GC, x[3])]
+        ys = [_queries_first(grad_query).to(xs[0].dtype), _summed(-sink * mean_BK1GC, x[3])]
         if with_bias:
             ys.append(_summed(grad_biased, x[4]))
         return [grad_key, grad_value], ys
 
-    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value)]
-    xs = [query, positions, query_segments, sinks, *_given(bias), grad_out]
-    constants = [key, value, segments, *_given(random_key)]
-    (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, xs)
-    return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), *others]
+    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in constants[:2]]
+    (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, [*xs, grad_out])
+    return [grad_query, grad_key.to(constants[0].dtype), grad_value.to(constants[1].dtype), *others]
 
 
-@_attention_backward.register_fake
-def _(
-    grad_out, query, key, value, sinks, segments, positions, query_segments, random_key, bias, scoring_text, with_bias
-):
-    # not empty_like: the gradients are dense whatever the inputs' strides
-    return [t.new_empty(t.shape) for t in (query, key, value, sinks, *([bias] if with_bias else []))]
+def _gradients(grad_out: Tensor, tensors: Sequence[Tensor], text: str) -> list[Tensor | None]:
+    grad_query, grad_key, grad_value, grad_sinks, *grad_bias = _attention_backward([grad_out, *tensors], text)
+    _, _, constants, xs = _split(tensors, text)
+    more = [*grad_bias, None][: len(xs) - 4]
+    return [grad_key, grad_value, *[None] * (len(constants) - 2), grad_query, None, None, grad_sinks, *more]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scoring_text = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    with_bias = ctx.needs_input_grad[8]
-    grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text, with_bias)
-    return (*grads[:4], None, None, None, None, grads[4] if with_bias else None, None)
-
-
-_attention.register_autograd(_differentiate, setup_context=_save_inputs)
-
-
-@register_flop_formula(torch.ops.shardwright.attention)
-def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+def _flops(shapes: list[Sequence[int]], text: str) -> int:
     """Every query's products with all keys and values: a block also computes what its mask hides."""
+    _, _, (key, value, *_), (query_NBKGCD, *_) = _split(shapes, text)
     return 2 * math.prod(query_NBKGCD[:-1]) * key[2] * (key[3] + value[3])
+
+
+differentiate(_attention, _gradients, saved=lambda tensors, _: tensors)
+count_flops("attention", _flops)
 
 
 def _weights(

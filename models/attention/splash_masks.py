@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 from shardwright.models.attention.portable import Scoring
 
 # configures jax: it must come before jax itself
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jnp
 
 # isort: split
-import jax.numpy as jnp
-
 # semi-private: splash_attention_mask_info.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -39,7 +37,7 @@ class Mask(NamedTuple):
     sizes: BlockSizes
     queries: MaskInfo
     keys: MaskInfo
-    function: Callable[[jax.Array, jax.Array], jax.Array] | None
+    function: Callable[[Array, Array], Array] | None
 
 
 def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
@@ -47,7 +45,7 @@ def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
     return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
 
 
-def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
+def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: Array) -> Mask:
     """The mask of ``length`` queries over as many keys that all come before them: a window, if there is one.
 
     ``distance`` is how many tokens the first query comes after the first key, a 0-d int32.
@@ -59,7 +57,7 @@ def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax
     if window is not None:
         run = (distance + (own[:, None] - own) * sizes.block - (sizes.block - 1) < window).astype(jnp.int8)
 
-    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+    def sees(query: Array, key: Array) -> Array:
         seen = key < length
         return seen if window is None else seen & (query - key < window)
 
@@ -91,8 +89,8 @@ def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
     return MaskInfo(fetched[None], None, run[None], None, positions)
 
 
-def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+def _sees(scoring: Scoring) -> Callable[[Array, Array], Array]:
+    def sees(query: Array, key: Array) -> Array:
         seen = query >= key
         if scoring.window is not None:
             seen = seen & (query - key < scoring.window)

@@ -22,9 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.models.experts import grouped_matmul
-from shardwright.models.ops.jax_call import jax
-
-jnp = jax.numpy
+from shardwright.models.ops.jax_call import jax, jnp
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from torch import Tensor
 from shardwright.models.experts.projections import mlp
 from shardwright.models.experts.routing import count
 from shardwright.models.layers.side_outputs import real_tokens
-from shardwright.models.ops.jax_call import Axes, jax, jax_call
+from shardwright.models.ops.jax_call import Array, Axes, jax, jax_call, jnp
+from shardwright.models.ops.operation import LinearMap, operation
 
 # (tensor, mesh axes of each dimension) -> the tensor laid out by them; in the backward its gradient too
 Constrain = Callable[[Tensor, tuple[Axes, ...]], Tensor]
@@ -73,17 +74,25 @@ class Capacity:
         count(experts, index_Tk, (slot_GN == M).reshape(G, k, s).transpose(1, 2).reshape(T, k))
         owner_GM = self.constrain(_owners(slot_GN, M), (self.batch_axes, ()))
 
-        x_GMH = self.constrain(_Dispatch.apply(x, slot_GN, owner_GM), (self.batch_axes, (), ()))
+        def to_slots(t_GsH: Tensor) -> Tensor:
+            return _scatter_rows(t_GsH, owner_GM, k * s)
+
+        def to_tokens(t_GMH: Tensor) -> Tensor:
+            return _gather_sums(t_GMH, slot_GN, k)
+
+        # each of the two is the other's transpose
+        x_GMH = self.constrain(LinearMap.apply(to_slots, to_tokens, x), (self.batch_axes, (), ()))
         x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
         group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
         x_EGCH = self.constrain(x_EGCH, (self.expert_axes, group_axes, (), ()))
         # scaled before the second projection, so that the router's gradient needs no second product with its weight
-        scale_EGC = _Scale.apply(weight_GN, slot_GN, owner_GM).reshape(G, E, C).transpose(0, 1)
+        scale_GM = LinearMap.apply(lambda w: _numbers(w, owner_GM), lambda g: _numbers(g, slot_GN), weight_GN)
+        scale_EGC = scale_GM.reshape(G, E, C).transpose(0, 1)
         scale_EGC = self.constrain(scale_EGC, (self.expert_axes, group_axes, ()))
         y_EGCH = mlp(experts, x_EGCH.reshape(E, G * C, H), scale_EGC.reshape(E, G * C, 1)).reshape(E, G, C, H)
         y_EGCH = self.constrain(y_EGCH, (self.expert_axes, group_axes, (), ()))
         y_GMH = self.constrain(y_EGCH.transpose(0, 1).reshape(G, M, H), (self.batch_axes, (), ()))
-        y_GsH = self.constrain(_Combine.apply(y_GMH, slot_GN, owner_GM, k), (self.batch_axes, (), ()))
+        y_GsH = self.constrain(LinearMap.apply(to_tokens, to_slots, y_GMH), (self.batch_axes, (), ()))
         return y_GsH.reshape(T, H).to(x_TH.dtype)
 
 
@@ -94,7 +103,7 @@ def _slots(index_GN: Tensor, E: int, C: int) -> Tensor:
     return torch.where(position_GN < C, index_GN * C + position_GN, torch.full_like(index_GN, E * C))
 
 
-@torch.library.custom_op("shardwright::owners", mutates_args=())
+@operation("owners", lambda slot_GN, M: slot_GN.new_empty((len(slot_GN), M)))
 def _owners(slot_GN: Tensor, M: int) -> Tensor:
     """Invert :func:`_slots`: the (token, choice) in 0..N-1 that is in each slot; N where the slot is empty."""
     G, N = slot_GN.shape
@@ -105,19 +114,14 @@ def _owners(slot_GN: Tensor, M: int) -> Tensor:
     return empty.scatter(1, slot_GN, order)[:, :M].contiguous()
 
 
-@_owners.register_fake
-def _(slot_GN: Tensor, M: int) -> Tensor:
-    return slot_GN.new_empty((len(slot_GN), M))
-
-
-def _invert(slot_GN: jax.Array, M: int) -> jax.Array:
+def _invert(slot_GN: Array, M: int) -> Array:
     """:func:`_owners` in JAX, as a batched scatter: for torch's the partitioner gathers the slots of all groups."""
     N = slot_GN.shape[1]
-    empty, order = jax.numpy.full(M, N, slot_GN.dtype), jax.numpy.arange(N, dtype=slot_GN.dtype)
+    empty, order = jnp.full(M, N, slot_GN.dtype), jnp.arange(N, dtype=slot_GN.dtype)
     return jax.vmap(lambda slot_N: empty.at[slot_N].set(order, mode="drop"))(slot_GN)
 
 
-@torch.library.custom_op("shardwright::rows", mutates_args=())
+@operation("rows", lambda x_GRH, index_GQ, _: x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1])))
 def _rows(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
     """Return the rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R gives a row of zeros.
 
@@ -130,15 +134,10 @@ def _rows(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
     return torch.gather(padded, 1, index_GQ.unsqueeze(-1).expand(-1, -1, x_GRH.shape[-1]))
 
 
-@_rows.register_fake
-def _(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
-    return x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1]))
-
-
-def _take_rows(x_GRH: jax.Array, index_GQ: jax.Array, checked: bool) -> jax.Array:
+def _take_rows(x_GRH: Array, index_GQ: Array, checked: bool) -> Array:
     # rows out of bounds are written as zeros: to append a row of zeros would copy x
     how: Any = {"mode": "fill", "fill_value": 0} if checked else {"mode": "promise_in_bounds"}
-    return jax.numpy.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
+    return jnp.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
 
 
 def _scatter_rows(x_GsH: Tensor, owner_GM: Tensor, pairs: int) -> Tensor:
@@ -153,45 +152,6 @@ def _gather_sums(y_GMH: Tensor, slot_GN: Tensor, k: int) -> Tensor:
     return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
 
 
-class _Dispatch(torch.autograd.Function):
-    """tokens [G, s, H] -> slots [G, M, H]; a token's gradient is the sum over its slots."""
-
-    @staticmethod
-    def forward(ctx, x_GsH: Tensor, slot_GN: Tensor, owner_GM: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_GN)
-        ctx.k = slot_GN.shape[1] // x_GsH.shape[1]
-        return _scatter_rows(x_GsH, owner_GM, slot_GN.shape[1])
-
-    @staticmethod
-    def backward(ctx, grad_GMH: Tensor):  # type: ignore[override]
-        (slot_GN,) = ctx.saved_tensors
-        return _gather_sums(grad_GMH, slot_GN, ctx.k), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """slots [G, M, H] -> the sum over each token's slots, [G, s, H]; a slot's gradient is that of its token."""
-
-    @staticmethod
-    def forward(ctx, y_GMH: Tensor, slot_GN: Tensor, owner_GM: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(owner_GM)
-        ctx.pairs = slot_GN.shape[1]
-        return _gather_sums(y_GMH, slot_GN, k)
-
-    @staticmethod
-    def backward(ctx, grad_GsH: Tensor):  # type: ignore[override]
-        (owner_GM,) = ctx.saved_tensors
-        return _scatter_rows(grad_GsH, owner_GM, ctx.pairs), None, None, None
-
-
-class _Scale(torch.autograd.Function):
-    """Routing weights of (token, choice) pairs [G, N] -> of slots [G, M], zero for an empty slot."""
-
-    @staticmethod
-    def forward(ctx, weight_GN: Tensor, slot_GN: Tensor, owner_GM: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_GN)
-        return _rows(weight_GN.unsqueeze(-1), owner_GM, True).squeeze(-1)
-
-    @staticmethod
-    def backward(ctx, grad_GM: Tensor):  # type: ignore[override]
-        (slot_GN,) = ctx.saved_tensors
-        return _rows(grad_GM.unsqueeze(-1), slot_GN, True).squeeze(-1), None, None
+def _numbers(number_GR: Tensor, index_GQ: Tensor) -> Tensor:
+    """:func:`_rows` of single numbers; 0 for an index of R."""
+    return _rows(number_GR.unsqueeze(-1), index_GQ, True).squeeze(-1)

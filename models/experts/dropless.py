@@ -26,6 +26,7 @@ Shape suffixes: T tokens, H hidden width, k experts a token.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.adapters.lora import SCALE, A, B
 from shardwright.models.experts import activation, dropless_rows
@@ -41,6 +41,7 @@ from shardwright.models.experts.routing import count
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax_call
+from shardwright.models.ops.operation import count_flops, differentiate, operation
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -109,9 +110,8 @@ class Dropless:
         shapes = (*local.kept(planned, x_TH.shape[1], first, second), *whole)
         kept = tuple((rows * devices, *widths) for rows, *widths in shapes)
         call = as_text(_Call(local, self._manual(specs, local, kept) if self.axes else None, kept))
-        if kept:
-            return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, call)[0]
-        return _dropless(x_TH, index_Tk, weight_Tk, parameters, call)
+        tensors = [x_TH, index_Tk, weight_Tk, *parameters]
+        return _dropless_kept(tensors, call)[0] if kept else _dropless(tensors, call)
 
     def in_rings(self, longest: int) -> Dropless:
         """Split the axes along which weights are gathered into rings of at most ``longest`` devices."""
@@ -187,38 +187,24 @@ class _Call:
     kept: tuple[tuple[int, ...], ...]
 
 
-@torch.library.custom_op("shardwright::dropless", mutates_args=())
-def _dropless(
-    x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor, parameters: Sequence[Tensor], call_text: str
-) -> Tensor:
-    return _run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text)[0]
+@operation("dropless", lambda tensors, _: tensors[0].new_empty(tensors[0].shape))
+def _dropless(tensors: Sequence[Tensor], text: str) -> Tensor:
+    """Map tokens, routing indices and weights, and parameters to the output."""
+    return _run(dropless_rows.forward, tensors, 3, text)[0]
 
 
-@_dropless.register_fake
-def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
-    return x_TH.new_empty(x_TH.shape)
-
-
-@torch.library.custom_op("shardwright::dropless_kept", mutates_args=())
-def _dropless_kept(
-    x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor, parameters: Sequence[Tensor], call_text: str
-) -> list[Tensor]:
-    """Return the output, and the backward's saved arrays."""
-    return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
-
-
-@_dropless_kept.register_fake
-def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
-    call = from_text(call_text)
+def _kept_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    call: _Call = from_text(text)
+    x_TH, _, _, *parameters = tensors
     weights = [parameters[number] for number in call.local.kept_weights()]
     like = [*[x_TH] * (len(call.kept) - len(weights)), *weights]
     return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, call.kept, strict=True))]
 
 
-@register_flop_formula(torch.ops.shardwright.dropless_kept)
-def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequence[Any], *__: Any, **___: Any) -> int:
-    """The first projection's FLOPs, by which the remat policies choose the values to keep."""
-    return 2 * math.prod(index) * math.prod(parameters[0][1:])
+@operation("dropless_kept", _kept_like)
+def _dropless_kept(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    """:func:`_dropless`, with the backward's saved arrays behind the output."""
+    return _run(dropless_rows.forward, tensors, 3, text)
 
 
 def _widths(parameters: Sequence[Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
@@ -227,63 +213,38 @@ def _widths(parameters: Sequence[Tensor], local: dropless_rows.ExpertShards) -> 
     return first[0], second[1]
 
 
-@torch.library.custom_op("shardwright::dropless_backward", mutates_args=())
-def _dropless_backward(
-    grad_TH: Tensor,
-    x_TH: Tensor,
-    index_Tk: Tensor,
-    weight_Tk: Tensor,
-    parameters: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    call_text: str,
-) -> list[Tensor]:
-    return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, [*parameters, *kept], call_text))
-
-
-@_dropless_backward.register_fake
-def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, call_text):
-    trained = _trained(parameters, call_text)
+def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    _, x_TH, _, weight_Tk, *parameters = tensors
+    trained = itertools.compress(parameters, from_text(text).local.trained)
     return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
 
 
-def _trained(parameters: Sequence[Tensor], call_text: str) -> list[Tensor]:
-    return [p for p, trained in zip(parameters, from_text(call_text).local.trained, strict=True) if trained]
+@operation("dropless_backward", _backward_like)
+def _dropless_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    """Map the output's gradient, the forward's tensors and its saved arrays to the gradients of all that have one."""
+    return _run(dropless_rows.backward, tensors, 4, text)
 
 
-def _run(
-    function: Callable[..., Any],
-    rows: list[Tensor],
-    index_Tk: Tensor,
-    weight_Tk: Tensor,
-    shards: Sequence[Tensor],
-    call_text: str,
-) -> tuple[Tensor, ...]:
-    call: _Call = from_text(call_text)
-    device = rows[0].device
+def _run(function: Callable[..., Any], tensors: Sequence[Tensor], tokens: int, text: str) -> list[Tensor]:
+    """Run ``function`` on ``tensors``, of which the first are ``tokens`` tensors of tokens."""
+    call: _Call = from_text(text)
+    device = tensors[0].device
     if device.type != "xla":
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
     manual = call.manual[function is dropless_rows.backward] if call.manual else None
     # tells a device which experts it holds: its position in the mesh does not follow from its id
-    experts = torch.arange(len(shards[0]), dtype=torch.int32, device=device)
-    return jax_call(function, *rows, index_Tk, weight_Tk, experts, *shards, manual=manual, local=call.local)
+    experts = torch.arange(len(tensors[tokens]), dtype=torch.int32, device=device)
+    return jax_call(function, *tensors[:tokens], experts, *tensors[tokens:], manual=manual, local=call.local)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x_TH, index_Tk, weight_Tk, parameters, ctx.call_text = inputs
-    kept = [] if isinstance(output, Tensor) else output[1:]
-    ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters, *kept)
-
-
-def _differentiate(ctx: Any, grad: Tensor | list[Tensor]) -> tuple[Any, ...]:
+def _gradients(grad: Tensor | list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
     grad_TH = grad if isinstance(grad, Tensor) else grad[0]
-    x_TH, index_Tk, weight_Tk, *rest = ctx.saved_tensors
-    trained = from_text(ctx.call_text).local.trained
-    parameters, kept = rest[: len(trained)], rest[len(trained) :]
-    grads = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, ctx.call_text)
-    grad_x, grad_weight, *found = grads
+    grad_x, grad_weight, *found = _dropless_backward([grad_TH, *saved], text)
     gradients = iter(found)
-    return grad_x, None, grad_weight, [next(gradients) if learns else None for learns in trained], None
+    return [grad_x, None, grad_weight, *(next(gradients) if t else None for t in from_text(text).local.trained)]
 
 
-for _operation in (_dropless, _dropless_kept):
-    _operation.register_autograd(_differentiate, setup_context=_save_inputs)
+differentiate(_dropless, _gradients, saved=lambda tensors, _: tensors)
+differentiate(_dropless_kept, _gradients, saved=lambda tensors, results: [*tensors, *results[1:]])
+# the first projection's, by which the remat policies choose the values to keep
+count_flops("dropless_kept", lambda shapes, _: 2 * math.prod(shapes[1]) * math.prod(shapes[3][1:]))

@@ -16,13 +16,8 @@ from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
 from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, Sums, in_order
 from shardwright.models.ops.collectives import exchange_sum
-from shardwright.models.ops.jax_call import Axes, exchanges_beside, gathers_beside, jax
+from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
-
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
 
 # With several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8

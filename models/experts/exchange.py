@@ -25,12 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.models.ops.jax_call import Axes, jax
+from shardwright.models.ops.jax_call import Array, Axes, jnp, lax
 
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
 # the start and the end of a window of a device's tokens
 Window = tuple[Array, Array]
 

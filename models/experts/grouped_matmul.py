@@ -12,15 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-# configures jax: it must come before jax itself
 from shardwright.models.ops.device_kernels import kernels
+
+# configures jax: it must come before jax itself
+from shardwright.models.ops.jax_call import Array
 from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 
 # isort: split
 from jax.experimental.layout import Layout, with_layout_constraint
-
-# a jax.Array, when it is traced
-Array = Any
 
 
 def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:

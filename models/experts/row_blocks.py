@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.models.experts import exchange, grouped_matmul
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jnp, lax
 from shardwright.models.ops.kernel_cost import Tiles
 
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
 # see `SortedRows.fold`
 Sums = Sequence[Any]
 Body = Callable[["Block", Sequence[Any], Any, Sums], tuple[Any, Sums]]

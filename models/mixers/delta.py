@@ -13,10 +13,8 @@ from __future__ import annotations
 import functools
 
 from shardwright.models.mixers import sums
-from shardwright.models.mixers.segments import Array, over_segments
-from shardwright.models.ops.jax_call import jax
-
-jnp, lax = jax.numpy, jax.lax
+from shardwright.models.mixers.segments import over_segments
+from shardwright.models.ops.jax_call import Array, jnp, lax
 
 _CHUNK = 64
 _CHUNKS = 8  # in a segment: they are solved side by side and share one kept state

@@ -8,10 +8,8 @@ Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers o
 
 from __future__ import annotations
 
-from shardwright.models.mixers.segments import Array, over_segments
-from shardwright.models.ops.jax_call import jax
-
-jnp, lax = jax.numpy, jax.lax
+from shardwright.models.mixers.segments import over_segments
+from shardwright.models.ops.jax_call import Array, jnp, lax
 
 _SEGMENT = 128
 _LEAST = -1e38  # the maximum over no tokens

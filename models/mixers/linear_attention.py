@@ -10,10 +10,8 @@ of a group, N width of keys (the state's size), P width of values.
 from __future__ import annotations
 
 from shardwright.models.mixers import sums
-from shardwright.models.mixers.segments import Array, over_segments
-from shardwright.models.ops.jax_call import jax
-
-jnp = jax.numpy
+from shardwright.models.mixers.segments import over_segments
+from shardwright.models.ops.jax_call import Array, jnp
 
 _SEGMENT = 128  # tokens
 

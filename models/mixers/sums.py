@@ -6,10 +6,7 @@ float32, nor has its gradient.
 
 from __future__ import annotations
 
-from shardwright.models.mixers.segments import Array
-from shardwright.models.ops.jax_call import jax
-
-jnp = jax.numpy
+from shardwright.models.ops.jax_call import Array, jnp
 
 LEAF = 8  # tokens; smaller blocks would fill a TPU worse than they save work
 

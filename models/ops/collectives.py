@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from shardwright.models.ops.jax_call import Axes, jax
-
-# a jax.Array, when it is traced
-Array = Any
+from shardwright.models.ops.jax_call import Array, Axes, jnp, lax
 
 
 def rings(axis: str, size: int, longest: int) -> dict[str, int]:
@@ -28,8 +24,8 @@ def exchange_sum(x: Array, axes: Axes, dim: int) -> Array:
 
     The bytes are the same. A TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone.
     """
-    count = math.prod(jax.lax.axis_size(axis) for axis in axes)
-    parts = jax.lax.all_to_all(x, axes, split_axis=dim, concat_axis=dim, tiled=True)
+    count = math.prod(lax.axis_size(axis) for axis in axes)
+    parts = lax.all_to_all(x, axes, split_axis=dim, concat_axis=dim, tiled=True)
     # added one by one: on a TPU a reduction over so short a dimension is slow
-    total, *others = (part.astype(jax.numpy.float32) for part in jax.numpy.split(parts, count, axis=dim))
+    total, *others = (part.astype(jnp.float32) for part in jnp.split(parts, count, axis=dim))
     return sum(others, start=total).astype(x.dtype)

@@ -6,8 +6,10 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
+from shardwright.models.ops.operation import operation
 
-@torch.library.custom_op("shardwright::apart", mutates_args=())
+
+@operation("apart", torch.empty_like)
 def apart(x: Tensor) -> Tensor:
     """Return a copy of ``x`` that the compiler fuses with none of its readers.
 
@@ -18,8 +20,3 @@ def apart(x: Tensor) -> Tensor:
     if x.device.type == "xla":
         xm.optimization_barrier_(copy)
     return copy[0]
-
-
-@apart.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)

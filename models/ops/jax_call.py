@@ -35,6 +35,7 @@ from jax._src.lib import xla_client
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 
+Array, jnp, lax = jax.Array, jax.numpy, jax.lax
 Axes = tuple[str, ...]
 # for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
 Spec = tuple[str | Axes | None, ...]
@@ -112,10 +113,10 @@ class Manual:
 
 def jax_call(
     function: Callable[..., Any], *tensors: Tensor, manual: Manual | None = None, **static: Any
-) -> tuple[Tensor, ...]:
-    """Return ``function(*arrays, **static)`` for XLA tensors, always as a tuple of outputs.
+) -> list[Tensor]:
+    """Return ``function(*arrays, **static)`` for XLA tensors, always as a list of outputs.
 
-    It is not differentiable. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.
+    It is not differentiable. Call it inside an operation (:mod:`shardwright.models.ops.operation`).
 
     Args:
         function: a module-level JAX function, lowered once for each set of shapes, dtypes and (hashable) options.
@@ -127,7 +128,7 @@ def jax_call(
     computation = _computation(function, shapes, manual, tuple(sorted(static.items())), target())
     # semi-private: torch_xla/core/xla_op_registry.py, torch_xla 2.9
     out = torch_xla._XLAC._xla_user_computation("xla::jax_call", list(tensors), computation)
-    return tuple(out) if isinstance(out, list | tuple) else (out,)
+    return list(out) if isinstance(out, list | tuple) else [out]
 
 
 # A function that is lowered again gets new channel numbers, which make the step a new graph: the bound is far above the

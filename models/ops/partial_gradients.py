@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from shardwright.models.ops import scopes
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import exchange_sum
-from shardwright.models.ops.jax_call import Manual, jax, jax_call
+from shardwright.models.ops.jax_call import Array, Manual, jax, jax_call, jnp
+from shardwright.models.ops.operation import operation
 
 # name -> tensor
 Tensors = dict[str, Tensor]
@@ -129,7 +130,12 @@ def _embedding_grad(g_DtH: Tensor, ids_Dt: Tensor, w_VH: Tensor) -> Tensor:
     return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
 
 
-@torch.library.custom_op("shardwright::total", mutates_args=())
+def _total_like(partial: Tensor, sum_text: str) -> Tensor:
+    dim = from_text(sum_text).dim
+    return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
+
+
+@operation("total", _total_like)
 def _total(partial: Tensor, sum_text: str) -> Tensor:
     how: Sum = from_text(sum_text)
     static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name, "exchanged": how.exchanged}
@@ -137,15 +143,9 @@ def _total(partial: Tensor, sum_text: str) -> Tensor:
         return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
 
 
-@_total.register_fake
-def _(partial: Tensor, sum_text: str) -> Tensor:
-    dim = from_text(sum_text).dim
-    return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
-
-
 def _sum_shards(
-    x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
-) -> jax.Array:
+    x: Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
+) -> Array:
     """Sum on one device. ``name`` only keeps the computations of two parameters separate."""
     x = x.squeeze(dim)  # this device has one entry
     if exchanged:
@@ -163,7 +163,7 @@ def _sum_shards(
     return x.swapaxes(last - 1, last) if turned else x
 
 
-@torch.library.custom_op("shardwright::add_rows", mutates_args=())
+@operation("add_rows", lambda x, _, V: x.new_empty((len(x), V, x.shape[-1]), dtype=torch.float32))
 def _add_rows(rows_DtH: Tensor, ids_Dt: Tensor, V: int) -> Tensor:
     """Add up each shard's rows by id, in float32: [D, V, H]."""
     if rows_DtH.device.type == "xla":
@@ -174,13 +174,8 @@ def _add_rows(rows_DtH: Tensor, ids_Dt: Tensor, V: int) -> Tensor:
     return torch.zeros((D, V, H), device=rows_DtH.device).scatter_add(1, index, rows_DtH.to(torch.float32))
 
 
-@_add_rows.register_fake
-def _(rows_DtH: Tensor, ids_Dt: Tensor, V: int) -> Tensor:
-    return rows_DtH.new_empty((len(rows_DtH), V, rows_DtH.shape[-1]), dtype=torch.float32)
-
-
-def _scatter_add(rows_DtH: jax.Array, ids_Dt: jax.Array, V: int) -> jax.Array:
-    empty = jax.numpy.zeros((V, rows_DtH.shape[-1]), jax.numpy.float32)
+def _scatter_add(rows_DtH: Array, ids_Dt: Array, V: int) -> Array:
+    empty = jnp.zeros((V, rows_DtH.shape[-1]), jnp.float32)
     return jax.vmap(lambda rows_tH, ids_t: empty.at[ids_t].add(rows_tH.astype(empty.dtype)))(rows_DtH, ids_Dt)
 
 

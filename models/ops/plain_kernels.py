@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jnp, lax
 
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
 # a tile's rows and two widths
 Tiling = tuple[int, int, int]
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.models.ops.jax_call import jax, jax_call
+from shardwright.models.ops.jax_call import jax_call, jnp
+from shardwright.models.ops.operation import operation
 
 # an array of jax or of numpy, according to the argument ``xp``
 Array = Any
@@ -45,15 +46,10 @@ def layer_keys(key: Tensor, first: int, count: int) -> Tensor:
     return _call(_layer_keys, key, first=first, count=count)
 
 
-@torch.library.custom_op("shardwright::dropout", mutates_args=())
+@operation("dropout", lambda x, *_: x.new_empty(x.shape))
 def dropout(x: Tensor, key: Tensor, site: int, rate: float) -> Tensor:
     """Replace each element of ``x`` by 0 with probability ``rate``, and divide the others by ``1 - rate``."""
     return (x * keep_factors(key, x.shape, site, rate)).to(x.dtype)
-
-
-@dropout.register_fake
-def _(x: Tensor, key: Tensor, site: int, rate: float) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,15 +64,10 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 dropout.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("shardwright::uniform", mutates_args=())
+@operation("uniform", lambda key, shape, _: key.new_empty(shape, dtype=torch.float32))
 def uniform(key: Tensor, shape: Sequence[int], site: int) -> Tensor:
     """Float32 numbers, uniform over the multiples of 2**-24 in [0, 1)."""
     return _call(_uniform, key, shape=tuple(shape), site=site)
-
-
-@uniform.register_fake
-def _(key: Tensor, shape: Sequence[int], site: int) -> Tensor:
-    return key.new_empty(shape, dtype=torch.float32)
 
 
 def keep_factors(key: Tensor, shape: Sequence[int], site: int, rate: float, rows: Tensor | None = None) -> Tensor:
@@ -94,17 +85,17 @@ def _call(function: Callable[..., Any], *tensors: Tensor, **static: Any) -> Tens
     return torch.from_numpy(np.asarray(function(*(t.numpy() for t in tensors), xp=np, **static)))
 
 
-def _layer_keys(key: Array, *, first: int, count: int, xp: Any = jax.numpy) -> Array:
+def _layer_keys(key: Array, *, first: int, count: int, xp: Any = jnp) -> Array:
     layers = first + xp.arange(count, dtype=xp.uint32)
     return xp.stack(_threefry(key, layers, xp.full_like(layers, _FOR_LAYER), xp), axis=1).astype(xp.int32)
 
 
-def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jax.numpy) -> Array:
+def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jnp) -> Array:
     return (_bits(key, None, shape, site, xp) >> 8).astype(xp.float32) * np.float32(2**-24)
 
 
 def _factors(
-    key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jax.numpy
+    key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jnp
 ) -> Array:
     least = min(round(rate * _WORD), _WORD - 1)  # of the random words that keep their element
     scale = 1 / (1 - rate) if rate < 1 else 0.0

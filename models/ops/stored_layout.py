@@ -16,7 +16,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from torch import Tensor
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.models.ops.jax_call import Manual, jax, jax_call
+from shardwright.models.ops.jax_call import Array, Manual, jax_call
+from shardwright.models.ops.operation import operation
 
 _ROWS, _COLUMNS = 8, 128  # of a tile
 _WORD = 4  # bytes: narrower values are packed, row on row
@@ -50,24 +51,15 @@ def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (*(dim for dim in range(len(shape)) if dim not in last), *last)
 
 
-@torch.library.custom_op("shardwright::as_stored", mutates_args=())
+@operation("as_stored", lambda weight, *_: torch.empty_like(weight))
 def _as_stored(weight: Tensor, manual: str, layers: int) -> Tensor:
     return jax_call(_ordered, weight, manual=from_text(manual), layers=layers)[0]
 
 
-@_as_stored.register_fake
-def _(weight: Tensor, manual: str, layers: int) -> Tensor:
-    return torch.empty_like(weight)
+_as_stored.register_autograd(lambda ctx, gradient: (gradient, None, None))
 
 
-def _pass(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return gradient, None, None
-
-
-_as_stored.register_autograd(_pass)
-
-
-def _ordered(x: jax.Array, layers: int) -> jax.Array:
+def _ordered(x: Array, layers: int) -> Array:
     if not layers:
         return with_layout_constraint(x, Layout(stored_order(x.shape, x.dtype.itemsize)))
     stack, *order = stored_order((layers, *x.shape), x.dtype.itemsize)

@@ -14,7 +14,7 @@ from typing import Any
 from torch_xla.experimental import stablehlo_custom_call
 
 # configures jax: it must come before jax itself
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jax
 
 # isort: split
 from jax.experimental import pallas as pl
@@ -23,8 +23,6 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 # semi-private: splash_attention_kernel.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-# a jax.Array, when it is traced
-Array = Any
 # a tile's rows and two widths
 Tiling = tuple[int, int, int]
 
