@@ -2,24 +2,19 @@
 
 Each device sorts its (token, choice) pairs by expert, multiplies the sorted rows by their experts' weights
 (`shardwright.models.experts.grouped_matmul`) and gathers every token's k results. Activations move only by gathers, in
-the backward too.
-
-Communication is explicit (`jax.shard_map`), not left to the partitioner:
+the backward too. Communication is explicit (`jax.shard_map`), not left to the partitioner:
 
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
-  are reduce-scattered to that layout.
+  are reduce-scattered to that layout. A frozen weight has no gradient, and no product is made for one.
 - Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`). Each device sums
   its experts' outputs for a token, and sends the sum back. So the largest buffer is a round's, whatever the routing: if
   all tokens want one expert, its device takes longer and holds no more.
 
-The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others. A frozen weight has no
-gradient, and no product is made for one.
-
 The forward saves only its inputs, and the backward computes the first projection again. With ``keep`` it saves that
-projection's result, and the tokens received from other devices, which are then not sent again. Shapes are static, so
-there is room for a balanced routing's rows and some more; rows beyond are not kept. The second projection is not
-computed again for the router's gradient: that is the product of an expert's output with the output's gradient, and
-equals the product of the second projection's input with the gradient taken back through it.
+projection's result, and the tokens received from other devices, which are then not sent again: a balanced routing's
+rows and some more, for which there is room. The second projection is not computed again for the router's gradient: that
+is the product of an expert's output with the output's gradient, and equals the product of the second projection's input
+with the gradient taken back through it.
 
 Shape suffixes: T tokens, H hidden width, k experts a token.
 """
@@ -87,9 +82,9 @@ class Dropless:
         names = _parameter_names(experts)
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
-        sizes = dict(self.axes)
+        sizes, widths = dict(self.axes), _widths(parameters, not experts.is_transposed)
         local = dropless_rows.ExpertShards(
-            activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
+            activation=_activation(experts, widths[0]),
             names=tuple(names),
             out_first=not experts.is_transposed,
             lora_scale=getattr(experts, SCALE, 0.0),
@@ -98,16 +93,17 @@ class Dropless:
             expert_axes=self.expert_axes,
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
+            widths=widths,
             buffer_bytes=self.buffer_bytes,
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
             keep_all=self.keep and self.keep_all,
         )
-        (first, second), held = _widths(parameters, local), len(parameters[0]) // local.expert_shards
-        bytes_a_row = (x_TH.element_size() * width for width in (x_TH.shape[1], first))
+        held = len(parameters[0]) // local.expert_shards
+        bytes_a_row = (x_TH.element_size() * width for width in (x_TH.shape[1], widths[0]))
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
         whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
-        shapes = (*local.kept(planned, x_TH.shape[1], first, second), *whole)
+        shapes = (*local.kept(planned, x_TH.shape[1]), *whole)
         kept = tuple((rows * devices, *widths) for rows, *widths in shapes)
         call = as_text(_Call(local, self._manual(specs, local, kept) if self.axes else None, kept))
         tensors = [x_TH, index_Tk, weight_Tk, *parameters]
@@ -174,6 +170,12 @@ def _activation(experts: Any, width: int) -> activation.Activation:
     return traced
 
 
+def _widths(parameters: Sequence[Tensor], out_first: bool) -> tuple[int, int]:
+    """The widths of the first projection's result, and of the second's input."""
+    first, second = (p.shape[1:] if out_first else p.shape[:0:-1] for p in parameters[:2])
+    return first[0], second[1]
+
+
 @dataclass(frozen=True)
 class _Call:
     """The parameters of a kernel call besides its tensors.
@@ -205,12 +207,6 @@ def _kept_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
 def _dropless_kept(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     """:func:`_dropless`, with the backward's saved arrays behind the output."""
     return _run(dropless_rows.forward, tensors, 3, text)
-
-
-def _widths(parameters: Sequence[Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
-    """The width of the first projection's result, and of the second's input."""
-    first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
-    return first[0], second[1]
 
 
 def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:

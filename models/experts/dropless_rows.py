@@ -1,7 +1,7 @@
-"""The work of dropless experts on one device, in JAX: sort, multiply, combine.
+"""The work of `shardwright.models.experts.dropless` on one device, in JAX: sort, multiply, combine.
 
-See `shardwright.models.experts.dropless`. Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I
-are the widths of the first projection's result and of the activation's.
+Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I are the widths of the first projection's
+result and of the activation's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
 
+# the kept results of the first projection, and perhaps of the activation, and the round that they are of
+Kept = tuple[tuple[Array, ...], Round]
+
 # With several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
 
@@ -30,11 +33,11 @@ class ExpertShards:
     Args:
         names: of the parameters, in order: the two projections, their biases, factors of LoRA.
         out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
-        lora_scale: factor on the product of two LoRA factors.
         trained: of each parameter, whether it has a gradient.
         axes: all axes of the mesh.
         expert_shards: how many devices there are along the expert axes.
         specs: the axes of each dimension of each parameter.
+        widths: F and I.
     """
 
     activation: activation.Activation
@@ -46,6 +49,7 @@ class ExpertShards:
     expert_axes: Axes
     expert_shards: int
     specs: tuple[tuple[Axes, ...], ...]
+    widths: tuple[int, int]
     buffer_bytes: int
     flops_a_byte: float
     keep: bool = False
@@ -92,9 +96,6 @@ class ExpertShards:
         out_first = self.out_first or self.names[number].endswith((A, B))
         return out_first != self.turned(self.specs[number])
 
-    def place(self, name: str) -> int | None:
-        return self.names.index(name) if name in self.names else None
-
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
         """(dimension, axes) of each dimension that `whole` gathers."""
         axes = [tuple(axis for axis in a if axis not in self.expert_axes) for a in spec]
@@ -104,8 +105,8 @@ class ExpertShards:
         """Plan the crossing of a device's tokens to its ``experts``, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. More rows than that take more blocks, or more rounds where one is planned. ``hidden_bytes`` and
-        ``first_bytes`` are those of a row of hidden width and of the first projection's.
+        for all. More rows take more blocks, or more rounds where one is planned. The bytes are those of a row of
+        hidden width and of the first projection's.
         """
         fit = self.buffer_bytes // first_bytes
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
@@ -113,10 +114,10 @@ class ExpertShards:
         balanced = crossing.window * top_k if self.expert_axes else rows
         tiles = grouped_matmul.tiles_for(min(balanced, max(fit, 1)), experts, self.flops_a_byte)
         tile = tiles.rows
+        more = balanced + balanced // _SPARE
         if crossing.slots is not None and crossing.rounds == 1:
-            expected = min(exchange.random_pairs(balanced, top_k, self.expert_shards), rows)
-        else:
-            expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
+            more = exchange.random_pairs(balanced, top_k, self.expert_shards)
+        expected = min(more, rows) if self.expert_axes else rows
         blocks = -(-expected // max(fit // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
@@ -147,20 +148,16 @@ class ExpertShards:
         one = crossing.slots is not None and exchange.random_pairs(tokens * top_k, top_k, shards) <= fit
         return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
 
-    def kept(self, planned: BlockPlan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
-        """The shapes of a device's saved arrays: received tokens, if tokens cross, and values of their rows.
-
-        ``hidden``, ``first`` and ``second`` are the widths of tokens, of the first projection's result, and of the
-        second's input.
-        """
+    def kept(self, planned: BlockPlan, hidden: int) -> list[tuple[int, int]]:
+        """The shapes of a device's saved arrays: received tokens [R, hidden], if they cross, and values of rows."""
         rounds = planned.crossing.rounds
         came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
-        widths = [first, second] if self.keep_all else [first]
+        widths = self.widths if self.keep_all else self.widths[:1]
         return [*came, *((rounds * planned.room, width) for width in widths)] if self.keep else []
 
     def came_and_made(self, kept: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """Split saved arrays into received tokens, if they cross, and values of their rows."""
-        crosses = 1 if self.expert_shards > 1 else 0
+        crosses = int(self.expert_shards > 1)
         return tuple(kept[:crosses]), tuple(kept[crosses:])
 
     def kept_weights(self) -> list[int]:
@@ -200,10 +197,8 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
             kept = (*(round_.put(c, x) for c in came), *made)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
-    axes = (local.expert_axes, local.axes)
-    tensors = (x_TH, index_Tk, weight_Tk)
-    shapes = local.kept(planned, x_TH.shape[1], *_widths(parameters, local))
-    room = tuple(grouped_matmul.unwritten(shape, x_TH.dtype, held) for shape in shapes)
+    room = tuple(grouped_matmul.unwritten(shape, x_TH.dtype, held) for shape in local.kept(planned, x_TH.shape[1]))
+    tensors, axes = (x_TH, index_Tk, weight_Tk), (local.expert_axes, local.axes)
     kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
     return (y_TH, *kept, *(parameters[number] for number in local.kept_weights())) if local.keep else y_TH
 
@@ -237,9 +232,8 @@ def backward(
         grad_x = rows.combine(grad_rows).astype(x.dtype)
         return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
 
+    tensors, like = (grad_TH, x_TH, index_Tk, weight_Tk), (x_TH, weight_Tk)
     axes = (local.expert_axes, local.axes)
-    tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
-    like = (x_TH, weight_Tk)
     came, made = local.came_and_made(kept)
     sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes, *came)
     gradients = [
@@ -249,14 +243,8 @@ def backward(
 
 
 def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: ExpertShards) -> BlockPlan:
-    itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
-    first, _ = _widths(parameters, local)
-    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, first * itemsize)
-
-
-def _widths(parameters: Sequence[Array], local: ExpertShards) -> tuple[int, int]:
-    first, second = (local.contract_last(number) for number in (0, 1))
-    return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
+    bytes_a_row = (width * x_TH.dtype.itemsize for width in (x_TH.shape[1], local.widths[0]))
+    return local.plan(*index_Tk.shape, len(parameters[0]), *bytes_a_row)
 
 
 class _Projection:
@@ -264,8 +252,8 @@ class _Projection:
 
     def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
-        name = local.names[number]
-        self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
+        numbers = {name: n for n, name in enumerate(local.names)}
+        self.bias, self.a, self.b = (numbers.get(local.names[number] + suffix) for suffix in ("_bias", A, B))
 
     def forward(self, block: Block, x_B: Array) -> Array:
         y_B = self._times(block, x_B, self.number)
@@ -288,8 +276,7 @@ class _Projection:
             self._add(block, sums, self.b, self._scaled(grad_B), self._times(block, x_B, self.a))
             self._add(block, sums, self.a, self._low(block, grad_B), x_B)
 
-    def _low(self, block: Block, grad_B: Array) -> Array:
-        """The gradient of the value between the factors."""
+    def _low(self, block: Block, grad_B: Array) -> Array:  # the gradient of the value between the factors
         return self._times(block, self._scaled(grad_B), self.b, back=True)
 
     def _scaled(self, x_B: Array) -> Array:
@@ -304,28 +291,17 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
-def _projections(parameters: Sequence[Array], local: ExpertShards) -> tuple[_Projection, _Projection]:
-    return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
-
-
 def _experts(
-    x_TH: Array,
-    rows: SortedRows,
-    parameters: Sequence[Array],
-    local: ExpertShards,
-    kept: tuple[tuple[Array, ...], Round] | None,
+    x_TH: Array, rows: SortedRows, parameters: Sequence[Array], local: ExpertShards, kept: Kept | None
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Return the held experts' output for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
-
-    ``kept`` is room for the results of the first projection, and perhaps the activation, and the round; or None.
-    """
+    """The held experts' output for their rows, [R, H], and the rooms of ``kept``, which are room for values of rows."""
     dtype = parameters[0].dtype
 
     def body(
         block: Block, parameters: Sequence[Array], carry: tuple[Array, tuple[Array, ...]], sums: Sums
     ) -> tuple[tuple[Array, tuple[Array, ...]], Sums]:
         y_RH, rooms = carry
-        first, second = _projections(parameters, local)
+        first, second = (_Projection(parameters, local, number) for number in (0, 1))
         h_BF = first.forward(block, block.gather(x_TH).astype(dtype))
         a_BI = local.activation(h_BF)
         if kept is not None:
@@ -344,13 +320,9 @@ def _experts_backward(
     parameters: Sequence[Array],
     sums: Sums,
     local: ExpertShards,
-    kept: tuple[tuple[Array, ...], Round] | None,
+    kept: Kept | None,
 ) -> tuple[Array, Array, Sums]:
-    """Return the gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added.
-
-    A sum is None for a parameter that has none yet. ``kept`` are the forward's results of the first projection, and
-    perhaps of the activation, and the round; or None. Values that were not kept are computed again.
-    """
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added."""
     dtype = parameters[0].dtype
     weight_N = weight_Tk.T.reshape(-1)
 
@@ -363,7 +335,7 @@ def _experts_backward(
         block: Block, parameters: Sequence[Array], carry: tuple[Array, Array], sums: Sums
     ) -> tuple[tuple[Array, Array], Sums]:
         grad_rows, grad_row_weights = carry
-        first, second = _projections(parameters, local)
+        first, second = (_Projection(parameters, local, number) for number in (0, 1))
         weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(dtype) for t in (x_TH, grad_TH))
         h_BF = made(0, block, partial(first.forward, block), x_BH)
@@ -401,10 +373,8 @@ def _after(x: Any, gradients: Any) -> Any:
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:
-    """The inner product of each pair of rows, [B] float32."""
     return (a_BI.astype(jnp.float32) * b_BI.astype(jnp.float32)).sum(1)
 
 
 def _scale(x_BI: Array, weight_B1: Array) -> Array:
-    """Multiply ``x`` by ``weight`` in float32, with the result in the dtype of ``x``."""
     return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)

@@ -1,18 +1,17 @@
 """The exchange of tokens with the devices that hold their experts, and of the experts' outputs back, in JAX.
 
-Tokens cross in rounds, each with a window of a device's tokens. There are two forms:
+Tokens cross in rounds, each with a window of a device's tokens. There are two forms, where n devices share the experts:
 
 - *gathered*: every device gets the whole window, and the sum of the devices' outputs is scattered back: for each token
-  n-1 rows cross each way, where n devices share the experts;
+  n-1 rows cross each way;
 - *by need*: an all-to-all takes a token only to devices that hold an expert it chose, once to each. With k choices
   spread evenly that are n·(1 - (1 - 1/n)^k) devices. Shapes are static, so a round has a number of slots for each pair
   of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all tokens want
   one device, windows are shorter and rounds are more.
 
-:func:`plan` takes the form that sends less. With several rounds, the next round's tokens come in, and the last round's
-results go back, while one round is computed. A single planned round
-(`shardwright.models.experts.dropless_rows.ExpertShards.plan`) stands before the loop, where the compiler overlaps the
-exchange with the rest of the layer, and tokens without a slot cross in smaller rounds.
+With several rounds, the next round's tokens come in, and the last round's results go back, while one round is computed.
+A single planned round (`shardwright.models.experts.dropless_rows.ExpertShards.plan`) stands before the loop, and tokens
+without a slot cross in smaller rounds.
 
 Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
 C slots for each of them, M = n*C.
@@ -64,14 +63,11 @@ class ExchangePlan:
     rest: ExchangePlan | None = None
 
 
-def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool = True) -> ExchangePlan:
+def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool) -> ExchangePlan:
     """Choose the form that sends less, with as many rounds as pay.
 
-    Args:
-        tokens, experts: of a device.
-        shards: how many devices share the experts.
-        most: tokens that a device can hold in a round.
-        overlaps: whether devices exchange tokens beside their products, so that rounds pay.
+    A device has so many ``tokens`` and ``experts``, shares the experts with ``shards`` in all, and can hold ``most``
+    tokens in a round. Rounds pay if an exchange ``overlaps`` with products.
     """
     rounds = -(-tokens * shards // most)
     if overlaps and shards > 1:
@@ -103,10 +99,7 @@ def _slots(window: int, top_k: int, shards: int) -> int:
 
 
 def random_pairs(balanced: int, top_k: int, shards: int) -> int:
-    """The room for pairs on a device that gets ``balanced`` of them in a balanced routing.
-
-    In a random routing no sender then exceeds its equal part of the room.
-    """
+    """The room on a device that gets ``balanced`` pairs: in a random routing no sender exceeds its equal part of it."""
     return max(balanced + math.ceil(_DEVIATIONS * math.sqrt(balanced * shards)), top_k * shards)
 
 
@@ -164,11 +157,10 @@ def in_rounds(
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
         held: the numbers of the experts held here.
-        axes: those that split the experts, and all of the mesh.
+        axes: those that split the experts, and all.
         came: the received values, if kept, of the tensor before these two in the planned rounds: it is not sent again.
     """
-    make = _Gathered if planned.slots is None else _ByNeed
-    exchange = make(tensors, held, planned, *axes)
+    exchange = (_Gathered if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
     zero = jnp.int32(0)
     first = (zero, exchange.stop(zero))
     every = range(len(tensors))
@@ -184,9 +176,8 @@ def in_rounds(
             sent = (*sent[:-2], x, *sent[-2:])
         return compute(carry, sent, round_)
 
-    if planned.rounds == 1 and planned.slots is None:
-        carry, results = work(carry, send(first), first, Round(zero, None))
-        return carry, tuple(r[: len(t)] for r, t in zip(exchange.back(results, first), like, strict=True))
+    def cut(out: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
 
     def empty(rows: int) -> tuple[Array, ...]:
         return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
@@ -238,10 +229,11 @@ def in_rounds(
         carry, results = work(carry, sent, now, round_of(number))
         return number + 1, ahead, carry, out, now, coming, results
 
-    if planned.rest is not None:
-        # the planned round stands before the loop, so that its exchange overlaps with the rest of the layer
+    if planned.rest is not None or (planned.rounds == 1 and planned.slots is None):
+        # the planned round stands before any loop, so that its exchange overlaps with the rest of the layer
         carry, results = work(carry, send(first), first, Round(zero, None))
-        return rest_of(planned.rest, carry, exchange.back(results, first))
+        out = exchange.back(results, first)
+        return (carry, cut(out)) if planned.rest is None else rest_of(planned.rest, carry, out)
 
     # The first comparison implies the second: it shows a reader of the program the planned number of turns of a loop
     # whose length depends on data.
@@ -258,7 +250,7 @@ def in_rounds(
         state = (*state, (zero, zero), send(first), empty(planned.rows))
         _, _, carry, out, last, _, made = lax.while_loop(more, overlapped, state)
         out = put(out, made, last)
-    return carry, tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
+    return carry, cut(out)
 
 
 class _Gathered:
@@ -300,9 +292,8 @@ class _ByNeed:
 
     def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:
         self.tensors, self.across, self.every = tensors, across, every
-        self.window, self.slots = planned.window, planned.slots or 0
+        self.window, self.slots, self.pairs = planned.window, planned.slots or 0, planned.pairs
         self.shards = planned.rows // self.slots
-        self.pairs = planned.pairs
         self.tokens, self.top_k = tensors[-2].shape
         self.nobody = len(held) * self.shards
         # behind the tokens is a window of tokens that need nobody
@@ -346,7 +337,7 @@ class _ByNeed:
             found = (jnp.where(has[:, None], at(r, row), 0).astype(jnp.float32) for row, has in rows)
             return sum(found, start=jnp.zeros((), jnp.float32)).astype(r.dtype)
 
-        return tuple(total(r) for r in arrived)
+        return tuple(map(total, arrived))
 
     def _rows(self, window: Window) -> list[tuple[Array, Array]]:
         """(row among the returned, whether there is one) of each token of a window, for each device it can go to."""
@@ -377,12 +368,10 @@ class _ByNeed:
 
 
 def _before(count_Tn: Array) -> Array:
-    """The sums of ``count`` over all earlier tokens, [T + 1, n]."""
     return jnp.pad(jnp.cumsum(count_Tn, 0, dtype=jnp.int32), ((1, 0), (0, 0)))
 
 
 def _all_to_all(x: Array, axes: Axes) -> Array:
-    """Send the rows' n equal parts, part i to device i; the part received from device i is part i of the result."""
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
