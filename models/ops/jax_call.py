@@ -100,8 +100,7 @@ class Manual:
 
     Args:
         axes: (name, size) of every mesh axis, in mesh order.
-        inputs: a partition spec for each tensor.
-        outputs: a partition spec for each output. Along an axis that none of them names, the outputs must be equal.
+        inputs, outputs: a partition spec for each. Along an axis that no output names, the outputs must be equal.
         order: the device ids in mesh order; None: 0, 1, 2, …
     """
 
@@ -141,10 +140,8 @@ def _computation(
     static: tuple[tuple[str, Any], ...],
     platform: str,
 ) -> Any:
-    run = functools.partial(function, **dict(static))
-
     def flat(*arrays: Any) -> tuple[Any, ...]:
-        result = run(*arrays)
+        result = function(*arrays, **dict(static))
         return tuple(result) if isinstance(result, list | tuple) else (result,)
 
     if manual is not None:

@@ -32,7 +32,7 @@ class Work:
 def met_blocks(count: int, reach: int | None) -> int:
     """Count the pairs of a query block and a key block that attention computes, for ``count`` blocks of each.
 
-    A query block sees ``reach`` blocks before its own under a causal mask; without a window ``count - 1``. None: there
+    Under a causal mask a query block sees ``reach`` blocks before its own, without a window ``count - 1``. None: there
     is no mask (two pieces of a row, one before the other).
     """
     if reach is None:
@@ -74,8 +74,8 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
 class Tiles:
     """The largest tiles of a grouped product: rows, and for each kernel two widths.
 
-    ``gmm`` has those along the contracted dimension and along the result's columns, ``tgmm`` those along the result's
-    two dimensions. Its float32 sums take VMEM too.
+    ``gmm`` has those along the contracted dimension and the result's columns, ``tgmm`` those along the result's two
+    dimensions. Its float32 sums take VMEM too.
     """
 
     rows: int
@@ -103,8 +103,8 @@ def buffer_bytes(flops_a_byte: float) -> int:
     """The bound on the largest row buffer of a layer's experts, for a chip.
 
     Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
-    experts' gradients. A bandwidth-limited chip gets a larger bound: Mixtral's layer with 8 sequences of 4,096 is then
-    one block, which takes less memory than the sums and a smaller block.
+    experts' gradients. With the larger bound of a bandwidth-limited chip Mixtral's layer of 8 sequences of 4,096 is one
+    block, which takes less memory than the sums and a smaller block.
     """
     return 2**32 if is_fast(flops_a_byte) else 2**31
 
@@ -119,8 +119,8 @@ def tile_width(width: int, most: int) -> int:
 def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
     """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group.
 
-    The rows, including those behind the last group, are read again for each tile of columns, and a whole matrix in each
-    of at most ``visits`` pairs of a row tile and a group.
+    All rows are read again for each tile of columns, and a whole matrix in each of at most ``visits`` pairs of a row
+    tile and a group.
     """
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer

@@ -4,10 +4,8 @@ A weight's gradient is a sum over tokens, and tokens are split over the batch ax
 tensor that is still to be summed over devices, so it communicates in every iteration of a loop over micro-batches. A
 *partial gradient* is the unfinished sum as a tensor of its own, [D, *parameter shape], with one entry for each of D
 batch shards, laid out over the batch axes. Adding two of them needs no communication; the one reduction is the sum over
-D after the loop.
-
-The price is memory: each device holds two gradients that the batch axes do not split, the running sum and that of one
-micro-batch. Each takes 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
+D after the loop. The price is memory: each device holds two gradients that the batch axes do not split, the running sum
+and a micro-batch's, of 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
 
 The model's code is not changed: :func:`functional_call` intercepts its operations. Where a parameter enters one whose
 gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_bias`), its gradient goes to its partial
@@ -47,7 +45,7 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
     """``torch.func.functional_call`` that sends weight gradients to partial gradients where it can.
 
     ``tensors`` are parameters by name; and for each one with a partial gradient a leaf [D, *parameter shape], under its
-    name with :data:`SUFFIX`. The leaf's gradient is the partial gradient; its values are never read. An operation on a
+    name with :data:`SUFFIX`, whose gradient is the partial gradient and whose values are never read. An operation on a
     number of rows that D does not divide sends its gradient to the parameter.
     """
     parameters = {name: t for name, t in tensors.items() if not name.endswith(SUFFIX)}
@@ -72,7 +70,7 @@ class Sum:
     """The plan of summing a partial gradient over its batch shards.
 
     Args:
-        name: the parameter's. Each parameter has collectives of its own.
+        name: the parameter's; each has collectives of its own.
         dim: the dimension of the batch shards.
         scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
         add: mesh axes to all-reduce over.
@@ -109,7 +107,7 @@ class _Rule:
 
     Args:
         grad_x: (gradient of y, x, w) -> gradient of x.
-        grad_w: (gradient of y, x, w), with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
+        grad_w: likewise, with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
         rows: the dimension of x and y that holds the rows.
         rank: the least rank of x that the rule applies to.
     """
@@ -121,13 +119,8 @@ class _Rule:
     rank: int = 2
 
 
-def _sum_rows(t: Tensor) -> Tensor:
-    """[D, ..., H] -> [D, H]."""
-    return t.sum(dim=tuple(range(1, t.dim() - 1)))
-
-
-def _embedding_grad(g_DtH: Tensor, ids_Dt: Tensor, w_VH: Tensor) -> Tensor:
-    return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
+def _sum_rows(t_DxH: Tensor) -> Tensor:
+    return t_DxH.sum(dim=tuple(range(1, t_DxH.dim() - 1)))
 
 
 def _total_like(partial: Tensor, sum_text: str) -> Tensor:
@@ -138,28 +131,25 @@ def _total_like(partial: Tensor, sum_text: str) -> Tensor:
 @operation("total", _total_like)
 def _total(partial: Tensor, sum_text: str) -> Tensor:
     how: Sum = from_text(sum_text)
-    static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name, "exchanged": how.exchanged}
     with scopes.scope(how.name.rpartition(".")[0]):
-        return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
+        return jax_call(_sum_shards, partial, manual=how.manual, how=how)[0]
 
 
-def _sum_shards(
-    x: Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
-) -> Array:
-    """Sum on one device. ``name`` only keeps the computations of two parameters separate."""
-    x = x.squeeze(dim)  # this device has one entry
-    if exchanged:
-        for axis, scattered in scatter:
+def _sum_shards(x: Array, *, how: Sum) -> Array:
+    """Sum on one device."""
+    x = x.squeeze(how.dim)  # this device has one entry
+    if how.exchanged:
+        for axis, scattered in how.scatter:
             x = exchange_sum(x, (axis,), scattered)
-        return jax.lax.psum(x, add) if add else x
+        return jax.lax.psum(x, how.add) if how.add else x
     last = x.ndim - 1
     # libtpu turns a reduce-scatter along the minor dimension into an all-reduce, so another dimension is made minor
-    turned = last > 0 and any(scattered == last for _, scattered in scatter)
+    turned = last > 0 and any(scattered == last for _, scattered in how.scatter)
     x = x.swapaxes(last - 1, last) if turned else x
-    for axis, scattered in scatter:
+    for axis, scattered in how.scatter:
         where = {last - 1: last, last: last - 1}.get(scattered, scattered) if turned else scattered
         x = jax.lax.psum_scatter(x, axis, scatter_dimension=where, tiled=True)
-    x = jax.lax.psum(x, add) if add else x
+    x = jax.lax.psum(x, how.add) if how.add else x
     return x.swapaxes(last - 1, last) if turned else x
 
 
@@ -194,7 +184,9 @@ def _expert_rule(weight: str) -> _Rule:
 _LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x))
 _SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
 _SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
-_EMBEDDING = _Rule(F.embedding, lambda g, x, w: g, _embedding_grad, rank=1)
+_EMBEDDING = _Rule(
+    F.embedding, lambda g, x, w: g, lambda g, x, w: _add_rows(g.flatten(1, -2), x.flatten(1), len(w)), rank=1
+)
 _EXPERT, _EXPERT_TRANSPOSED = _expert_rule("efh"), _expert_rule("ehf")
 _EXPERT_BIAS = _Rule(
     lambda x, w: x + w.unsqueeze(1), lambda g, x, w: g, lambda g, x, w: g.sum(2).transpose(0, 1), rows=1, rank=3
@@ -210,7 +202,7 @@ def _apply(rule: _Rule, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Apply(torch.autograd.Function):
-    """``rule.forward``, whose backward sends the weight's gradient to ``partial``, by batch shard."""
+    """``rule.forward``, whose backward sends the weight's gradient to ``partial``."""
 
     @staticmethod
     def forward(ctx, rule: _Rule, x: Tensor, w: Tensor, partial: Tensor):  # type: ignore[override]

@@ -8,6 +8,7 @@ torch_xla 2.9 replaces it below autograd, which warns and goes on without.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,27 +38,19 @@ class LocalOps(TorchFunctionMode):
     """Replaces, while active, torch's `topk` over the last dimension, `histc` of integers, `polar` and `std`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.topk, Tensor.topk):
-            return _top_k(func, *args, **(kwargs or {}))
-        if func in (torch.histc, Tensor.histc):
-            return _histogram(func, *args, **(kwargs or {}))
-        if func is torch.polar:
-            return _polar(*args, **(kwargs or {}))
-        if func in (torch.std, Tensor.std):
-            return _root(torch.var(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
-def _top_k(func: Any, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def _top_k(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if dim not in (-1, input.dim() - 1) or not largest or not input.requires_grad:
-        return func(input, k, dim, largest, sorted)
+        return torch.topk(input, k, dim, largest, sorted)
     return torch.return_types.topk(_TopK.apply(input, k, sorted))
 
 
-def _histogram(func: Any, input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+def _histogram(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     # transformers counts each expert's tokens with it, and XLA has no `histc`
     if (min, max) != (0, bins) or input.is_floating_point():
-        return func(input, bins=bins, min=min, max=max)
+        return torch.histc(input, bins=bins, min=min, max=max)
     return (input.flatten().unsqueeze(-1) == torch.arange(bins, device=input.device)).to(torch.float32).sum(0)
 
 
@@ -65,7 +58,16 @@ def _polar(abs: Tensor, angle: Tensor) -> Tensor:
     return torch.view_as_complex(torch.stack((abs * angle.cos(), abs * angle.sin()), dim=-1))
 
 
-def _root(variance: Tensor) -> Tensor:
-    """The square root, with a gradient of 0 where it is 0, as `torch.std` has."""
+def _std(*args: Any, **kwargs: Any) -> Tensor:
+    """`torch.std`, with a gradient of 0 where it is 0."""
+    variance = torch.var(*args, **kwargs)
     positive = variance > 0
     return torch.where(positive, torch.where(positive, variance, 1).sqrt(), 0)
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.topk, Tensor.topk), _top_k),
+    **dict.fromkeys((torch.histc, Tensor.histc), _histogram),
+    **dict.fromkeys((torch.std, Tensor.std), _std),
+    torch.polar: _polar,
+}

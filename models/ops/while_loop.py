@@ -43,8 +43,8 @@ def run_turns(
 
     Args:
         reverse: from the last slice to the first; y keep the order of ``xs``.
-        known: a cache of this turn's lowered loops, by shapes, which a new one joins. The turn must compute the same
-            from the same shapes in every step, and use nothing but its arguments.
+        known: a cache of this turn's lowered loops, which a new one joins. The turn must compute the same from the same
+            shapes in every step, and use nothing but its arguments.
     """
     (given, carry_spec), (parts, xs_spec) = _flat(carry), _flat(xs)
     key = str((carry_spec, xs_spec, reverse, [(tuple(t.shape), t.dtype) for t in (*given, *parts)]))
@@ -78,10 +78,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Loop:
-    """A lowered loop of ``count`` turns.
-
-    ``computation`` takes the first turn's number, the carry, ``xs``, the stacks of results, and the hoisted tensors.
-    """
+    """A lowered loop of ``count`` turns, of the inputs that :func:`_arguments` gives."""
 
     computation: Any
     turn: Turn
@@ -159,12 +156,10 @@ def _split(state: Sequence[Any], turn: Turn, carry: int, parts: int) -> list[lis
 
 def _slice(stack: Any, at: Any) -> Any:
     _, *shape = stack.shape().sizes
-    start = [at, *(at.zeros_like() for _ in shape)]
-    return stack.dynamic_slice(start, [1, *shape]).reshape(shape)
+    return stack.dynamic_slice([at, *(at.zeros_like() for _ in shape)], [1, *shape]).reshape(shape)
 
 
 def _put(stack: Any, value: Any, at: Any) -> Any:
-    """Write ``value`` as slice number ``at`` of ``stack``."""
     start = [at, *(at.zeros_like() for _ in value.shape().sizes)]
     return stack.dynamic_update_slice(value.broadcast([1]), start)
 
