@@ -25,12 +25,9 @@ def chosen_keys(
 
     They are those of its best blocks, and those behind its last full block. The keys that a query sees must be
     successive, and its blocks begin at the first of them. A block's score is that of the mean of its keys, computed
-    here for blocks that begin at any key.
-
-    Args:
-        hidden_states: ``[B, S, width]``.
-        position_embeddings: cosine and sine, ``[B, S, rotated width]``.
-        attention_mask: ``[B, 1, S, T]``, bool (whether a query sees a key) or added to its score.
+    here for blocks that begin at any key. ``hidden_states`` are ``[B, S, width]``, ``position_embeddings`` cosine and
+    sine, ``[B, S, rotated width]``, ``attention_mask`` is ``[B, 1, S, T]``, bool (whether a query sees a key) or added
+    to its score.
     """
     size, D = indexer.compress_ratio, indexer.index_head_dim
     seen_BST = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]

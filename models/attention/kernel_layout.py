@@ -17,11 +17,10 @@ class KernelLayout:
     Args:
         axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
         batch_axes: the axes that split the batch. Their sizes divide it.
-        head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
-            If they do not divide the key heads, these are repeated until they do, and devices that share a key head
-            each hold a copy.
-        sequence_axis: the axis that splits the tokens of a row, in the order of
-            :mod:`shardwright.models.attention.pieces`; None: rows are whole.
+        head_axes: the axes that split the heads. Query heads that they do not divide are on every device. Key heads are
+            repeated until they are divided, and devices that share one hold a copy each.
+        sequence_axis: the axis that splits a row's tokens (:mod:`shardwright.models.attention.pieces`); None: rows are
+            whole.
     """
 
     axes: tuple[tuple[str, int], ...] = ()

@@ -8,7 +8,7 @@ Shape suffixes: as in :mod:`shardwright.models.attention.splash`, with P tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwright.models.attention import splash, splash_masks
 from shardwright.models.ops.jax_call import Array, jnp
@@ -21,9 +21,9 @@ NOTHING = -1e30
 class PiecePair:
     """A piece of queries [B, H, P, D], and one of keys [B, K, P, D] with values [B, K, P, E].
 
-    ``segments`` are those of the queries and of the keys, int32 [B, P] each; None: there is one. ``distance``, a 0-d
-    int32, is how many tokens the first query comes after the first key; all queries then come after all keys. None:
-    both are the same piece.
+    ``segments`` are the queries' and the keys', int32 [B, P] each; None: there is one. ``distance``, a 0-d int32, is
+    how many tokens the first query comes after the first key, all queries after all keys; None: both are the same
+    piece.
     """
 
     query: Array
@@ -56,8 +56,3 @@ def _masked(pair: PiecePair, settings: splash.KernelSettings) -> tuple[splash_ma
     if pair.distance is None:
         return splash_masks.causal(sizes, scoring), segments
     return splash_masks.earlier_keys(sizes, scoring, pair.query.shape[2], pair.distance), segments
-
-
-def without_chunk(settings: splash.KernelSettings) -> splash.KernelSettings:
-    """Drop the chunk from ``settings``, for segments that include it."""
-    return replace(settings, scoring=replace(settings.scoring, chunk=None))

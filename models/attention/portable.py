@@ -1,9 +1,9 @@
 """Causal attention in plain tensor operations, for any platform, with memory linear in the sequence.
 
-Blocks of queries meet all keys. The backward recomputes a block's scores, so none are saved, and at most
-``[batch, heads, sequence, block]`` of them exist at once (Rabe and Staats, "Self-attention does not need O(n^2)
-memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same size at any
-length.
+Blocks of queries meet all keys. The backward recomputes a block's scores, so at most ``[batch, heads, sequence,
+block]`` of them exist at once (Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021). On XLA the blocks
+are one While loop, whose buffers are reused. AOTAutograd traces a scanned layer with fake tensors, which can't build a
+While: so forward and backward are operations, which build their loops when they run.
 
 No query sees a later key. So queries are first cut into a few bands, and each meets the keys up to its own end: four
 bands compute 5/8 of the scores. Each is a loop of its own to compile; so they are few, and not short.
@@ -12,11 +12,8 @@ Scores are the largest tensor of a step, so passes over them are few: the produc
 total, not the scores themselves. They have a row for each key and a column for each query, so that sums and maxima over
 keys run for many queries at a time, and products over keys read scores in memory order.
 
-Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, which can't build a
-While. It keeps a custom op whole, and the op builds its loop when it runs.
-
-Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence,
-N blocks of queries, C queries in a block, T keys (T = S, unless a mask covers more keys), D head dimension of query and
+Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence, N
+blocks of queries, C queries in a block, T keys (T = S, unless a mask covers more keys), D head dimension of query and
 key, E that of value; b, k, g: B, K and G, or 1 where all share one.
 """
 
@@ -100,10 +97,7 @@ def portable(
 
 
 def _bands(S: int, T: int, scoring: Scoring, bias: Tensor | None) -> list[tuple[int, int, int]]:
-    """Cut queries into bands, ``(first, end, keys)``: a band meets no key that is later than its last query.
-
-    There is one band, which meets all keys, if a bias is the mask, or if dropout draws for all weights.
-    """
+    """Cut queries into ``(first, end, keys)``; one band, if a bias is the mask or dropout draws for all weights."""
     if not scoring.causal or scoring.dropout or bias is not None:
         return [(0, S, T)]
     size = max(BAND, -(-S // BANDS))
@@ -126,7 +120,7 @@ def _band(queries: Sequence[Tensor], constants: Sequence[Tensor], start: int, te
 
 
 def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
-    """Lay out a tensor beside the scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``; C is 1 where S is 1."""
+    """Lay out a tensor like the scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``; C is 1 where S is 1."""
     b, heads, length, width = x.shape
     split = (b, *((1, 1) if heads == 1 else (K, heads // K)))
     if length == 1:
@@ -313,8 +307,8 @@ def _loop(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
 
-    On XLA this is a While, whose body may use only its arguments: a tensor from outside would be computed again inside,
-    with everything that led to it. So the constants are part of the carry.
+    On XLA this is a While, whose body may use only its arguments: so the constants are part of the carry. A tensor from
+    outside would be computed again inside, with everything that led to it.
     """
     count, fixed = xs[0].shape[0], len(constants)
     if count == 1 or xs[0].device.type != "xla":

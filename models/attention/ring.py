@@ -2,10 +2,10 @@
 
 Tokens lie in the order of :mod:`shardwright.models.attention.pieces`, two pieces a device. Of the arriving keys every
 device sees two of four pairs of pieces, whole; the pairs that the mask empties are not computed. Keys and values are
-sent on while they are used. In the backward their gradients follow them, one device behind (Liu, Zaharia and Abbeel,
-"Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et al.,
-"Striped Attention", 2023, and the zigzag order in use since). Only the inputs, the output and each row's logsumexp are
-saved: memory is linear in a device's tokens.
+sent on while they are used, and in the backward their gradients follow them, one device behind (Liu, Zaharia and
+Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et
+al., "Striped Attention", 2023, and the zigzag order in use since). Only the inputs, the output and each row's logsumexp
+are saved.
 
 Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), D head
 dimension of query and key, E that of value.
@@ -14,13 +14,14 @@ dimension of query and key, E that of value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwright.models.attention import piece_pairs, pieces, splash
-from shardwright.models.attention.piece_pairs import PiecePair, without_chunk
+from shardwright.models.attention.piece_pairs import PiecePair
 from shardwright.models.attention.splash import KernelSettings
 from shardwright.models.ops.arguments_as_text import as_text
 from shardwright.models.ops.jax_call import Array, jax, jnp
@@ -48,10 +49,11 @@ def attend(
         within = torch.arange(length, dtype=torch.int32, device=starts.device)
         chunks = ((starts.unsqueeze(1) + within) // chunk).flatten().expand(B, S)
         segments = chunks if segments is None else segments * (-(-S // chunk)) + chunks
+        settings = replace(settings, scoring=replace(settings.scoring, chunk=None))
     named = {"s": starts, "bs": segments, "h": sinks_H}
     more = {word: t for word, t in named.items() if t is not None}
     tensors = [query_BHSD, key_BKSD, value_BKSE, *more.values()]
-    out_BHSE, _ = _ring(tensors, as_text((without_chunk(settings), " ".join(more))))
+    out_BHSE, _ = _ring(tensors, as_text((settings, " ".join(more))))
     return splash.without_padding(out_BHSE, segments_BS)
 
 

@@ -213,13 +213,11 @@ def _lengthen(x: Array, sizes: BlockSizes) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
-def _optional(optional: Sequence[Array], extra: str, sizes: BlockSizes) -> tuple[SegmentIds | None, Array | None]:
-    named = dict(zip(extra.split(), optional, strict=True))
+def _optional(more: Sequence[Array], extra: str, sizes: BlockSizes) -> tuple[SegmentIds | None, Array | None]:
+    named = dict(zip(extra.split(), more, strict=True))
     segments, sinks = named.get("b"), named.get("h")
-    return (
-        None if segments is None else segment_ids(segments, segments, sizes),
-        None if sinks is None else sinks.astype(jnp.float32),
-    )
+    segments = None if segments is None else segment_ids(segments, segments, sizes)
+    return segments, None if sinks is None else sinks.astype(jnp.float32)
 
 
 def segment_ids(queries: Array, keys: Array, sizes: BlockSizes) -> SegmentIds:

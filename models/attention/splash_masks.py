@@ -1,8 +1,8 @@
 """Masks of splash attention's kernel in JAX: lists of blocks that meet, and functions of positions.
 
 jax's public function makes its lists by evaluating the mask block by block: 25 s for each of three kernels at 131,072
-tokens, where :func:`_blocks` takes none. The lists are [blocks, blocks] in scalar memory, so without a window the
-compiler refuses sequences of more than about 500 blocks.
+tokens, where :func:`_blocks` takes none. In scalar memory, [blocks, blocks], they allow about 500 blocks without a
+window.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class BlockSizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The keys that queries see: a function of positions, and the nonempty blocks for each block of queries or keys.
+    """The keys that queries see: the nonempty blocks for each block of queries or keys, and a function of positions.
 
-    The function takes a key's index among the keys, and a query's entry in ``positions`` of the lists.
+    The function takes a query's entry in ``positions`` of the lists, and a key's index among the keys.
     """
 
     sizes: BlockSizes
