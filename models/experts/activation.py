@@ -1,8 +1,7 @@
-"""A model's own activation, which is written in torch, as a JAX function.
+"""A model's own activation, which is written in torch, as a JAX function, so that a kernel computes exactly that.
 
-The activation of an experts module is a few pointwise operations (silu, clamp, a product of two halves), and each
-family has its own. It is traced once, on two rows, into a list of ATen operations, which are replayed with JAX's. So a
-JAX kernel computes the model's own function, and an unknown operation is an error, not a guess.
+It is a few pointwise operations (silu, clamp, a product of two halves), and each family has its own. It is traced once,
+on two rows, into a list of ATen operations, which are replayed with JAX's; an unknown operation is an error.
 """
 
 from __future__ import annotations
@@ -84,25 +83,16 @@ def trace(function: Callable[[Tensor], Tensor], width: int) -> Activation:
     return Activation(tuple(steps), result.shape[-1])
 
 
-def _plain(args: Any) -> Any:
-    """Replace lists in ``args`` by tuples, which can be hashed."""
+def _plain(args: Any) -> Any:  # lists have no hash
     return tuple(map(_plain, args)) if isinstance(args, list | tuple) else args
 
 
-def _split(x: Any, size: int, dim: int = 0) -> Any:
-    return _pieces(x, size, dim)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _pieces(x: Any, size: int, dim: int) -> Any:
+def _split(x: Any, size: int, dim: int = 0) -> Any:
     return jnp.split(x, list(range(size, x.shape[dim], size)), axis=dim)
 
 
-def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, Any]:
-    return _pieces(x, size, dim), x[:1]
-
-
-def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
+def _split_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
     """Write each gradient into its place: a TPU would run a concatenation as an operation of its own.
 
     Nothing else may read a gradient, or the compiler would materialise it and copy it into its place: so the result is
@@ -116,7 +106,7 @@ def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[A
     return (whole,)
 
 
-_pieces.defvjp(_pieces_forward, _pieces_backward)
+_split.defvjp(lambda x, size, dim: (_split(x, size, dim), x[:1]), _split_backward)
 
 
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:

@@ -1,8 +1,8 @@
 """Experts with a capacity: each takes a fixed number of tokens, and tokens beyond it are dropped.
 
-Shapes are static, and nothing waits for the device. transformers calls a kernel as ``f(experts, hidden[T, H],
-top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with routing weights that the model's own router has normalised.
-``experts`` is typed Any, because its attributes are the family's.
+transformers calls a kernel as ``f(experts, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]``, with
+routing weights that the model's own router has normalised. ``experts`` is typed Any, because its attributes are the
+family's.
 
 Shape suffixes: T tokens, G groups (one a batch shard), s tokens of a group, k experts a token, N = k*s (token, choice)
 pairs of a group, E experts, C capacity (slots of one expert in one group), M = E*C slots of a group, H hidden width.
@@ -37,8 +37,8 @@ class Capacity:
         factor: an expert's slots over its tokens under balanced routing (GShard's capacity factor). At E/k or more no
             token can be dropped.
         groups: how many groups tokens are dispatched in. With one a batch shard, dispatch needs no communication.
-        batch_axes: mesh axes that split the groups.
-        expert_axes: mesh axes that split the experts. Tokens cross them by all-to-all.
+        batch_axes, expert_axes: mesh axes that split the groups, and the experts. Tokens cross the latter by
+            all-to-all.
         constrain: fixes the layout of an activation and of its gradient.
     """
 
@@ -74,13 +74,14 @@ class Capacity:
         count(experts, index_Tk, (slot_GN == M).reshape(G, k, s).transpose(1, 2).reshape(T, k))
         owner_GM = self.constrain(_owners(slot_GN, M), (self.batch_axes, ()))
 
-        def to_slots(t_GsH: Tensor) -> Tensor:
-            return _scatter_rows(t_GsH, owner_GM, k * s)
+        # each of the two is the other's transpose: a token to its slots, and the sum over a token's slots
+        def to_slots(t_GsH: Tensor) -> Tensor:  # an empty slot gets the first token; its routing weight is zero
+            return _rows(t_GsH, torch.where(owner_GM < k * s, owner_GM, torch.zeros_like(owner_GM)) % s, False)
 
-        def to_tokens(t_GMH: Tensor) -> Tensor:
-            return _gather_sums(t_GMH, slot_GN, k)
+        def to_tokens(t_GMH: Tensor) -> Tensor:  # a dropped choice adds zeros
+            choices = _rows(t_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
+            return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
 
-        # each of the two is the other's transpose
         x_GMH = self.constrain(LinearMap.apply(to_slots, to_tokens, x), (self.batch_axes, (), ()))
         x_EGCH = x_GMH.reshape(G, E, C, H).transpose(0, 1)
         group_axes = tuple(axis for axis in self.batch_axes if axis not in self.expert_axes)
@@ -125,8 +126,8 @@ def _invert(slot_GN: Array, M: int) -> Array:
 def _rows(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
     """Return the rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R gives a row of zeros.
 
-    On XLA it is a batched gather, which the partitioner keeps within a group. `torch.gather` would build an index as
-    large as its output, and with advanced indexing the partitioner gathers the rows of all groups.
+    On XLA it is a batched gather, which the partitioner keeps within a group: with advanced indexing it would gather
+    the rows of all groups, and `torch.gather` would build an index as large as its output.
     """
     if x_GRH.device.type == "xla":
         return jax_call(_take_rows, x_GRH, index_GQ, checked=checked)[0]
@@ -140,18 +141,5 @@ def _take_rows(x_GRH: Array, index_GQ: Array, checked: bool) -> Array:
     return jnp.take_along_axis(x_GRH, index_GQ[..., None], axis=1, **how)
 
 
-def _scatter_rows(x_GsH: Tensor, owner_GM: Tensor, pairs: int) -> Tensor:
-    """tokens [G, s, H] -> slots [G, M, H]. An empty slot gets the first token; its routing weight is zero."""
-    token_GM = torch.where(owner_GM < pairs, owner_GM, torch.zeros_like(owner_GM)) % x_GsH.shape[1]
-    return _rows(x_GsH, token_GM, False)
-
-
-def _gather_sums(y_GMH: Tensor, slot_GN: Tensor, k: int) -> Tensor:
-    """slots [G, M, H] -> the sum of each token's k slots, [G, s, H]. A dropped choice adds zeros."""
-    choices = _rows(y_GMH, slot_GN, True).unflatten(1, (k, -1)).unbind(1)
-    return functools.reduce(torch.add, choices)  # a TPU is much slower at `sum` over a dimension of two
-
-
 def _numbers(number_GR: Tensor, index_GQ: Tensor) -> Tensor:
-    """:func:`_rows` of single numbers; 0 for an index of R."""
     return _rows(number_GR.unsqueeze(-1), index_GQ, True).squeeze(-1)

@@ -86,8 +86,8 @@ class ExpertShards:
     def turned(self, spec: tuple[Axes, ...]) -> bool:
         """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered.
 
-        A TPU lays the result of such a gather out with the other dimension as the minor one. A kernel that expects
-        the last to be the minor one would begin with a transposed copy.
+        A TPU lays the result of such a gather out with the other dimension as the minor one, and a kernel that expects
+        the last there would begin with a transposed copy.
         """
         return [dim for dim, _ in self._gathered(spec)] == [2]
 
@@ -105,8 +105,8 @@ class ExpertShards:
         """Plan the crossing of a device's tokens to its ``experts``, and how many rows are multiplied at once.
 
         A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. More rows take more blocks, or more rounds where one is planned. The bytes are those of a row of
-        hidden width and of the first projection's.
+        for all. More rows take more blocks, or more rounds where one is planned. The bytes are those of a row of hidden
+        width and of the first projection's.
         """
         fit = self.buffer_bytes // first_bytes
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
@@ -173,8 +173,8 @@ class ExpertShards:
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
     """Return the experts' output for this device's tokens, [T, H], from ``held``, the numbers [E] of its experts.
 
-    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, for each planned round
-    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`ExpertShards.kept_weights`.
+    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, for each planned round, and
+    :meth:`ExpertShards.kept_weights`.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
@@ -208,7 +208,7 @@ def backward(
 ) -> tuple[Array, ...]:
     """Return the gradients of the tokens, of the routing weights and of each trained parameter.
 
-    ``given`` are this device's shard of each parameter; then, with ``local.keep``, the arrays that the forward kept.
+    ``given`` are this device's shard of each parameter, and the arrays that the forward kept.
     """
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
@@ -366,8 +366,8 @@ def _experts_backward(
 def _after(x: Any, gradients: Any) -> Any:
     """Order computations from ``x`` after the weights' ``gradients``; return both.
 
-    Until then weights cross beside compute, and from then on the gradients' sums over devices do. Left to itself the
-    compiler puts the products that make gradients last, and nothing beside the sums.
+    Until then weights cross beside compute, and from then on the gradients' sums over devices. The compiler itself
+    would put the products that make gradients last, and nothing beside the sums.
     """
     return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
 

@@ -125,8 +125,8 @@ def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Ar
     """Return ``kept``, or ``make(given)`` if ``needed`` (None: never).
 
     It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader
-    of the program that none is planned. The barrier makes ``given`` depend on the turn: else the compiler would hoist
-    the work out of the loop, and always do it.
+    of the program that none is planned. The barrier makes ``given`` depend on the turn, or the compiler would hoist the
+    work out of the loop.
     """
     if needed is None:
         return kept

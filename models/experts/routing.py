@@ -1,8 +1,7 @@
 """Observation of routers: the load of each expert, and losses beside those of the model's family.
 
-Experts functions report where tokens went (:func:`count`). Hooks observe routers (:func:`watch`), and find logits where
-transformers' own output collector finds them. Both record small sums in the layer, and leave the sum over devices to
-the reader: nothing crosses devices in a layer.
+Experts functions report where tokens went (:func:`count`); hooks observe routers (:func:`watch`). Both record small
+sums in the layer, and leave the sum over devices to the reader: nothing crosses devices in a layer.
 
 Shape suffixes: T tokens, k experts a token, E experts, R rows, S tokens of a row, G groups of tokens (one a batch
 shard).
@@ -10,6 +9,7 @@ shard).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +98,7 @@ def count(experts: Any, index_Tk: Tensor, dropped_Tk: Tensor | None = None) -> N
 
 
 def _record_groups(how: Counted, what: str, values_T: Tensor) -> None:
-    """Record the sums of ``values_T`` [T, …] over the tokens of each group."""
+    """Record the sums of ``values_T`` [T, …] over each group."""
     real_RS = real_tokens()
     if real_RS is not None:
         values_T = values_T * real_RS.reshape(-1, *[1] * (values_T.dim() - 1))
@@ -176,13 +176,9 @@ def _record_router(
     index_Tk = scores_TE.detach().topk(chosen.shape[-1], dim=-1).indices
     picked_TE = (index_Tk.unsqueeze(-1) == torch.arange(scores_TE.shape[-1], device=index_Tk.device)).sum(1)
     real_RS1 = real_RS.unsqueeze(-1)
-    for name, values_T in (
-        (_Z, logits_TE.logsumexp(-1, keepdim=True).square()),
-        (_SHARE, scores_TE),
-        (_PICKED, picked_TE.to(torch.float32)),
-    ):
-        sums = (values_T.reshape(R, S, -1) * real_RS1).sum(1)
-        record(name, split_rows(sums))
+    z_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
+    for name, values_T in ((_Z, z_T1), (_SHARE, scores_TE), (_PICKED, picked_TE.to(torch.float32))):
+        record(name, split_rows((values_T.reshape(R, S, -1) * real_RS1).sum(1)))
 
 
 class _Scoring(TorchFunctionMode):
@@ -214,10 +210,7 @@ class _Scoring(TorchFunctionMode):
         return (self._function or _softmax)(logits)
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
-
-
+_softmax = functools.partial(torch.softmax, dim=-1)
 _SCORES: dict[Any, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _softmax),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.logsigmoid), torch.sigmoid),

@@ -66,8 +66,7 @@ class SortedRows:
     """Rows sorted by expert, those of the experts held here first: only these matter.
 
     Args:
-        token_R: the token of each row; any token in a row behind the last pair.
-        choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
+        token_R, choice_R: each row's token, and its pair's number in the choice-major list; any behind the last pair.
         row_kT: the inverse: the row of each pair; behind the last row that matters, if its expert is not held here.
         end_E: where each expert's rows end. The last entry is the number of rows that matter.
         all_held: whether every row matters. Then the number of blocks is static.
@@ -179,10 +178,9 @@ class Block:
 
 
 def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
-    """The expert and the number of each pair, sorted by both.
+    """The expert and the number of each pair, sorted by both, as one number, if that fits.
 
-    They are sorted as one number, if that fits: libtpu compiles the sort of one array in a tenth of the time of two
-    arrays, or of a stable sort, to which it adds a second array.
+    libtpu compiles the sort of one array in a tenth of the time of two, or of a stable sort, to which it adds a second.
     """
     N = len(expert_N)
     number_N = lax.iota(jnp.int32, N)
@@ -194,11 +192,8 @@ def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
 
 
 def _places(expert_N: Array, E: int) -> tuple[Array, Array]:
-    """The place of each pair among the sorted, N where its expert is not held, and the end of each expert's rows.
-
-    It is counted: to compile another sort takes longer.
-    """
-    mine_NE = expert_N[:, None] == jnp.arange(E)
+    """The place of each pair among the sorted, N where its expert is not held, and the end of each expert's rows."""
+    mine_NE = expert_N[:, None] == jnp.arange(E)  # counted: to compile another sort takes longer
     until_NE = jnp.cumsum(mine_NE, 0, dtype=jnp.int32)
     end_E = jnp.cumsum(until_NE[-1])
     place_N = jnp.where(mine_NE, end_E - until_NE[-1] + until_NE - 1, 0).sum(1, dtype=jnp.int32)
