@@ -42,10 +42,8 @@ def stack_layers(model: nn.Module) -> Grouping:
     Raises:
         ValueError: the decoder has no layer list or can't be followed; says why. The model is then unchanged.
     """
-    name = find_layers(model)
-    found = group(model, name)
-    layers = list(model.get_submodule(name).children())
-    _replace(model, name, DecoderLayers(name, layers, found))
+    found = group(model, find_layers(model))
+    _replace(model, found)
     return found
 
 
@@ -55,9 +53,7 @@ def wrap_layers(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no list of layers.
     """
-    name = find_layers(model)
-    layers = list(model.get_submodule(name).children())
-    _replace(model, name, DecoderLayers(name, layers, None))
+    _replace(model, None)
 
 
 def number_layers(model: nn.Module) -> None:
@@ -92,9 +88,8 @@ class DecoderLayers(nn.ModuleList):
                 shape = grouping.seen[run.start + j].shape if grouping else None
                 parts.append(LayerPart(f"{name}.{key}", members[0], stacked, shape))
             self.runs.append(LayerRun(parts, run.start, run.count))
-            self._callables += [
-                _Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(layers[run.start : run.stop])
-            ]
+            members = layers[run.start : run.stop]
+            self._callables += [_Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(members)]
 
     def configure(self, prepare: Prepare, remat: str | float) -> None:
         """Set the function applied to parameters just before use (a cast, a layout), and the remat policy."""
@@ -184,6 +179,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (not a.is_meta and not b.is_meta and torch.equal(a, b))
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace(model: nn.Module, grouping: Grouping | None) -> None:
+    name = find_layers(model)
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    layers = list(model.get_submodule(name).children())
+    setattr(model.get_submodule(parent), child, DecoderLayers(name, layers, grouping))

@@ -139,27 +139,21 @@ class _Loop(TorchFunctionMode):
     def seen(self) -> list[Seen]:
         if len(self.notes) != self.count:
             raise ValueError(f"the decoder has {self.count} layers and calls {len(self.notes)} of them")
-        return [self._seen(index) for index in range(self.count)]
+        return [self._seen(index, notes, self._paths(index, notes)) for index, notes in enumerate(self.notes)]
 
-    def _seen(self, index: int) -> Seen:
-        notes = self.notes[index]
+    def _seen(self, index: int, notes: _Notes, paths: list[str]) -> Seen:
         before = {id(t): k for k, t in enumerate(self.notes[index - 1].tensors)} if index else {}
         chain = {path: before[id(leaf)] for path, leaf in notes.arguments.items() if id(leaf) in before}
         older = {id(t) for earlier in self.notes[: max(index - 1, 0)] for t in earlier.tensors} - before.keys()
         skips = any(id(leaf) in older for leaf in notes.arguments.values())
         follows = bool(chain) and not skips and not self.used.get(index - 1)
-        paths = iter(self._paths(index, notes))
-        return Seen(
-            given=(str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()]),
-            chain=tuple(sorted(chain.items())),
-            shape=LayerOutput(
-                tuple(next(paths) if isinstance(leaf, Tensor) else None for leaf in notes.output), notes.output_spec
-            ),
-            follows=follows,
-            alone=self._alone(index, notes),
-        )
+        given = (str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()])
+        rest = iter(paths)
+        leaves = tuple(next(rest) if isinstance(leaf, Tensor) else None for leaf in notes.output)
+        shape = LayerOutput(leaves, notes.output_spec)
+        return Seen(given, tuple(sorted(chain.items())), shape, follows, self._alone(notes, paths))
 
-    def _alone(self, index: int, notes: _Notes) -> str:
+    def _alone(self, notes: _Notes, paths: list[str]) -> str:
         if notes.changed:
             return "it changes an argument that it is given"
         if opaque := [path for path, leaf in notes.arguments.items() if described(leaf) is None]:
@@ -167,9 +161,7 @@ class _Loop(TorchFunctionMode):
         kept = [at for at, leaf in enumerate(notes.output) if leaf is not None and not isinstance(leaf, Tensor)]
         if kept:
             return f"it returns an object ({type(notes.output[kept[0]]).__name__})"
-        if UNLIKE in self._paths(index, notes):
-            return "it returns a tensor of a shape that it was not given"
-        return ""
+        return "it returns a tensor of a shape that it was not given" if UNLIKE in paths else ""
 
     def _paths(self, index: int, notes: _Notes) -> list[str]:
         """For each tensor of the output, an argument like it: preferably the one that the next layer takes it as."""

@@ -25,8 +25,7 @@ class LayerGraph:
     Attributes:
         saved: how many tensors the forward keeps for the backward.
         aliases: position among the saved tensors → position of the input that it is, unchanged.
-        differentiable: whether each output has a gradient; integers, and outputs of no input that requires one, have
-            none.
+        differentiable: whether each output has a gradient: it is floating point, and of an input that requires one.
         values: the values that the forward could keep, if the remat policy chooses among them.
     """
 

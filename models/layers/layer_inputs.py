@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,9 +41,8 @@ class Input:
             ``learned``, ``fixed``: the same for all layers of the run, with and without a gradient. ``own``: of this
             layer.
         index: its position in the source; for ``chain`` the number of the tensor in the output of the layer before.
-        target: its use: an argument (``leaf``), a ``weight``, a ``buffer``, the ``key`` of random numbers, or the mask
-            of real ``tokens``.
-        name: the position of the leaf, or the name of the weight or buffer.
+        target, name: its use: an argument (``leaf``, by its position), a ``weight`` or ``buffer`` (by its name), the
+            ``key`` of random numbers, or the mask of real ``tokens``.
         dtype: of the leaf or buffer; it may be passed in another (:func:`as_passed`).
     """
 
@@ -70,18 +69,16 @@ class Sorted:
     learned: list[Tensor] = field(default_factory=list)
     fixed: list[Tensor] = field(default_factory=list)
     own: list[list[Tensor]] = field(default_factory=list)
-    _known: dict[int, tuple[str, int]] = field(default_factory=dict)
-    _kept: list[Tensor] = field(default_factory=list)  # keeps each id in `_known` in use
+    _shared: dict[int, tuple[str, int, Tensor]] = field(default_factory=dict)  # the tensor keeps its id in use
 
     def share(self, tensor: Tensor, target: str, name: Any) -> Input:
         """Return the input for a tensor that all layers of the run share; it is passed once."""
-        if id(tensor) not in self._known:
-            source = "learned" if tensor.requires_grad else "fixed"
-            group = self.learned if tensor.requires_grad else self.fixed
-            self._known[id(tensor)] = (source, len(group))
-            self._kept.append(tensor)
+        if id(tensor) not in self._shared:
+            source, group = ("learned", self.learned) if tensor.requires_grad else ("fixed", self.fixed)
+            self._shared[id(tensor)] = (source, len(group), tensor)
             group.append(as_passed(tensor))
-        return Input(*self._known[id(tensor)], target, name, tensor.dtype)
+        source, index, _ = self._shared[id(tensor)]
+        return Input(source, index, target, name, tensor.dtype)
 
     def give(self, j: int, tensor: Tensor, target: str, name: Any = None, dtype: torch.dtype | None = None) -> None:
         """Add an input of its own to layer ``j`` of the period; ``tensor`` is stacked as ``own`` says."""
@@ -127,7 +124,7 @@ def _sort_leaf(out: Sorted, j: int, at: int, column: list[Tensor], chain: list[i
     if begins:
         out.slots.append(as_passed(column[0]))
         out.loop.append(expected)
-    out.inputs[j].append(replace(Input(source, index, "leaf"), name=at, dtype=column[0].dtype))
+    out.inputs[j].append(Input(source, index, "leaf", at, column[0].dtype))
 
 
 def as_passed(t: Tensor) -> Tensor:

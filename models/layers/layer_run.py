@@ -49,14 +49,6 @@ class LayerPart:
     stacked: frozenset[str] = frozenset()
     shape: LayerOutput | None = None
 
-    @property
-    def used(self) -> list[int] | None:
-        """The numbers of the output's tensors that may be used; None: all may be."""
-        if self.shape is None:
-            return None
-        tensors = [path for path in self.shape.leaves if path is not None]
-        return [number for number, path in enumerate(tensors) if path != UNUSED]
-
 
 class LayerRun:
     """A run of a decoder's layers, from layer ``first``: the layers of ``parts``, ``count`` times over."""
@@ -148,9 +140,11 @@ class LayerRun:
     def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
         traced = []
         for j, part in enumerate(self.parts):
-            if self.size == 1:
-                outputs = part.used
-            else:
+            outputs: list[int] | None = None  # all
+            if self.size == 1 and part.shape is not None:
+                leaves = [path for path in part.shape.leaves if path is not None]
+                outputs = [number for number, path in enumerate(leaves) if path != UNUSED]
+            elif self.size > 1:
                 after = tensors.inputs[j + 1] if j + 1 < len(self.parts) else []
                 outputs = sorted({i.index for i in after if i.source == "chain"}) if after else sorted({*tensors.loop})
             sources = {

@@ -21,9 +21,7 @@ from torch import Tensor
 from transformers.utils.output_capturing import _active_collector
 
 _metrics: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("side_metrics", default=None)
-
 _joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
-
 _real: ContextVar[Tensor | None] = ContextVar("real_tokens", default=None)
 
 # channel -> name -> values appended while one layer ran
@@ -32,8 +30,7 @@ SideOutputs = dict[str, dict[str, list[Tensor]]]
 
 def record(name: str, value: Tensor) -> None:
     """Report a tensor of this layer, whose gradient is kept; ignored outside :func:`collect_metrics`."""
-    channel = _metrics.get()
-    if channel is not None:
+    if (channel := _metrics.get()) is not None:
         channel.setdefault(name, []).append(value)
 
 
@@ -65,8 +62,8 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[Tensor]
 def joined(*names: str) -> Iterator[None]:
     """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …].
 
-    With one tensor a layer, the graph of their reader would grow with depth. The load-balancing loss can read one
-    tensor instead, because it treats all rows alike.
+    With one tensor a layer the graph of their reader would grow with depth; the load-balancing loss treats all rows
+    alike.
     """
     token = _joined.set(names)
     try:
@@ -92,10 +89,9 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 
 
 def replay(sides: Sequence[SideOutputs], count: int) -> None:
-    """Append the values of :func:`collect` to the active collectors; those of transformers in layer order.
+    """Append the values of :func:`collect`, for each layer of a period, to the active collectors, in layer order.
 
-    ``sides`` are those of each layer of a period. With a ``count`` of turns above 1, tensors are stacked along
-    dimension 0.
+    With a ``count`` of turns above 1, tensors are stacked along dimension 0.
     """
     captured, metrics = _active_collector.get(), _metrics.get()
     for name in dict.fromkeys(name for side in sides for name in side["captured"] if captured is not None):
