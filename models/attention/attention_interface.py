@@ -9,7 +9,7 @@ the layout of the kernel's inputs (:func:`bind`), so models with different layou
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from shardwright.models.attention import pieces, ring, splash
-from shardwright.models.attention.attention_families import FORWARDS
+from shardwright.models.attention.block_indexer import chosen_keys
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring, portable
 from shardwright.models.ops.randomness import active
@@ -33,6 +33,8 @@ ONE_DEVICE = KernelLayout()
 # attributes of a module: its kernel layout, and the chunk size of its layer (0: no chunks)
 _LAYOUT = "_shardwright_kernel_layout"
 _CHUNK = "_shardwright_chunk"
+# class of a module → its forward under our attention: the same numbers, in operations that XLA can run
+FORWARDS: dict[str, Callable[..., Any]] = {"Qwen4ExpTextQSAIndexer": chosen_keys}
 # keyword arguments that :class:`Attention` understands, or that reach every attention function and change no score
 _KNOWN = {
     "attention_mask",

@@ -34,6 +34,10 @@ from shardwright.models.ops.operation import count_flops, differentiate, operati
 from shardwright.models.ops.random_bits import keep_factors
 from shardwright.models.ops.while_loop import run_turns
 
+Parts = Sequence[Tensor]
+# the carry of a loop's turn, and its results
+Turn = tuple[list[Tensor], list[Tensor]]
+
 # queries in a block
 BLOCK = 512
 # the least number of queries in a band, and the largest number of bands
@@ -105,7 +109,7 @@ def _bands(S: int, T: int, scoring: Scoring, bias: Tensor | None) -> list[tuple[
     return [(start, end, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _band(queries: Sequence[Tensor], constants: Sequence[Tensor], start: int, text: str) -> Tensor:
+def _band(queries: Parts, constants: Parts, start: int, text: str) -> Tensor:
     """The output ``BSHE`` of queries that begin at position ``start``; with them are their segments, sinks and bias."""
     query, query_segments, sinks, *bias = queries
     (B, H, S, D), K, C = query.shape, constants[0].shape[1], min(BLOCK, query.shape[2])
@@ -141,7 +145,7 @@ def _split(tensors: Sequence[Any], text: str) -> tuple[Scoring, bool, list[Any],
     return scoring, with_bias, list(tensors[:shared]), list(tensors[shared:])
 
 
-def _attention_like(tensors: Sequence[Tensor], text: str) -> Tensor:
+def _attention_like(tensors: Parts, text: str) -> Tensor:
     _, _, (_, value, *_), (query, *_) = _split(tensors, text)
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
@@ -149,13 +153,11 @@ def _attention_like(tensors: Sequence[Tensor], text: str) -> Tensor:
 # Reshaping stays outside the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, where a slice of a slice,
 # or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
 @operation("attention", _attention_like)
-def _attention(tensors: Sequence[Tensor], text: str) -> Tensor:
+def _attention(tensors: Parts, text: str) -> Tensor:
     """Map the tensors of :func:`_split` to ``NBKGCE``."""
     scoring, _, constants, xs = _split(tensors, text)
 
-    def body(
-        constants: Sequence[Tensor], carry: Sequence[Tensor], x: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def body(constants: Parts, carry: Parts, x: Parts) -> Turn:
         weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
         kept = _kept(constants, x, weights_BKTGC, scoring)
         out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
@@ -164,21 +166,19 @@ def _attention(tensors: Sequence[Tensor], text: str) -> Tensor:
     return _loop(body, constants, [], xs)[1][0]
 
 
-def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+def _backward_like(tensors: Parts, text: str) -> list[Tensor]:
     _, with_bias, (key, value, *_), (query, _, _, sinks, *bias) = _split(tensors[1:], text)
     # not empty_like: the gradients are dense whatever the inputs' strides
     return [t.new_empty(t.shape) for t in (query, key, value, sinks, *(bias if with_bias else []))]
 
 
 @operation("attention_backward", _backward_like)
-def _attention_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+def _attention_backward(tensors: Parts, text: str) -> list[Tensor]:
     """Map grad_out ``NBKGCE`` and the forward's tensors to the gradients of query, key, value, sinks and bias."""
     grad_out = tensors[0]
     scoring, with_bias, constants, xs = _split(tensors[1:], text)
 
-    def body(
-        constants: Sequence[Tensor], carry: Sequence[Tensor], x: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def body(constants: Parts, carry: Parts, x: Parts) -> Turn:
         key_BKTD, value_BKTE, *_ = constants
         grad_key, grad_value = carry
         *x, grad_blocks = x
@@ -208,7 +208,7 @@ def _attention_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     return [grad_query, grad_key.to(constants[0].dtype), grad_value.to(constants[1].dtype), *others]
 
 
-def _gradients(grad_out: Tensor, tensors: Sequence[Tensor], text: str) -> list[Tensor | None]:
+def _gradients(grad_out: Tensor, tensors: Parts, text: str) -> list[Tensor | None]:
     grad_query, grad_key, grad_value, grad_sinks, *grad_bias = _attention_backward([grad_out, *tensors], text)
     _, _, constants, xs = _split(tensors, text)
     more = [*grad_bias, None][: len(xs) - 4]
@@ -225,9 +225,7 @@ differentiate(_attention, _gradients, saved=lambda tensors, _: tensors)
 count_flops("attention", _flops)
 
 
-def _weights(
-    constants: Sequence[Tensor], x: Sequence[Tensor], scoring: Scoring
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _weights(constants: Parts, x: Parts, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor | None]:
     """One block's undivided weights ``BKTGC``, those of its sinks ``BK1GC``, and the soft cap's slope at each score."""
     key_BKTD, _, segments_BT = constants[:3]
     query_BKGCD, positions_C, segments_BC, sinks_bk1gC, *bias = x
@@ -261,7 +259,7 @@ def _queries_first(x_BKEGC: Tensor) -> Tensor:
     return x_BKEGC.permute(0, 1, 3, 4, 2)
 
 
-def _kept(constants: Sequence[Tensor], x: Sequence[Tensor], weights_BKTGC: Tensor, scoring: Scoring) -> Tensor | None:
+def _kept(constants: Parts, x: Parts, weights_BKTGC: Tensor, scoring: Scoring) -> Tensor | None:
     """Dropout's factors for a block's weights, ``BKTGC``; None without dropout."""
     if not scoring.dropout:
         return None
@@ -299,12 +297,7 @@ def _summed(grad: Tensor, like: Tensor) -> Tensor:
     return (grad.sum(repeated, keepdim=True) if repeated else grad).to(like.dtype)
 
 
-def _loop(
-    body: Callable[..., tuple[list[Tensor], list[Tensor]]],
-    constants: Sequence[Tensor],
-    carry: list[Tensor],
-    xs: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
+def _loop(body: Callable[..., Turn], constants: Parts, carry: list[Tensor], xs: Parts) -> Turn:
     """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
 
     On XLA this is a While, whose body may use only its arguments: so the constants are part of the carry. A tensor from
@@ -318,7 +311,7 @@ def _loop(
             ys.append(y)
         return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
 
-    def step(state: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def step(state: list[Tensor], x: list[Tensor]) -> Turn:
         carry, y = body(state[:fixed], state[fixed:], x)
         return [*state[:fixed], *carry], y
 

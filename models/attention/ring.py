@@ -1,27 +1,27 @@
 """Causal ring attention: a row's tokens are split over devices, and keys and values pass from each device to the next.
 
 Tokens lie in the order of :mod:`shardwright.models.attention.pieces`, two pieces a device. Of the arriving keys every
-device sees two of four pairs of pieces, whole; the pairs that the mask empties are not computed. Keys and values are
-sent on while they are used, and in the backward their gradients follow them, one device behind (Liu, Zaharia and
-Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et
+device sees two of four pairs of pieces, whole; the pairs that the mask empties are not computed. Results for several
+pieces of keys are merged by their logsumexp; given that of all keys, each pair's gradients are independent. Keys and
+values are sent on while they are used, and in the backward their gradients follow them, one device behind (Liu, Zaharia
+and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et
 al., "Striped Attention", 2023, and the zigzag order in use since). Only the inputs, the output and each row's logsumexp
 are saved.
 
-Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), D head
-dimension of query and key, E that of value.
+Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), P tokens of a
+piece, D head dimension of query and key, E that of value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwright.models.attention import piece_pairs, pieces, splash
-from shardwright.models.attention.piece_pairs import PiecePair
+from shardwright.models.attention import pieces, splash, splash_masks
 from shardwright.models.attention.splash import KernelSettings
 from shardwright.models.ops.arguments_as_text import as_text
 from shardwright.models.ops.jax_call import Array, jax, jnp
@@ -59,6 +59,49 @@ def attend(
 
 # 0 or 1: a device's first or second piece
 Which = Array | int
+# the logsumexp of no scores; finite, because infinity less infinity is NaN
+_NOTHING = -1e30
+
+
+@dataclass(frozen=True)
+class _PiecePair:
+    """A piece of queries [B, H, P, D], and one of keys [B, K, P, D] with values [B, K, P, E].
+
+    ``segments`` are the queries' and the keys', int32 [B, P] each; None: there is one. ``distance``, a 0-d int32, is
+    how many tokens the first query comes after the first key, all queries after all keys; None: both are the same
+    piece.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    segments: tuple[Array, Array] | None
+    distance: Array | None
+
+
+def _pair_forward(pair: _PiecePair, settings: KernelSettings) -> tuple[Array, Array]:
+    """Return the output [B, H, P, E] and each query's logsumexp [B, H, P], in float32."""
+    mask, segments = _masked(pair, settings)
+    out, logsumexp = splash.forward((pair.query, pair.key, pair.value), segments, None, mask, settings)
+    logsumexp = jnp.maximum(logsumexp, _NOTHING)
+    return jnp.where(logsumexp[..., None] > _NOTHING, out.astype(jnp.float32), 0), logsumexp
+
+
+def _pair_backward(
+    pair: _PiecePair, rows: tuple[Array, Array], grad_out: Array, settings: KernelSettings
+) -> tuple[Array, ...]:
+    """Return the float32 gradients of query, key and value; ``rows`` as in :func:`splash.backward`."""
+    mask, segments = _masked(pair, settings)
+    grads = splash.backward((pair.query, pair.key, pair.value), rows, grad_out, segments, mask, settings)
+    return tuple(grad.astype(jnp.float32) for grad in grads)
+
+
+def _masked(pair: _PiecePair, settings: KernelSettings) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
+    sizes, scoring = splash.sizes_of(pair.query), settings.scoring
+    segments = None if pair.segments is None else splash.segment_ids(*pair.segments, sizes)
+    if pair.distance is None:
+        return splash_masks.causal(sizes, scoring), segments
+    return splash_masks.earlier_keys(sizes, scoring, pair.query.shape[2], pair.distance), segments
 
 
 class _Keys(NamedTuple):
@@ -88,12 +131,12 @@ class _Rows(NamedTuple):
     starts: Array
     segments: Array | None
 
-    def own(self, keys: _Keys) -> list[tuple[Which, Which, PiecePair]]:
+    def own(self, keys: _Keys) -> list[tuple[Which, Which, _PiecePair]]:
         """The pairs with the device's own keys, as (piece of queries, piece of keys, pair)."""
         later = self.starts[1] - self.starts[0]
         return [self._pair(keys, 0, 0, None), self._pair(keys, 1, 1, None), self._pair(keys, 1, 0, later)]
 
-    def others(self, keys: _Keys) -> list[tuple[Which, Which, PiecePair]]:
+    def others(self, keys: _Keys) -> list[tuple[Which, Which, _PiecePair]]:
         """The pairs with another device's keys: the first piece of an earlier device, both pieces of a later one."""
         behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
         distance = self.starts[behind] - keys.starts[behind]
@@ -101,12 +144,12 @@ class _Rows(NamedTuple):
 
     def _pair(
         self, keys: _Keys, of_queries: Which, of_keys: Which, distance: Array | None
-    ) -> tuple[Which, Which, PiecePair]:
+    ) -> tuple[Which, Which, _PiecePair]:
         segments = None
         if self.segments is not None and keys.segments is not None:
             segments = _piece(self.segments, of_queries, 1), _piece(keys.segments, of_keys, 1)
         key, value = (_piece(x, of_keys) for x in (keys.key, keys.value))
-        return of_queries, of_keys, PiecePair(_piece(self.query, of_queries), key, value, segments, distance)
+        return of_queries, of_keys, _PiecePair(_piece(self.query, of_queries), key, value, segments, distance)
 
 
 def _piece(x: Array, which: Which, dim: int = 2) -> Array:
@@ -128,12 +171,12 @@ def _arguments(query: Array, key: Array, value: Array, *more: Array, extra: str)
 def _forward(*tensors: Array, extra: str, settings: KernelSettings) -> tuple[Array, Array]:
     rows, keys, sinks = _arguments(*tensors, extra=extra)
     *same, later = rows.own(keys)
-    parts = [piece_pairs.forward(pair, settings) for _, _, pair in same]
+    parts = [_pair_forward(pair, settings) for _, _, pair in same]
     out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
 
-    def merged(found: tuple[Array, Array], which: Which, pair: PiecePair) -> tuple[Array, Array]:
+    def merged(found: tuple[Array, Array], which: Which, pair: _PiecePair) -> tuple[Array, Array]:
         old_out, old = (_piece(x, which) for x in found)
-        new_out, new = piece_pairs.forward(pair, settings)
+        new_out, new = _pair_forward(pair, settings)
         total = jnp.logaddexp(old, new)
         joined = old_out * jnp.exp(old - total)[..., None] + new_out * jnp.exp(new - total)[..., None]
         return _with(found[0], which, joined), _with(found[1], which, total)
@@ -164,11 +207,11 @@ def _backward(
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot).sum(2)
     Grads = tuple[Array, Array, Array]
 
-    def added(grads: Grads, found: Sequence[tuple[Which, Which, PiecePair]]) -> Grads:
+    def added(grads: Grads, found: Sequence[tuple[Which, Which, _PiecePair]]) -> Grads:
         grad_query, grad_key, grad_value = grads
         for of_queries, of_keys, pair in found:
             own = _piece(logsumexp, of_queries), _piece(dot, of_queries)
-            more = piece_pairs.backward(pair, own, _piece(grad_out, of_queries), settings)
+            more = _pair_backward(pair, own, _piece(grad_out, of_queries), settings)
             grad_query = _add(grad_query, of_queries, more[0])
             grad_key, grad_value = _add(grad_key, of_keys, more[1]), _add(grad_value, of_keys, more[2])
         return grad_query, grad_key, grad_value

@@ -39,6 +39,9 @@ COMPUTE = 512
 LANES = 128
 
 
+QueryKeyValue = tuple[Array, Array, Array]
+
+
 @dataclass(frozen=True)
 class KernelSettings:
     """The parameters of a kernel call besides its tensors."""
@@ -138,11 +141,7 @@ def _forward(
 
 
 def forward(
-    tensors: tuple[Array, Array, Array],
-    segments: SegmentIds | None,
-    sinks: Array | None,
-    mask: Mask,
-    settings: KernelSettings,
+    tensors: QueryKeyValue, segments: SegmentIds | None, sinks: Array | None, mask: Mask, settings: KernelSettings
 ) -> tuple[Array, Array]:
     """Return the output for query, key and value of one length, and each row's logsumexp.
 
@@ -172,13 +171,13 @@ def _backward(
 
 
 def backward(
-    tensors: tuple[Array, Array, Array],
+    tensors: QueryKeyValue,
     rows: tuple[Array, Array],
     grad_out: Array,
     segments: SegmentIds | None,
     mask: Mask,
     settings: KernelSettings,
-) -> tuple[Array, Array, Array]:
+) -> QueryKeyValue:
     """Return the gradients of query, key and value.
 
     ``rows`` are each query's logsumexp over all keys that it sees, these or others, and the dot product of its output

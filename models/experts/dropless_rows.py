@@ -19,8 +19,9 @@ from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
 
+Arrays = tuple[Array, ...]
 # the kept results of the first projection, and perhaps of the activation, and the round that they are of
-Kept = tuple[tuple[Array, ...], Round]
+Kept = tuple[Arrays, Round]
 
 # With several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
@@ -155,7 +156,7 @@ class ExpertShards:
         widths = self.widths if self.keep_all else self.widths[:1]
         return [*came, *((rounds * planned.room, width) for width in widths)] if self.keep else []
 
-    def came_and_made(self, kept: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def came_and_made(self, kept: Sequence[Array]) -> tuple[Arrays, Arrays]:
         """Split saved arrays into received tokens, if they cross, and values of their rows."""
         crosses = int(self.expert_shards > 1)
         return tuple(kept[:crosses]), tuple(kept[crosses:])
@@ -186,7 +187,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
         else:
             x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
 
-    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round | None) -> tuple[Any, tuple[Array]]:
+    def compute(kept: Arrays, tokens: Arrays, round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         if round_ is None or not kept:
@@ -205,7 +206,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: ExpertShards
-) -> tuple[Array, ...]:
+) -> Arrays:
     """Return the gradients of the tokens, of the routing weights and of each trained parameter.
 
     ``given`` are this device's shard of each parameter, and the arrays that the forward kept.
@@ -224,7 +225,7 @@ def backward(
     summed = [None if planned.at_once else trained for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    def compute(sums: Sums, tokens: tuple[Array, ...], round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
+    def compute(sums: Sums, tokens: Arrays, round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         given = None if round_ is None or not kept else (made, round_)
@@ -293,13 +294,13 @@ class _Projection:
 
 def _experts(
     x_TH: Array, rows: SortedRows, parameters: Sequence[Array], local: ExpertShards, kept: Kept | None
-) -> tuple[Array, tuple[Array, ...]]:
+) -> tuple[Array, Arrays]:
     """The held experts' output for their rows, [R, H], and the rooms of ``kept``, which are room for values of rows."""
     dtype = parameters[0].dtype
 
     def body(
-        block: Block, parameters: Sequence[Array], carry: tuple[Array, tuple[Array, ...]], sums: Sums
-    ) -> tuple[tuple[Array, tuple[Array, ...]], Sums]:
+        block: Block, parameters: Sequence[Array], carry: tuple[Array, Arrays], sums: Sums
+    ) -> tuple[tuple[Array, Arrays], Sums]:
         y_RH, rooms = carry
         first, second = (_Projection(parameters, local, number) for number in (0, 1))
         h_BF = first.forward(block, block.gather(x_TH).astype(dtype))

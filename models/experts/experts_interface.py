@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from shardwright.models.experts.capacity import Capacity
-from shardwright.models.experts.dense import dense
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.experts.input_scaling import ScaledExperts
+from shardwright.models.experts.projections import dense
 
 # the attribute of an experts module that holds its kernel
 _KERNEL = "_shardwright_experts_kernel"

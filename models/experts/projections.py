@@ -1,12 +1,14 @@
-"""The two projections of an experts module, for each way that families store them."""
+"""The two projections of an experts module, for each way that families store them, and their plain use."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.models.adapters.lora import SCALE, A, B
+from shardwright.models.experts.routing import count, weights_of_all
 from shardwright.models.ops import partial_gradients
 from shardwright.models.ops.fusion_barrier import apart
 from shardwright.models.ops.operation import LinearMap
@@ -38,3 +40,12 @@ def mlp(experts: Any, x_ENH: Tensor, scale_EN1: Tensor | None = None) -> Tensor:
     y = project(LinearMap.apply(lambda x: x.view_as(x), apart, hidden), "down_proj")
     y = experts.post_expert_norm(y) if experts.has_post_expert_norm else y
     return y if scale_EN1 is None or linear else (y * scale_EN1).to(y.dtype)
+
+
+def dense(experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
+    """The exact reference: the sum of all E experts' outputs for tokens [T, H], at E/k times the routing's FLOPs."""
+    count(experts, index_Tk)
+    E = experts.num_experts
+    y_ETH = mlp(experts, x_TH.expand(E, -1, -1))
+    weight_TE = weights_of_all(index_Tk, weight_Tk, E)
+    return torch.einsum("eth,te->th", y_ETH, weight_TE.to(y_ETH.dtype)).to(x_TH.dtype)

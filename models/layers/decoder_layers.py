@@ -63,8 +63,8 @@ def number_layers(model: nn.Module) -> None:
     """
     with contextlib.suppress(ValueError):
         for index, layer in enumerate(model.get_submodule(find_layers(model)).children()):
-            layer.register_forward_pre_hook(lambda *_, index=index: randomness.enter_layer(index))
-            layer.register_forward_hook(lambda *_: randomness.leave_layer(), always_call=True)
+            layer.register_forward_pre_hook(lambda *_, index=index: randomness.set_layer(index))
+            layer.register_forward_hook(lambda *_: randomness.set_layer(None), always_call=True)
 
 
 class DecoderLayers(nn.ModuleList):

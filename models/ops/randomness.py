@@ -88,14 +88,9 @@ def active() -> Draws:
     return _active.get() or Draws(None)
 
 
-def enter_layer(index: int) -> None:
-    """Make later draws belong to decoder layer ``index``."""
+def set_layer(index: int | None) -> None:
+    """Make later draws belong to decoder layer ``index``; None: to no layer."""
     active().layer = index
-
-
-def leave_layer() -> None:
-    """Make later draws belong to no layer."""
-    active().layer = None
 
 
 class OtherDraws:
