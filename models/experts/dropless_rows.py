@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.models.adapters.lora import A, B
 from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
-from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, Sums, in_order
+from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, in_order
 from shardwright.models.ops.collectives import exchange_sum
 from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
@@ -22,6 +22,9 @@ from shardwright.models.ops.kernel_cost import is_fast
 Arrays = tuple[Array, ...]
 # the kept results of the first projection, and perhaps of the activation, and the round that they are of
 Kept = tuple[Arrays, Round]
+
+# the sum of each parameter's gradients [E, …]; None for a parameter without one, or without one yet
+Sums = Sequence[Array | None]
 
 # With several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
@@ -186,15 +189,16 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
             parameters = lax.optimization_barrier(parameters)
         else:
             x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
+    projections = _projections(parameters, local)
 
     def compute(kept: Arrays, tokens: Arrays, round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         if round_ is None or not kept:
-            y, _ = _experts(x, rows, parameters, local, None)
+            y, _ = _experts(x, rows, projections, None)
         else:
             came, made = local.came_and_made(kept)
-            y, made = _experts(x, rows, parameters, local, (made, round_))
+            y, made = _experts(x, rows, projections, (made, round_))
             kept = (*(round_.put(c, x) for c in came), *made)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
@@ -221,17 +225,20 @@ def backward(
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
+    projections = _projections(parameters, local)
     # a frozen parameter has neither sum nor result; a sum that is complete at once needs no zeros to be added to
-    summed = [None if planned.at_once else trained for trained in local.trained]
-    zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
+    zeros = [
+        jnp.zeros(p.shape, jnp.float32) if trained and not planned.at_once else None
+        for p, trained in zip(parameters, local.trained, strict=True)
+    ]
 
     def compute(sums: Sums, tokens: Arrays, round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         given = None if round_ is None or not kept else (made, round_)
-        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, given)
+        (grad_rows, grad_weights), sums = _experts_backward((grad, x, weight), rows, projections, sums, given)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
-        return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
+        return sums, (grad_x, rows.of_choices(grad_weights).astype(weight.dtype))
 
     tensors, like = (grad_TH, x_TH, index_Tk, weight_Tk), (x_TH, weight_Tk)
     axes = (local.expert_axes, local.axes)
@@ -292,39 +299,42 @@ class _Projection:
             sums[number] = block.outer(sums[number], out_B, in_B, contract_last=self.local.contract_last(number))
 
 
+def _projections(parameters: Sequence[Array], local: ExpertShards) -> tuple[_Projection, _Projection]:
+    return _Projection(parameters, local, 0), _Projection(parameters, local, 1)
+
+
 def _experts(
-    x_TH: Array, rows: SortedRows, parameters: Sequence[Array], local: ExpertShards, kept: Kept | None
+    x_TH: Array, rows: SortedRows, projections: tuple[_Projection, _Projection], kept: Kept | None
 ) -> tuple[Array, Arrays]:
     """The held experts' output for their rows, [R, H], and the rooms of ``kept``, which are room for values of rows."""
-    dtype = parameters[0].dtype
+    first, second = projections
+    dtype = first.parameters[0].dtype
 
-    def body(
-        block: Block, parameters: Sequence[Array], carry: tuple[Array, Arrays], sums: Sums
-    ) -> tuple[tuple[Array, Arrays], Sums]:
+    def body(block: Block, carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
         y_RH, rooms = carry
-        first, second = (_Projection(parameters, local, number) for number in (0, 1))
         h_BF = first.forward(block, block.gather(x_TH).astype(dtype))
-        a_BI = local.activation(h_BF)
+        a_BI = first.local.activation(h_BF)
         if kept is not None:
             rooms = tuple(block.keep(room, made, kept[1]) for room, made in zip(rooms, (h_BF, a_BI), strict=False))
-        return (block.put(y_RH, second.forward(block, a_BI)), rooms), sums
+        return block.put(y_RH, second.forward(block, a_BI)), rooms
 
     y_RH = grouped_matmul.unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
-    return rows.fold(body, (y_RH, () if kept is None else kept[0]), parameters)[0]
+    return rows.fold(body, (y_RH, () if kept is None else kept[0]))
 
 
 def _experts_backward(
-    grad_TH: Array,
-    x_TH: Array,
-    weight_Tk: Array,
+    tokens: tuple[Array, Array, Array],
     rows: SortedRows,
-    parameters: Sequence[Array],
+    projections: tuple[_Projection, _Projection],
     sums: Sums,
-    local: ExpertShards,
     kept: Kept | None,
-) -> tuple[Array, Array, Sums]:
-    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added."""
-    dtype = parameters[0].dtype
+) -> tuple[tuple[Array, Array], Sums]:
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added.
+
+    ``tokens`` are the output's gradients, the tokens and their weights.
+    """
+    (grad_TH, x_TH, weight_Tk), (first, second) = tokens, projections
+    dtype, activate = first.parameters[0].dtype, first.local.activation
     weight_N = weight_Tk.T.reshape(-1)
 
     def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:
@@ -332,15 +342,12 @@ def _experts_backward(
             return make(given)
         return block.kept(kept[0][number], kept[1], make, given)
 
-    def body(
-        block: Block, parameters: Sequence[Array], carry: tuple[Array, Array], sums: Sums
-    ) -> tuple[tuple[Array, Array], Sums]:
-        grad_rows, grad_row_weights = carry
-        first, second = (_Projection(parameters, local, number) for number in (0, 1))
+    def body(block: Block, carry: tuple[tuple[Array, Array], Sums]) -> tuple[tuple[Array, Array], Sums]:
+        (grad_rows, grad_row_weights), sums = carry
         weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(dtype) for t in (x_TH, grad_TH))
         h_BF = made(0, block, partial(first.forward, block), x_BH)
-        a_BI = made(1, block, local.activation, h_BF)
+        a_BI = made(1, block, activate, h_BF)
         new = list(sums)
         second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
         (grad_BH, a_BI), new = _after((grad_BH, a_BI), new)
@@ -348,10 +355,10 @@ def _experts_backward(
         grad_BI = second.back(block, grad_BH)
         grad_weight_B = _row_products(grad_BI, a_BI)
         if second.bias is not None:
-            grad_weight_B += _row_products(grad_BH, block.bias(parameters[second.bias]))
+            grad_weight_B += _row_products(grad_BH, block.bias(second.parameters[second.bias]))
         # the barrier makes the compiler compute the activation again: otherwise it keeps the two computations' common
         # values, several float32 arrays of the first projection's width
-        _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
+        _, back = jax.vjp(activate, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
         first.add_gradients(block, new, grad_BF, x_BH)
         grad_BF, new = _after(grad_BF, new)
@@ -360,8 +367,7 @@ def _experts_backward(
 
     R = len(rows.token_R)
     grad_rows = grouped_matmul.unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
-    (grad_rows, grad_row_weights), sums = rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32)), parameters, sums)
-    return grad_rows, grad_row_weights, sums
+    return rows.fold(body, ((grad_rows, jnp.zeros(R, jnp.float32)), sums))
 
 
 def _after(x: Any, gradients: Any) -> Any:

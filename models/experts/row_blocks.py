@@ -9,17 +9,13 @@ E experts held by a device, R rows in whole blocks, B rows of a block, F width o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardwright.models.experts import exchange, grouped_matmul
 from shardwright.models.ops.jax_call import Array, jnp, lax
 from shardwright.models.ops.kernel_cost import Tiles
-
-# see `SortedRows.fold`
-Sums = Sequence[Any]
-Body = Callable[["Block", Sequence[Any], Any, Sums], tuple[Any, Sums]]
 
 
 @dataclass(frozen=True)
@@ -79,22 +75,18 @@ class SortedRows:
     planned: BlockPlan
     all_held: bool
 
-    def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
-        """``carry, sums`` after ``carry, sums = body(block, parameters, carry, sums)`` for each block that matters.
-
-        ``parameters`` and ``sums`` are [E, …] each; a sum is None for a parameter without one, or without one yet.
-        """
+    def fold(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
+        """``carry`` after ``carry = body(block, carry)`` for each block that matters."""
         block = self.planned.block
         if len(self.token_R) == block:
-            return body(Block(self, jnp.int32(0)), parameters, carry, sums)
+            return body(Block(self, jnp.int32(0)), carry)
         count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
 
-        def turn(i: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
+        def turn(i: Array, carry: Any) -> Any:
             # if values are kept, from the last: those without room are overwritten
-            start = (count - 1 - i if self.planned.room else i) * block
-            return body(Block(self, start), parameters, *state)
+            return body(Block(self, (count - 1 - i if self.planned.room else i) * block), carry)
 
-        return lax.fori_loop(0, count, turn, (carry, sums))
+        return lax.fori_loop(0, count, turn, carry)
 
     def of_choices(self, value_R: Array) -> Array:
         """The value of each pair, [T, k]; 0 if its expert is not held here."""
