@@ -185,33 +185,20 @@ class Attention:
             dropout=float(dropout),
             site=site,
         )
-        bias = _bias(module, query, key.shape[2], asked)
+        bias, settings = _bias(module, query, key.shape[2], asked), splash.KernelSettings(scoring, self.layout)
         if self.layout.sequence_axis is not None and not self.masked:  # masks cover whole rows
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
-            return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
+            if query.device.type == "xla":
+                return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
+            count = self.layout.sequence_shards
+            rows = (pieces.from_pieces(t, count, 2) for t in (query, key, value))
+            segment_ids = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
+            return pieces.to_pieces(portable(*rows, segment_ids, s_aux, scoring), count, 1), None
         if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
-        settings = splash.KernelSettings(scoring, self.layout)
         return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
-
-    def _of_pieces(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segment_ids: Tensor | None,
-        s_aux: Tensor | None,
-        scoring: Scoring,
-    ) -> Tensor:
-        if query.device.type == "xla":
-            settings = splash.KernelSettings(scoring, self.layout)
-            return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
-        count = self.layout.sequence_shards
-        rows = [pieces.from_pieces(t, count, 2) for t in (query, key, value)]
-        segments = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
-        return pieces.to_pieces(portable(rows[0], rows[1], rows[2], segments, s_aux, scoring), count, 1)
 
 
 def _bound(masked: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

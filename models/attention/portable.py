@@ -154,7 +154,6 @@ def _attention_like(tensors: Parts, text: str) -> Tensor:
 # or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
 @operation("attention", _attention_like)
 def _attention(tensors: Parts, text: str) -> Tensor:
-    """Map the tensors of :func:`_split` to ``NBKGCE``."""
     scoring, _, constants, xs = _split(tensors, text)
 
     def body(constants: Parts, carry: Parts, x: Parts) -> Turn:

@@ -119,7 +119,6 @@ class _Keys(NamedTuple):
 
 
 def _next(x: Array, settings: KernelSettings) -> Array:
-    """Receive ``x`` from the previous device of the ring."""
     axis, count = settings.layout.sequence_axis, settings.layout.sequence_shards
     return jax.lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
 
@@ -162,7 +161,6 @@ def _with(x: Array, which: Which, piece: Array) -> Array:
 
 
 def _arguments(query: Array, key: Array, value: Array, *more: Array, extra: str) -> tuple[_Rows, _Keys, Array | None]:
-    """The rows and keys of a device, and the sinks [H], from the kernel's tensors."""
     named = dict(zip(extra.split(), more, strict=True))
     starts, segments = named["s"], named.get("bs")
     return _Rows(query, starts, segments), _Keys(key, value, starts, segments), named.get("h")

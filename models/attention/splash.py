@@ -157,7 +157,6 @@ def forward(
 def _backward(
     grad_out: Array, out: Array, logsumexp: Array, *inputs: Array, settings: KernelSettings, extra: str
 ) -> tuple[Array, Array, Array, Array]:
-    """``inputs`` are those of :func:`_forward`."""
     query_BHSD, key, value, *optional = inputs
     sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)

@@ -115,27 +115,19 @@ def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
     return x[tuple(index)]
 
 
+# ATen's operation → JAX's
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
+    **{name: getattr(operator, name) for name in ("getitem", "mul", "neg", "pow")},
+    **{name: getattr(jnp, name) for name in ("exp", "tanh", "square", "minimum", "maximum")},
+    **{name: getattr(jax.nn, name) for name in ("sigmoid", "silu", "relu")},
     "split": _split,
     "slice": _slice,
     "_to_copy": lambda x: x,
     "add": lambda x, y, alpha=1: x + alpha * y,
     "sub": lambda x, y, alpha=1: x - alpha * y,
-    "mul": operator.mul,
     "div": operator.truediv,
-    "neg": operator.neg,
-    "pow": operator.pow,
-    "exp": jnp.exp,
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "square": jnp.square,
     "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
     "clamp": lambda x, min=None, max=None: jnp.clip(x, min, max),
     "clamp_min": jnp.maximum,
     "clamp_max": jnp.minimum,
-    "minimum": jnp.minimum,
-    "maximum": jnp.maximum,
 }

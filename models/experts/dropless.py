@@ -191,7 +191,6 @@ class _Call:
 
 @operation("dropless", lambda tensors, _: tensors[0].new_empty(tensors[0].shape))
 def _dropless(tensors: Sequence[Tensor], text: str) -> Tensor:
-    """Map tokens, routing indices and weights, and parameters to the output."""
     return _run(dropless_rows.forward, tensors, 3, text)[0]
 
 

@@ -6,7 +6,8 @@ module holds its kernel (:func:`bind`), so models with different layouts can liv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,16 +42,13 @@ def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) ->
         setattr(model.get_submodule(name), _KERNEL, kernel)
 
 
-def _bound(name: str, default: Capacity | Dropless) -> Callable[..., Tensor]:
-    def run(experts: Any, *args: Tensor) -> Tensor:
-        kernel = getattr(experts, _KERNEL, default)
-        if type(kernel) is not type(default):
-            raise ValueError(f"experts {name!r} on a module that is bound to {type(kernel).__name__}: bind it anew")
-        return kernel(experts, *args)
-
-    return run
+def _bound(name: str, default: Capacity | Dropless, experts: Any, *args: Tensor) -> Tensor:
+    kernel = getattr(experts, _KERNEL, default)
+    if type(kernel) is not type(default):
+        raise ValueError(f"experts {name!r} on a module that is bound to {type(kernel).__name__}: bind it anew")
+    return kernel(experts, *args)
 
 
 ALL_EXPERTS_FUNCTIONS.register("dense", dense)
-ALL_EXPERTS_FUNCTIONS.register("capacity", _bound("capacity", Capacity(factor=1.25)))
-ALL_EXPERTS_FUNCTIONS.register("dropless", _bound("dropless", Dropless()))
+ALL_EXPERTS_FUNCTIONS.register("capacity", partial(_bound, "capacity", Capacity(factor=1.25)))
+ALL_EXPERTS_FUNCTIONS.register("dropless", partial(_bound, "dropless", Dropless()))

@@ -130,7 +130,6 @@ class _Loop(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _sources(self, leaf: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield (layer, number of the tensor in its output) where ``leaf`` is a layer's output."""
         for index, notes in enumerate(self.notes):
             for number, tensor in enumerate(notes.tensors):
                 if tensor is leaf:

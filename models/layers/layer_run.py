@@ -201,7 +201,6 @@ class _Traced:
         self.stage = Stage(made, inputs, self.outputs)
 
     def side(self, flat: Flat) -> Any:
-        """Unflatten the side outputs of :func:`shardwright.models.layers.side_outputs.collect`."""
         return tree_unflatten(flat, self._specs[1])
 
     def output(self, last: Flat, loop: Sequence[int] | None) -> tuple[Any, list[dict[Any, Any]]]:

@@ -51,7 +51,6 @@ def _run(
 
 
 def _barrier(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of ``tensors``; none is available before all of them are."""
     copies = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in tensors]
     xm.optimization_barrier_(copies)
     return copies

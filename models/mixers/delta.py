@@ -42,7 +42,6 @@ def delta_rule(v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: 
 
 
 def _segment(state: Array, arrays: tuple[Array, ...], *, chunk: int, normalise: bool) -> tuple[Array, Array]:
-    """Return the state behind a segment, and its outputs [B, S, G, R, V]."""
     dtype, (B, S) = arrays[0].dtype, arrays[0].shape[:2]
 
     def chunks(array: Array) -> Array:  # [B, S, G, …, X] -> [N, B, G, …, C, X]

@@ -32,7 +32,6 @@ def decayed_attention(v_BTHP: Array, q_BTGN: Array, k_BTGN: Array, g_BTH: Array,
 
 
 def _step(state_BGRNP: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return the state behind a segment, and its outputs [B, S, G, R, P]."""
     dtype = arrays[0].dtype
     v_BSGRP, q_BSGN, k_BSGN, g, scale = (a.astype(jnp.float32) for a in arrays)
     v_BSGRP = v_BSGRP * scale[..., None]

@@ -45,14 +45,7 @@ _target: list[tuple[str, str]] = []
 _ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all=true"
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 
-_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int32: "int32",
-    torch.int8: "int8",
-    torch.bool: "bool",
-}
+_DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "int32", "int8", "bool")}
 
 
 def target() -> str:

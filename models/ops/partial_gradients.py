@@ -136,7 +136,6 @@ def _total(partial: Tensor, sum_text: str) -> Tensor:
 
 
 def _sum_shards(x: Array, *, how: Sum) -> Array:
-    """Sum on one device."""
     x = x.squeeze(how.dim)  # this device has one entry
     if how.exchanged:
         for axis, scattered in how.scatter:
@@ -202,8 +201,6 @@ def _apply(rule: _Rule, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Apply(torch.autograd.Function):
-    """``rule.forward``, whose backward sends the weight's gradient to ``partial``."""
-
     @staticmethod
     def forward(ctx, rule: _Rule, x: Tensor, w: Tensor, partial: Tensor):  # type: ignore[override]
         ctx.save_for_backward(x, w)

@@ -68,8 +68,7 @@ class Draws(TorchFunctionMode):
         return self.key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replaced = _REPLACED.get(func)
-        return (func if replaced is None else replaced)(*args, **(kwargs or {}))
+        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -152,7 +151,6 @@ def _rand(*size: Any, dtype: torch.dtype | None = None, generator: None = None, 
 
 
 def _numbers(what: str, shape: torch.Size, device: torch.device | str, generator: None = None) -> Tensor:
-    """Uniform float32 numbers of [0, 1)."""
     if generator is not None:
         raise UnknownDraw(what, "it is given a generator of its own")
     key, site = active().site(what, device)
