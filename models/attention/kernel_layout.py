@@ -14,19 +14,16 @@ from shardwright.models.ops.jax_call import Axes, Manual, Spec
 class KernelLayout:
     """The layout of query, key and value on the mesh while the kernel runs.
 
-    Args:
-        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
-        batch_axes: the axes that split the batch. Their sizes divide it.
-        head_axes: the axes that split the heads. Query heads that they do not divide are on every device. Key heads are
-            repeated until they are divided, and devices that share one hold a copy each.
-        sequence_axis: the axis that splits a row's tokens (:mod:`shardwright.models.attention.pieces`); None: rows are
-            whole.
+    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
-    batch_axes: Axes = ()
+    batch_axes: Axes = ()  # they split the batch, which their sizes divide
+    # They split the heads. Query heads that they do not divide are on every device. Key heads are repeated until they
+    # are divided, and devices that share one hold a copy each.
     head_axes: Axes = ()
     order: tuple[int, ...] | None = None
+    # it splits a row's tokens (:mod:`shardwright.models.attention.pieces`); None: rows are whole
     sequence_axis: str | None = None
 
     @property

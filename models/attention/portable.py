@@ -47,24 +47,15 @@ _MASKED = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Scoring:
-    """The computation and masking of scores, the same for every head.
-
-    Args:
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: no cap.
-        window: how many positions a token sees, itself included; None: all.
-        chunk: a token sees only positions of its own chunk of so many; None: all.
-        causal: a token sees none after it. If False, window and chunk are None, and a bias decides what it sees.
-        dropout: the probability of dropping a weight; the others are divided by 1 minus it.
-        site: the number of the place that draws the dropped weights.
-    """
+    """The computation and masking of scores, the same for every head."""
 
     scale: float
-    softcap: float | None
-    window: int | None = None
-    chunk: int | None = None
-    causal: bool = True
-    dropout: float = 0.0
-    site: int = 0
+    softcap: float | None  # scores become ``softcap * tanh(scores / softcap)``
+    window: int | None = None  # how many positions a token sees, itself included; None: all
+    chunk: int | None = None  # a token sees only positions of its own chunk of so many; None: all
+    causal: bool = True  # a token sees none after it; if False, there is no window or chunk, and a bias decides
+    dropout: float = 0.0  # the probability of dropping a weight; the others are divided by 1 minus it
+    site: int = 0  # the number of the place that draws the dropped weights
 
 
 def portable(

@@ -31,22 +31,14 @@ Constrain = Callable[[Tensor, tuple[Axes, ...]], Tensor]
 
 @dataclass(frozen=True)
 class Capacity:
-    """The experts function that dispatches tokens to slots, under one layout.
+    """The experts function that dispatches tokens to slots, under one layout."""
 
-    Args:
-        factor: an expert's slots over its tokens under balanced routing (GShard's capacity factor). At E/k or more no
-            token can be dropped.
-        groups: how many groups tokens are dispatched in. With one a batch shard, dispatch needs no communication.
-        batch_axes, expert_axes: mesh axes that split the groups, and the experts. Tokens cross the latter by
-            all-to-all.
-        constrain: fixes the layout of an activation and of its gradient.
-    """
-
+    # an expert's slots over its tokens under balanced routing (GShard's capacity factor); at E/k no token is dropped
     factor: float
-    groups: int = 1
-    batch_axes: Axes = ()
-    expert_axes: Axes = ()
-    constrain: Constrain = lambda tensor, axes: tensor
+    groups: int = 1  # that tokens are dispatched in; with one a batch shard, dispatch needs no communication
+    batch_axes: Axes = ()  # they split the groups
+    expert_axes: Axes = ()  # they split the experts; tokens cross them by all-to-all
+    constrain: Constrain = lambda tensor, axes: tensor  # fixes the layout of an activation and of its gradient
 
     def slots(self, tokens: int, top_k: int, experts: int) -> int:
         """The number of an expert's slots in a group of ``tokens`` tokens, at most one a token."""

@@ -46,27 +46,20 @@ _ACTIVATION = "_shardwright_activation"
 class Dropless:
     """The dropless experts function under one layout. It is called like `shardwright.models.experts.capacity.Capacity`.
 
-    Args:
-        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
-        batch_axes: axes that split the tokens outside. Inside, all axes split them, so no two devices do the same work.
-        expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
-        weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
-        keep: save the first projection's result for the backward, instead of computing it again.
-        keep_all: also save the activation's result, and gathered weights.
-        flops_a_byte: a chip's FLOPs per byte between HBM and VMEM: it decides how large tiles and rounds are. 0:
-            unknown.
-        buffer_bytes: bound on a round's rows of hidden width, and on a block's rows of the first projection's width
-            (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once.
+    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
-    batch_axes: Axes = ()
-    expert_axes: Axes = ()
-    weight_specs: Mapping[str, Spec] = field(default_factory=dict)
+    batch_axes: Axes = ()  # they split tokens outside; inside all axes do, so no two devices do the same work
+    expert_axes: Axes = ()  # they split dimension 0 of every parameter; tokens cross them, and weights don't
+    weight_specs: Mapping[str, Spec] = field(default_factory=dict)  # by parameter's name; replicated if not named
     order: tuple[int, ...] | None = None
+    # bound on a round's rows of hidden width, and on a block's rows of the first projection's width
+    # (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once
     buffer_bytes: int = 2**31
-    keep: bool = False
-    keep_all: bool = False
+    keep: bool = False  # save the first projection's result for the backward, instead of computing it again
+    keep_all: bool = False  # also save the activation's result, and gathered weights
+    # a chip's FLOPs per byte between HBM and VMEM, which decide how large tiles and rounds are; 0: unknown
     flops_a_byte: float = 0.0
 
     def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
@@ -178,15 +171,11 @@ def _widths(parameters: Sequence[Tensor], out_first: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Call:
-    """The parameters of a kernel call besides its tensors.
-
-    ``manual`` has the layouts of the forward and of the backward; None: one device. ``kept`` are the shapes of the
-    forward's saved arrays, with the devices' shares one after another.
-    """
+    """The parameters of a kernel call besides its tensors."""
 
     local: dropless_rows.ExpertShards
-    manual: tuple[Manual, Manual] | None
-    kept: tuple[tuple[int, ...], ...]
+    manual: tuple[Manual, Manual] | None  # of the forward and of the backward; None: one device
+    kept: tuple[tuple[int, ...], ...]  # shapes of the forward's saved arrays, all devices' shares one after another
 
 
 @operation("dropless", lambda tensors, _: tensors[0].new_empty(tensors[0].shape))

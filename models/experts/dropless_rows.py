@@ -32,28 +32,18 @@ _SPARE = 8
 
 @dataclass(frozen=True)
 class ExpertShards:
-    """A device's part of the experts, except its arrays. Fields not listed are those of `Dropless`.
-
-    Args:
-        names: of the parameters, in order: the two projections, their biases, factors of LoRA.
-        out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
-        trained: of each parameter, whether it has a gradient.
-        axes: all axes of the mesh.
-        expert_shards: how many devices there are along the expert axes.
-        specs: the axes of each dimension of each parameter.
-        widths: F and I.
-    """
+    """A device's part of the experts, except its arrays; see also `shardwright.models.experts.dropless.Dropless`."""
 
     activation: activation.Activation
-    names: tuple[str, ...]
-    out_first: bool
+    names: tuple[str, ...]  # of the parameters: the two projections, their biases, factors of LoRA
+    out_first: bool  # weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H]
     lora_scale: float
-    trained: tuple[bool, ...]
-    axes: Axes
+    trained: tuple[bool, ...]  # whether a parameter has a gradient
+    axes: Axes  # all of the mesh
     expert_axes: Axes
-    expert_shards: int
-    specs: tuple[tuple[Axes, ...], ...]
-    widths: tuple[int, int]
+    expert_shards: int  # devices along the expert axes
+    specs: tuple[tuple[Axes, ...], ...]  # the axes of each dimension of each parameter
+    widths: tuple[int, int]  # F and I
     buffer_bytes: int
     flops_a_byte: float
     keep: bool = False

@@ -43,23 +43,15 @@ _DEVIATIONS = 4
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The crossing of a device's tokens.
+    """The crossing of a device's tokens."""
 
-    Args:
-        rounds: the least number; more only if windows must be shorter.
-        window: tokens of a window (W).
-        slots: the most tokens that a window sends to each device (C); None: the window is gathered.
-        rows: tokens that a device gets in a round.
-        pairs: the most (token, choice) pairs that a window has for each device; None: any number.
-        rest: the crossing, in smaller windows, of tokens without room in the one planned round, of which nothing is
-            kept. None: they cross like the others.
-    """
-
-    rounds: int
-    window: int
-    slots: int | None
-    rows: int
-    pairs: int | None = None
+    rounds: int  # the least number; more only if windows must be shorter
+    window: int  # tokens of a window (W)
+    slots: int | None  # the most tokens that a window sends to each device (C); None: the window is gathered
+    rows: int  # tokens that a device gets in a round
+    pairs: int | None = None  # the most (token, choice) pairs that a window has for each device; None: any number
+    # the crossing, in smaller windows, of tokens without room in the one planned round, of which nothing is kept; None:
+    # they cross like the others
     rest: ExchangePlan | None = None
 
 

@@ -20,22 +20,14 @@ from shardwright.models.ops.kernel_cost import Tiles
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The plan of a device's multiplications.
+    """The plan of a device's multiplications."""
 
-    Args:
-        crossing: how tokens get to the experts.
-        block: rows that are multiplied at once.
-        at_once: whether a single block is multiplied, or at least planned.
-        room: the rows of a round, in whole blocks, for whose kept values there is room.
-        rest: the plan for the tokens without room in the planned round.
-    """
-
-    crossing: exchange.ExchangePlan
-    block: int
+    crossing: exchange.ExchangePlan  # how tokens get to the experts
+    block: int  # rows that are multiplied at once
     tile: Tiles
-    at_once: bool
-    room: int = 0
-    rest: BlockPlan | None = None
+    at_once: bool  # whether a single block is multiplied, or at least planned
+    room: int = 0  # the rows of a round, in whole blocks, for whose kept values there is room
+    rest: BlockPlan | None = None  # for the tokens without room in the planned round
 
     def of(self, round_: exchange.Round | None) -> BlockPlan:
         """The plan of a planned round, or of the rest (None)."""
@@ -59,21 +51,14 @@ def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -
 
 @dataclass
 class SortedRows:
-    """Rows sorted by expert, those of the experts held here first: only these matter.
+    """Rows sorted by expert, those of the experts held here first: only these matter."""
 
-    Args:
-        token_R, choice_R: each row's token, and its pair's number in the choice-major list; any behind the last pair.
-        row_kT: the inverse: the row of each pair; behind the last row that matters, if its expert is not held here.
-        end_E: where each expert's rows end. The last entry is the number of rows that matter.
-        all_held: whether every row matters. Then the number of blocks is static.
-    """
-
-    token_R: Array
-    choice_R: Array
-    row_kT: Array
-    end_E: Array
+    token_R: Array  # any token behind the last pair
+    choice_R: Array  # the number of each row's pair in the choice-major list of pairs; any behind the last pair
+    row_kT: Array  # the inverse: the row of each pair; behind the last that matters, if its expert is not held here
+    end_E: Array  # where each expert's rows end; the last entry is the number of rows that matter
     planned: BlockPlan
-    all_held: bool
+    all_held: bool  # whether every row matters; then the number of blocks is static
 
     def fold(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
         """``carry`` after ``carry = body(block, carry)`` for each block that matters."""

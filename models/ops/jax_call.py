@@ -91,16 +91,13 @@ def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
 class Manual:
     """The layouts for running a function on each device's own shards, with its own collectives (`jax.shard_map`).
 
-    Args:
-        axes: (name, size) of every mesh axis, in mesh order.
-        inputs, outputs: a partition spec for each. Along an axis that no output names, the outputs must be equal.
-        order: the device ids in mesh order; None: 0, 1, 2, …
+    Along an axis that no output's partition spec names, the outputs must be equal.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # (name, size) of every mesh axis, in mesh order
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None  # the device ids in mesh order; None: 0, 1, 2, …
 
 
 def jax_call(

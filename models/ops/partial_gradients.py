@@ -67,23 +67,14 @@ def of(parameters: Tensors) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Sum:
-    """The plan of summing a partial gradient over its batch shards.
+    """The plan of summing a partial gradient over its batch shards."""
 
-    Args:
-        name: the parameter's; each has collectives of its own.
-        dim: the dimension of the batch shards.
-        scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
-        add: mesh axes to all-reduce over.
-        manual: the layouts of the partial gradient and of the sum.
-        exchanged: whether :func:`~shardwright.models.ops.collectives.exchange_sum` replaces a reduce-scatter.
-    """
-
-    name: str
-    dim: int
-    scatter: tuple[tuple[str, int], ...]
-    add: tuple[str, ...]
-    manual: Manual
-    exchanged: bool = False
+    name: str  # the parameter's; each has collectives of its own
+    dim: int  # of the batch shards
+    scatter: tuple[tuple[str, int], ...]  # (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order
+    add: tuple[str, ...]  # mesh axes to all-reduce over
+    manual: Manual  # the layouts of the partial gradient and of the sum
+    exchanged: bool = False  # whether `shardwright.models.ops.collectives.exchange_sum` replaces a reduce-scatter
 
 
 def total(partial: Tensor, how: Sum) -> Tensor:
@@ -103,20 +94,16 @@ def expert_bias(y_ENF: Tensor, bias_EF: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """An operation y = f(x, w) that treats each row of x by itself, and its gradients.
+    """An operation y = f(x, w) that treats each row of x by itself, and its gradients, functions of that of y, x and w.
 
-    Args:
-        grad_x: (gradient of y, x, w) -> gradient of x.
-        grad_w: likewise, with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
-        rows: the dimension of x and y that holds the rows.
-        rank: the least rank of x that the rule applies to.
+    For that of w rows are split into [D, rows/D]: the result is the partial gradient, [D, *w.shape].
     """
 
     forward: Callable[..., Tensor]
     grad_x: Callable[[Tensor, Tensor, Tensor], Tensor]
     grad_w: Callable[[Tensor, Tensor, Tensor], Tensor]
-    rows: int = 0
-    rank: int = 2
+    rows: int = 0  # the dimension of x and y that holds the rows
+    rank: int = 2  # the least of x
 
 
 def _sum_rows(t_DxH: Tensor) -> Tensor:

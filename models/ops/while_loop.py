@@ -58,22 +58,14 @@ def run_turns(
 
 @dataclass(frozen=True)
 class Turn:
-    """A lowered turn.
+    """A lowered turn."""
 
-    Args:
-        computation: takes the inputs that it uses: of the carry, a slice of each of ``xs``, and the hoisted tensors.
-        order: the places of these among all inputs.
-        hoisted: tensors that the turn uses beside its arguments, such as the numbers in its formulas.
-        closed: whether all hoisted tensors are numbers, and none is the random seed.
-        results, specs: shape and dtype of each y; the specs of the returned carry and of y.
-    """
-
-    computation: Any
-    order: list[int]
-    hoisted: Flat
-    closed: bool
-    results: list[tuple[torch.Size, torch.dtype]]
-    specs: tuple[Spec, Spec]
+    computation: Any  # of the inputs that it uses: of the carry, a slice of each of ``xs``, and the hoisted tensors
+    order: list[int]  # the places of these among all inputs
+    hoisted: Flat  # tensors that the turn uses beside its arguments, such as the numbers in its formulas
+    closed: bool  # whether all of these are numbers, and none is the random seed
+    results: list[tuple[torch.Size, torch.dtype]]  # of each y
+    specs: tuple[Spec, Spec]  # of the returned carry and of y
 
 
 @dataclass(frozen=True)
