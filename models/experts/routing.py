@@ -44,20 +44,14 @@ class Counted:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Losses that are added to the model's own in training, each summed over layers.
+    """Losses that are added to the model's own in training, each summed over layers."""
 
-    Args:
-        z: coefficient of the router z-loss, the mean square of logsumexp over a token's logits (ST-MoE,
-            arXiv:2202.08906, equation 5).
-        balance: coefficient of the balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): E times the sum
-            over experts of their share of choices × their mean normalised score. Choices are the k highest scores,
-            without the selection bias.
-        batch_wide: the shares and means are the micro-batch's; else each row's, and the loss is the mean over rows.
-    """
-
+    # coefficient of the mean square of logsumexp over a token's logits (ST-MoE, arXiv:2202.08906, equation 5)
     z: float = 0.0
+    # coefficient of E times the sum over experts of their share of choices × their mean normalised score (DeepSeek-V3,
+    # arXiv:2412.19437, equations 17 to 20); choices are the k highest scores, without the selection bias
     balance: float = 0.0
-    batch_wide: bool = False
+    batch_wide: bool = False  # shares and means are the micro-batch's; else each row's, and the loss their mean
 
     @property
     def any(self) -> bool:

@@ -39,20 +39,13 @@ class LayerOutput:
 
 @dataclass(frozen=True)
 class Seen:
-    """One layer's call.
+    """One layer's call."""
 
-    Args:
-        given: its arguments, without the values of tensors.
-        chain: path of an argument → its number among the tensors that the layer before returned.
-        follows: whether it can run in one scan with the layer before: nothing else uses that one's output.
-        alone: why it can't run in one scan with any other layer; empty if it can.
-    """
-
-    given: Any
-    chain: tuple[tuple[str, int], ...]
+    given: Any  # its arguments, without the values of tensors
+    chain: tuple[tuple[str, int], ...]  # path of an argument → its number among the tensors of the layer before
     shape: LayerOutput
-    follows: bool
-    alone: str
+    follows: bool  # whether it can run in one scan with the layer before: nothing else uses that one's output
+    alone: str  # why it can't run in one scan with any other layer; empty if it can
 
 
 def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]) -> list[Seen]:

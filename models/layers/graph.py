@@ -21,12 +21,6 @@ class LayerGraph:
     """The graphs of ``function``, which maps a list of tensors to a list of tensors.
 
     The backward computes gradients for those of ``inputs`` that require one. ``partition`` splits the joint graph.
-
-    Attributes:
-        saved: how many tensors the forward keeps for the backward.
-        aliases: position among the saved tensors → position of the input that it is, unchanged.
-        differentiable: whether each output has a gradient: it is floating point, and of an input that requires one.
-        values: the values that the forward could keep, if the remat policy chooses among them.
     """
 
     def __init__(
@@ -52,14 +46,16 @@ class LayerGraph:
         )
         with torch.enable_grad():
             outputs = traced(*like)
-            self.differentiable = [t.requires_grad for t in outputs]
+            self.differentiable = [t.requires_grad for t in outputs]  # not integers, nor outputs of no such input
             ends = [t for t in outputs if t.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         self._forward, self._backward, self._outputs = found["forward"], found["backward"], len(outputs)
+        # that the forward could keep, if the remat policy chooses among them
         self.values: tuple[Value, ...] = self._forward.meta.get(VALUES, ())
         with torch.no_grad():
             saved = self.forward(like)[1]
-        self.saved = len(saved)
+        self.saved = len(saved)  # the tensors that the forward keeps for the backward
+        # position among the saved tensors → position of the input that it is, unchanged
         where = {id(t): index for index, t in enumerate(like)}
         self.aliases = {index: where[id(t)] for index, t in enumerate(saved) if id(t) in where}
 

@@ -38,16 +38,12 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The division of a decoder's layers into runs.
-
-    ``floats`` are attributes that become data, because they differ between layers that are else alike. ``apart`` maps
-    the number of a layer to the reason why it is not run with any other.
-    """
+    """The division of a decoder's layers into runs."""
 
     runs: tuple[Repetition, ...]
     seen: tuple[Seen, ...]
-    floats: frozenset[Where]
-    apart: dict[int, str]
+    floats: frozenset[Where]  # attributes that become data, because they differ between layers that are else alike
+    apart: dict[int, str]  # number of a layer → why it is not run with any other
 
 
 def group(model: nn.Module, name: str) -> Grouping:

@@ -36,39 +36,29 @@ class Call:
 class Input:
     """One tensor input of a layer's graph.
 
-    Args:
-        source: ``slot``: the layer before, around the loop. ``chain``: the layer before, inside the period.
-            ``learned``, ``fixed``: the same for all layers of the run, with and without a gradient. ``own``: of this
-            layer.
-        index: its position in the source; for ``chain`` the number of the tensor in the output of the layer before.
-        target, name: its use: an argument (``leaf``, by its position), a ``weight`` or ``buffer`` (by its name), the
-            ``key`` of random numbers, or the mask of real ``tokens``.
-        dtype: of the leaf or buffer; it may be passed in another (:func:`as_passed`).
+    Its ``source`` is ``slot``: the layer before, around the loop; ``chain``: the layer before, inside the period;
+    ``learned`` or ``fixed``: the same for all layers of the run, with or without a gradient; ``own``: of this layer.
+    Its ``target`` is an argument (``leaf``, by its position), a ``weight`` or ``buffer`` (by its name), the ``key`` of
+    random numbers, or the mask of real ``tokens``.
     """
 
     source: str
-    index: int
+    index: int  # its position in the source; for ``chain`` the tensor's number in the output of the layer before
     target: str
     name: Any = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # of the leaf or buffer; it may be passed in another (:func:`as_passed`)
 
 
 @dataclass
 class Sorted:
-    """The tensors of a run's calls; ``inputs`` and ``own`` are for each layer of the period.
-
-    Args:
-        slots: the first layer's arguments that for the others are outputs of the layer before.
-        loop: for each slot the number of the tensor in the output of the period's last layer.
-        own: stacked over the turns if there is more than one.
-    """
+    """The tensors of a run's calls; ``inputs`` and ``own`` are for each layer of the period."""
 
     inputs: list[list[Input]]
-    slots: list[Tensor] = field(default_factory=list)
-    loop: list[int] = field(default_factory=list)
+    slots: list[Tensor] = field(default_factory=list)  # the first layer's arguments that else are the layer's before
+    loop: list[int] = field(default_factory=list)  # each slot's number in the output of the period's last layer
     learned: list[Tensor] = field(default_factory=list)
     fixed: list[Tensor] = field(default_factory=list)
-    own: list[list[Tensor]] = field(default_factory=list)
+    own: list[list[Tensor]] = field(default_factory=list)  # stacked over the turns if there is more than one
     _shared: dict[int, tuple[str, int, Tensor]] = field(default_factory=dict)  # the tensor keeps its id in use
 
     def share(self, tensor: Tensor, target: str, name: Any) -> Input:

@@ -35,19 +35,12 @@ Prepare = Callable[[Tensors], Tensors]
 
 @dataclass(frozen=True)
 class LayerPart:
-    """One layer of a run's period.
+    """One layer of a run's period."""
 
-    Args:
-        name: its dotted name in the model, as ``model.layers.*``.
-        layer: the module; if the run has more than one turn, with parameters stacked along dimension 0.
-        stacked: the names of its buffers that are stacked likewise.
-        shape: of its output; a run of one layer may do without.
-    """
-
-    name: str
-    layer: nn.Module
-    stacked: frozenset[str] = frozenset()
-    shape: LayerOutput | None = None
+    name: str  # in the model, as ``model.layers.*``
+    layer: nn.Module  # if the run has more than one turn, with parameters stacked along dimension 0
+    stacked: frozenset[str] = frozenset()  # the names of its buffers that are stacked likewise
+    shape: LayerOutput | None = None  # a run of one layer may do without
 
 
 class LayerRun:

@@ -35,22 +35,14 @@ def _saving(chosen: Callable[[torch.fx.Node], bool]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a layer's forward that the backward uses: the result of a matrix product or a kernel.
+    """A value of a layer's forward that the backward uses: the result of a matrix product or a kernel."""
 
-    Args:
-        module: its module, as ``model.layers.*.self_attn.q_proj``.
-        kind: the operation, as ``mm`` or ``attention``.
-        shape, bytes: of its largest result, and of all, on all devices together.
-        flops: the cost of computing it again.
-        kept: from the forward; else it is computed again.
-    """
-
-    module: str
-    kind: str
-    shape: tuple[int, ...]
-    bytes: int
-    flops: int
-    kept: bool = False
+    module: str  # its module, as ``model.layers.*.self_attn.q_proj``
+    kind: str  # the operation, as ``mm`` or ``attention``
+    shape: tuple[int, ...]  # of its largest result
+    bytes: int  # of all its results, on all devices together
+    flops: int  # the cost of computing it again
+    kept: bool = False  # from the forward; else it is computed again
 
 
 def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:

@@ -26,14 +26,11 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Stage:
-    """One layer of a run's period, with the inputs of its graph.
-
-    ``outputs`` are the numbers of the layer's output tensors that the graph returns first, before side outputs.
-    """
+    """One layer of a run's period."""
 
     graph: LayerGraph
-    inputs: Sequence[Input]
-    outputs: Sequence[int]
+    inputs: Sequence[Input]  # of its graph
+    outputs: Sequence[int]  # the numbers of the layer's output tensors that the graph returns, before side outputs
 
 
 def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:

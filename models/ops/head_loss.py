@@ -25,17 +25,13 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The layout of tokens [R, S] on the mesh: ``rows`` and ``sequence`` are the axes that split R and S.
-
-    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; ``ignored`` is the target that is
-    not scored.
-    """
+    """The layout of tokens [R, S] on the mesh; see also :class:`~shardwright.models.ops.jax_call.Manual`."""
 
     axes: tuple[tuple[str, int], ...]
-    rows: Axes
-    sequence: str
+    rows: Axes  # they split R
+    sequence: str  # it splits S
     order: tuple[int, ...] | None
-    ignored: int
+    ignored: int  # the target that is not scored
 
     @property
     def split(self) -> Axes:

@@ -17,16 +17,12 @@ _LANES = 128  # a row's logsumexp is written once for every lane of a vector
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of one run of a kernel on one chip.
+    """The cost of one run of a kernel on one chip."""
 
-    ``kind`` is ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing;
-    ``width`` the narrowest dimension of its matrix products that the kernel can't choose, such as a head's.
-    """
-
-    kind: str
+    kind: str  # attention_forward, attention_backward, gmm, tgmm, or unwritten, which takes nothing
     flops: float
     hbm_bytes: float
-    width: int
+    width: int  # the narrowest dimension of its matrix products that the kernel can't choose, such as a head's
 
 
 def met_blocks(count: int, reach: int | None) -> int:
@@ -72,15 +68,11 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
 
 @dataclass(frozen=True)
 class Tiles:
-    """The largest tiles of a grouped product: rows, and for each kernel two widths.
-
-    ``gmm`` has those along the contracted dimension and the result's columns, ``tgmm`` those along the result's two
-    dimensions. Its float32 sums take VMEM too.
-    """
+    """The largest tiles of a grouped product: rows, and for each kernel two widths."""
 
     rows: int
-    gmm: tuple[int, int]
-    tgmm: tuple[int, int]
+    gmm: tuple[int, int]  # along the contracted dimension and the result's columns
+    tgmm: tuple[int, int]  # along the result's two dimensions; float32 sums take VMEM too
 
 
 _NARROW, _WIDE = Tiles(512, (1024, 1024), (512, 1024)), Tiles(1024, (512, 2048), (1024, 1024))

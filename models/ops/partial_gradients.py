@@ -94,9 +94,9 @@ def expert_bias(y_ENF: Tensor, bias_EF: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """An operation y = f(x, w) that treats each row of x by itself, and its gradients, functions of that of y, x and w.
+    """An operation y = f(x, w) that treats each row of x by itself, and its gradients, from (gradient of y, x, w).
 
-    For that of w rows are split into [D, rows/D]: the result is the partial gradient, [D, *w.shape].
+    For the gradient of w rows are split into [D, rows/D]: the result is the partial gradient, [D, *w.shape].
     """
 
     forward: Callable[..., Tensor]
