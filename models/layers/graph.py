@@ -5,6 +5,7 @@ The split of the joint graph decides remat (:mod:`shardwright.models.layers.rema
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,21 +30,17 @@ class LayerGraph:
         like = [torch.empty_like(t, requires_grad=t.requires_grad) for t in inputs]
         found: dict[str, torch.fx.GraphModule] = {}
 
-        def keep(name: str) -> Callable[..., Any]:
-            def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
-                found[name] = module
-                return make_boxed_func(module)
-
-            return compiler
+        def keep(name: str, module: torch.fx.GraphModule, _: Any) -> Any:
+            found[name] = module
+            return make_boxed_func(module)
 
         def without_aliases(*given: Tensor) -> Flat:
             # AOTAutograd leaves an output that is an input out of the graph
             seen = {id(t) for t in given}
             return [t.clone() if id(t) in seen else t for t in function(list(given))]
 
-        traced = aot_function(
-            without_aliases, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=partition
-        )
+        forward, backward = functools.partial(keep, "forward"), functools.partial(keep, "backward")
+        traced = aot_function(without_aliases, forward, backward, partition)
         with torch.enable_grad():
             outputs = traced(*like)
             self.differentiable = [t.requires_grad for t in outputs]  # not integers, nor outputs of no such input

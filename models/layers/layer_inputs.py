@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,13 @@ class LoopChanged(ValueError):
 
 
 class Call:
-    """The arguments of one layer; ``promised`` maps id → number of each tensor that the layer before returned."""
+    """The arguments of one layer; ``promised`` are the tensors that the layer before returned (None: unused)."""
 
-    def __init__(self, args: Any, kwargs: Any, promised: Mapping[int, int]) -> None:
+    def __init__(self, args: Any, kwargs: Any, promised: Sequence[Tensor | None]) -> None:
         found, self.spec = tree_flatten_with_path((args, kwargs))
         self.paths, self.leaves = [keystr(path) for path, _ in found], [leaf for _, leaf in found]
-        self.chain = {at: promised[id(leaf)] for at, leaf in enumerate(self.leaves) if id(leaf) in promised}
+        numbers = {id(t): number for number, t in enumerate(promised) if t is not None}
+        self.chain = {at: numbers[id(leaf)] for at, leaf in enumerate(self.leaves) if id(leaf) in numbers}
         self.shared = shared_in(args, kwargs)
 
     def settings(self) -> list[Any]:
