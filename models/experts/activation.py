@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 # semi-private: torch/utils/_python_dispatch.py, torch 2.9
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwright.models.experts import grouped_matmul
+from shardwright.models.ops.device_kernels import kernels
 from shardwright.models.ops.jax_call import jax, jnp
 
 
@@ -100,7 +100,7 @@ def _split_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[An
     """
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
-    whole = grouped_matmul.unwritten(tuple(shape), gradients[0].dtype, first)
+    whole = kernels().unwritten(tuple(shape), gradients[0].dtype, first)
     for number, piece in enumerate(gradients):
         whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, number * size, dim)
     return (whole,)

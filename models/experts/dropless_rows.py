@@ -16,6 +16,7 @@ from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
 from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, in_order
 from shardwright.models.ops.collectives import exchange_sum
+from shardwright.models.ops.device_kernels import kernels
 from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
 
@@ -192,7 +193,7 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
             kept = (*(round_.put(c, x) for c in came), *made)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
-    room = tuple(grouped_matmul.unwritten(shape, x_TH.dtype, held) for shape in local.kept(planned, x_TH.shape[1]))
+    room = tuple(kernels().unwritten(shape, x_TH.dtype, held) for shape in local.kept(planned, x_TH.shape[1]))
     tensors, axes = (x_TH, index_Tk, weight_Tk), (local.expert_axes, local.axes)
     kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
     return (y_TH, *kept, *(parameters[number] for number in local.kept_weights())) if local.keep else y_TH
@@ -308,7 +309,7 @@ def _experts(
             rooms = tuple(block.keep(room, made, kept[1]) for room, made in zip(rooms, (h_BF, a_BI), strict=False))
         return block.put(y_RH, second.forward(block, a_BI)), rooms
 
-    y_RH = grouped_matmul.unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
+    y_RH = kernels().unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
     return rows.fold(body, (y_RH, () if kept is None else kept[0]))
 
 
@@ -356,7 +357,7 @@ def _experts_backward(
         return (grad_rows, block.put(grad_row_weights, grad_weight_B)), new
 
     R = len(rows.token_R)
-    grad_rows = grouped_matmul.unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
+    grad_rows = kernels().unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
     return rows.fold(body, ((grad_rows, jnp.zeros(R, jnp.float32)), sums))
 
 

@@ -10,7 +10,6 @@ Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from shardwright.models.ops.device_kernels import kernels
 
@@ -50,14 +49,6 @@ def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array
     """
     tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
     return kernels().grouped_outer(a_RK, b_RN, sizes_G, tiling, into_GKN)
-
-
-def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """An array of arbitrary entries, for callers that write every entry they read. A TPU writes no zeros.
-
-    ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
-    """
-    return kernels().unwritten(shape, dtype, after)
 
 
 def row_major(x: Array) -> Array:

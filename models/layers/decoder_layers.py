@@ -2,8 +2,8 @@
 
 It works for any transformers decoder that calls its layers in a loop, whatever the list is called. In the new list the
 layers of a run are one, with parameters stacked along a new dimension 0. Its name is its slice of the old list:
-``model.layers.3:61``, ``model.layers.0:24:2``, or ``model.layers.*`` for all. So `named_parameters` yields the names in
-a recipe's lines. The decoder still gets one callable for each layer (:mod:`shardwright.models.layers.layer_run`).
+``model.layers.3:61``, ``model.layers.0:24:2``, or ``model.layers.*`` for all; so are the names in a recipe's lines. The
+decoder still gets one callable for each layer (:mod:`shardwright.models.layers.layer_run`).
 """
 
 from __future__ import annotations

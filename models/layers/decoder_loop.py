@@ -6,6 +6,7 @@ Nothing is computed there and no memory is taken, so any model size works.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,10 +64,8 @@ def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]
     loop = _Loop(len(layers))
     for index, layer in enumerate(layers):
         watched(layer, index)
-        layer.register_forward_pre_hook(lambda _, args, kwargs, i=index: loop.enter(i, args, kwargs), with_kwargs=True)
-        layer.register_forward_hook(
-            lambda _, args, kwargs, output, i=index: loop.leave(i, args, kwargs, output), with_kwargs=True
-        )
+        layer.register_forward_pre_hook(functools.partial(loop.enter, index), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(loop.leave, index), with_kwargs=True)
     inputs: dict[str, Any] = {"input_ids": torch.zeros((ROWS, LENGTH), dtype=torch.int64, device="meta")}
     if hasattr(getattr(model, "config", None), "output_router_logits"):
         inputs["output_router_logits"] = False
@@ -100,14 +99,14 @@ class _Loop(TorchFunctionMode):
         self.inside = False
         self.used: dict[int, set[int]] = {}  # number of a layer -> tensors of its output that an operation used
 
-    def enter(self, index: int, args: Any, kwargs: Any) -> None:
+    def enter(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         if index != len(self.notes):
             raise ValueError(f"the decoder calls layer {index} after {len(self.notes)} others")
         found, spec = tree_flatten_with_path((args, kwargs))
         self.notes.append(_Notes({keystr(path): leaf for path, leaf in found}, spec))
         self.inside = True
 
-    def leave(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.inside = False
         notes = self.notes[index]
         notes.output, notes.output_spec = tree_flatten(output)

@@ -1,9 +1,9 @@
 """Values that a layer gives besides its output: router logits for the auxiliary loss, the load of its experts.
 
-There are two channels. Ours (:func:`record`) carries the values of our kernels and hooks. Transformers' own output
-collector carries the tensors that a caller asks a model for, with ``output_router_logits`` and the like. Both are lists
-that a forward pass appends to. A scanned layer cannot append to them, because it is traced once for all layers:
-:func:`collect` makes them return values of the layer, and :func:`replay` appends them outside.
+There are two channels: ours (:func:`record`), and transformers' output collector, for tensors that a caller asks a
+model for, with ``output_router_logits`` and the like. Both are lists that a forward pass appends to. A scanned layer
+cannot append to them, because it is traced once for all layers: :func:`collect` makes them return values of the layer,
+and :func:`replay` appends them outside.
 
 A layer also has one input besides its arguments: the mask of padding (:func:`real_tokens`).
 """

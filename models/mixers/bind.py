@@ -3,7 +3,7 @@
 transformers' mixers call functions of their modeling file (transformers 5.23: every file has its own copy, wrapped by
 `use_kernel_func_from_hub_with_fallback` of integrations/hub_kernels.py, whose alternatives are the packages `kernels`,
 `fla` and `mamba_ssm`). A bound module gets a forward of its own: the class's code, with those names bound to our
-functions. Neither transformers nor an unbound model changes.
+functions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Cross entropy of a language model's head in chunks of tokens: only one chunk's logits exist at a time.
 
 The logits of 131,072 tokens over 128,256 words are 31 GiB in bfloat16. Each device computes those of a chunk of its own
-tokens, and computes them again in the backward. There it accumulates the head's gradient, which is summed over devices
-once.
+tokens, and again in the backward, where it accumulates the head's gradient, which is summed over devices once.
 
 Shape suffixes: R rows, S tokens of a row, T tokens of a device, N chunks, C tokens of a chunk, H hidden, V vocabulary.
 """

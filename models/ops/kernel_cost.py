@@ -1,9 +1,7 @@
-"""The cost of our kernels on a TPU: FLOPs, and bytes between HBM and VMEM. Pure arithmetic on shapes.
+"""The cost of our kernels on a TPU: FLOPs, and bytes between HBM and VMEM, which the compiler does not know.
 
-The compiler knows neither for a Pallas kernel, so an estimate of a step's time takes both from here. FLOPs count all
-that is computed: in attention every block that the mask does not skip whole, in a grouped product every row.
-
-Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
+FLOPs count all that is computed: in attention every block that the mask does not skip whole, in a grouped product every
+row. Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
 """
 
 from __future__ import annotations

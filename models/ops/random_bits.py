@@ -2,13 +2,12 @@
 
 A stateful generator draws other numbers where a graph computes something again, as remat does in the backward. Here an
 element's number depends only on the key, on the number of the *site* (the place in the model that draws) and on the
-element's position. So a draw is the same wherever and however often it is computed, and each device computes its own
-shard of it without communication (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; with 13 rounds).
+element's position. So each device computes its own shard of a draw, as often as it likes (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", 2011; with 13 rounds).
 
-A key is a tensor of two 32-bit words, int32 [2]. It is data, so it may change from step to step without a compile.
-
-Dropout and the uniform draw are custom ops, which AOTAutograd keeps whole: it saves the key, never a mask. On XLA they
-are JAX functions; on the CPU numpy computes the same numbers with the same code.
+A key is a tensor of two 32-bit words, int32 [2]: data, which may change without a compile. Dropout and the uniform draw
+are operations, so AOTAutograd saves the key, never a mask. On XLA they are JAX functions; on the CPU numpy computes the
+same numbers with the same code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Random draws of a model in training: dropout, router jitter, sampling routers.
 
-Each draw is a function of a key and of its site (:mod:`shardwright.models.ops.random_bits`). The key is data: the
-caller makes one for each step and micro-batch. A key for each decoder layer is derived from it, and sites are numbered
-in the order in which a layer, or the rest of the model, runs. So a mask depends on nothing else: not on the mesh, on
-scan or remat, nor on which attention draws it.
+Each draw is a function of a key and of its site (:mod:`shardwright.models.ops.random_bits`). The caller makes a key for
+each step and micro-batch. A key for each decoder layer is derived from it, and sites are numbered in the order in which
+a layer, or the rest of the model, runs. So a mask depends on nothing else: not on the mesh, on scan or remat, nor on
+which attention draws it.
 
 Models draw as usual, with `F.dropout` or `Tensor.uniform_`; inside :func:`drawing` these are replaced, because torch's
 own generators would draw anew in the backward's recomputation. An operation without a replacement is refused, by name.
@@ -40,7 +40,7 @@ class Draws(TorchFunctionMode):
     """Replaces, while active, the operations by which models draw.
 
     ``key`` is int32 [2], on the device that computes; None: a draw is an error. ``drawn`` tells whether there was one.
-    ``layer`` is the decoder layer that runs, if it has no :class:`Draws` of its own; None outside of layers.
+    ``layer`` is the decoder layer that runs without :class:`Draws` of its own; None outside of layers.
     """
 
     def __init__(self, key: Tensor | None) -> None:

@@ -1,8 +1,7 @@
 """A weight in its stored layout, so that a loop over stacked layers does not copy the whole stack.
 
 The TPU compiler gives a loop's inputs the layout that the loop's products like best. If that is not the stored layout,
-all layers are copied before the loop, and both copies live as long as it runs. Behind this operation each layer is laid
-out by itself.
+all layers are copied before the loop, and both copies live as long as it runs. Here each layer is laid out by itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Replacements of operations that torch_xla lowers badly or not at all.
 
-Two are used by routers, where one-hots replace scatters: for a scatter over tokens the partitioner gathers the indices
-of the whole batch on every device. A router chooses among few experts, so the one-hots are small, and the compiler
-fuses them away. `torch.polar` would fall back to the host, in the middle of a step. `torch.std` has no gradient on XLA:
-torch_xla 2.9 replaces it below autograd, which warns and goes on without.
+In routers one-hots, which the compiler fuses away, replace scatters over tokens, for which the partitioner gathers the
+indices of the whole batch on every device. `torch.polar` would fall back to the host. `torch.std` has no gradient on
+XLA: torch_xla 2.9 replaces it below autograd.
 """
 
 from __future__ import annotations

@@ -112,7 +112,10 @@ def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """See `shardwright.models.experts.grouped_matmul.unwritten`."""
+    """An array of arbitrary entries, for callers that write every entry they read.
+
+    ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
+    """
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     make = pl.pallas_call(
         lambda *refs: None, jax.ShapeDtypeStruct(shape, dtype), in_specs=[anywhere], out_specs=anywhere
