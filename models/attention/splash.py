@@ -38,7 +38,6 @@ COMPUTE = 512
 # lanes of a TPU's vector registers; every block is a multiple of them
 LANES = 128
 
-
 QueryKeyValue = tuple[Array, Array, Array]
 
 
@@ -114,11 +113,9 @@ def attention_kernel(name: str, forward: Callable[..., Any], backward: Callable[
 
     def gradients(grads: list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
         *found, parts = backward_kernel([grads[0], *saved], text)
-        more = [
-            parts.sum([0, *range(2, parts.dim())]).to(t.dtype) if word == "h" else None
-            for word, t in zip(from_text(text)[1].split(), saved[5:], strict=True)
-        ]
-        return [*found, *more]
+        more = dict(zip(from_text(text)[1].split(), saved[5:], strict=True))
+        total = parts.sum([0, *range(2, parts.dim())]).to(more["h"].dtype) if "h" in more else None
+        return [*found, *(total if name == "h" else None for name in more)]
 
     differentiate(kernel, gradients, saved=lambda tensors, results: [*results, *tensors])
     count_flops(name, lambda shapes, text: causal_flops(shapes[0], shapes[2], from_text(text)[0].scoring))

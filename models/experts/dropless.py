@@ -139,10 +139,8 @@ class Dropless:
         trained = [spec for spec, learns in zip(weights, local.trained, strict=True) if learns]
         kept: list[Spec] = [(tokens[0], *[None] * (len(shape) - 1)) for shape in shapes]
         inputs = (tokens, tokens, tokens, held, *weights)
-        return (
-            Manual(self.axes, inputs, (tokens, *kept), self.order),
-            Manual(self.axes, (tokens, *inputs, *kept), (tokens, tokens, *trained), self.order),
-        )
+        backward = Manual(self.axes, (tokens, *inputs, *kept), (tokens, tokens, *trained), self.order)
+        return Manual(self.axes, inputs, (tokens, *kept), self.order), backward
 
 
 def _parameter_names(experts: Any) -> list[str]:
@@ -228,7 +226,7 @@ def _gradients(grad: Tensor | list[Tensor], saved: Sequence[Tensor], text: str) 
     return [grad_x, None, grad_weight, *(next(gradients) if t else None for t in from_text(text).local.trained)]
 
 
-differentiate(_dropless, _gradients, saved=lambda tensors, _: tensors)
+differentiate(_dropless, _gradients)
 differentiate(_dropless_kept, _gradients, saved=lambda tensors, results: [*tensors, *results[1:]])
 # the first projection's, by which the remat policies choose the values to keep
 count_flops("dropless_kept", lambda shapes, _: 2 * math.prod(shapes[1]) * math.prod(shapes[3][1:]))

@@ -136,7 +136,7 @@ class LayerRun:
         return output
 
     def _trace(self, calls: Sequence[Call], tensors: Sorted) -> list[_Traced]:
-        traced = []
+        traced, slots = [], [_computed(t) for t in tensors.slots]
         for j, part in enumerate(self.parts):
             outputs: list[int] | None = None  # all
             if self.size == 1 and part.shape is not None:
@@ -145,14 +145,10 @@ class LayerRun:
             elif self.size > 1:
                 after = tensors.inputs[j + 1] if j + 1 < len(self.parts) else []
                 outputs = sorted({i.index for i in after if i.source == "chain"}) if after else sorted({*tensors.loop})
-            sources = {
-                "slot": [_computed(t) for t in tensors.slots],
-                "learned": tensors.learned,
-                "fixed": tensors.fixed,
-                "own": tensors.own[j],
-            }
+            own = tensors.own[j]
             if self.count > 1:  # a turn's
-                sources["own"] = [torch.empty_like(t[0], requires_grad=t.requires_grad) for t in tensors.own[j]]
+                own = [torch.empty_like(t[0], requires_grad=t.requires_grad) for t in own]
+            sources = {"slot": slots, "learned": tensors.learned, "fixed": tensors.fixed, "own": own}
             given = [
                 _computed(calls[j].leaves[i.name]) if i.source == "chain" else sources[i.source][i.index]
                 for i in tensors.inputs[j]

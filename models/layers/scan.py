@@ -159,10 +159,8 @@ class _Run(torch.autograd.Function):
         with torch.no_grad():
             if program.scanned:
                 last = [g if t.is_floating_point() else None for g, t in zip(last, slots, strict=True)]
-                carry = (last, of_learned, learned, fixed)
-                (of_slots, of_learned, _, _), of_own = run_turns(
-                    turn, carry, (sides, own, kept), reverse=True, known=program.known
-                )
+                carry, xs = (last, of_learned, learned, fixed), (sides, own, kept)
+                (of_slots, of_learned, _, _), of_own = run_turns(turn, carry, xs, reverse=True, known=program.known)
             else:
                 given = (learned, fixed, own, kept)
                 of_slots, of_learned, of_own = program.backward((last, [None] * len(learned), sides), given)

@@ -44,13 +44,8 @@ def bind(model: nn.Module) -> None:
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """Copy ``function`` with other values for some of its global names."""
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    known = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -71,6 +71,4 @@ def _mix_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     return jax_call(_gradients, *tensors, kernel=pkgutil.resolve_name(function), **dict(options))
 
 
-differentiate(
-    _mix, lambda gradient, tensors, text: _mix_backward([*tensors, gradient], text), saved=lambda tensors, _: tensors
-)
+differentiate(_mix, lambda gradient, tensors, text: _mix_backward([*tensors, gradient], text))

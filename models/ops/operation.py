@@ -32,8 +32,12 @@ def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., An
     return register
 
 
-def differentiate(kernel: Any, gradients: Gradients, saved: Callable[[list[Tensor], Any], Iterable[Tensor]]) -> None:
-    """Give a kernel gradients; ``saved`` chooses from its tensors and its results those that the backward needs."""
+def differentiate(
+    kernel: Any,
+    gradients: Gradients,
+    saved: Callable[[list[Tensor], Any], Iterable[Tensor]] = lambda tensors, _: tensors,
+) -> None:
+    """Give a kernel gradients; the backward needs those of its tensors and its results that ``saved`` chooses."""
 
     def save(ctx: Any, inputs: tuple[list[Tensor], str], output: Any) -> None:
         tensors, ctx.text = inputs

@@ -77,14 +77,13 @@ def attention_backward(
         # the sinks are in the logsumexp already
         arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
         common: dict[str, Any] = {
-            "bq": mask.sizes.block,
-            "bkv": mask.sizes.block,
+            **dict.fromkeys(("bq", "bkv"), mask.sizes.block),
+            **dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR),
             "is_mqa": False,
             "mask_value": splash.DEFAULT_MASK_VALUE,
             "attn_logits_soft_cap": softcap,
             "mask_function": mask.function,
             "interpret": INTERPRETED,
-            **{f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
         }
         _, grad_key, grad_value = splash._splash_attention_bwd_dkv(
             *arguments,
@@ -116,8 +115,5 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
 
     ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
     """
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    make = pl.pallas_call(
-        lambda *refs: None, jax.ShapeDtypeStruct(shape, dtype), in_specs=[anywhere], out_specs=anywhere
-    )
-    return make(after)
+    made, anywhere = jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(lambda *refs: None, made, in_specs=[anywhere], out_specs=anywhere)(after)

@@ -110,9 +110,8 @@ def _traced(turn: Callable[[Any, Any], tuple[Any, Any]], carry: tuple[Flat, Spec
     order = [place for k, place in sorted((k, place) for place, k in enumerate((*numbers, *hoisted))) if k >= 0]
     computation = xb.computation_from_module_proto("turn", context.hlo())
     closed = not draws and all(t.dim() == 0 for t in hoisted.values())
-    return Turn(
-        computation, order, [*hoisted.values()], closed, [(t.shape, t.dtype) for t in ys], (of_carry, of_results)
-    )
+    shapes_of_y = [(t.shape, t.dtype) for t in ys]
+    return Turn(computation, order, [*hoisted.values()], closed, shapes_of_y, (of_carry, of_results))
 
 
 def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
