@@ -111,7 +111,8 @@ def _band(queries: Parts, constants: Parts, start: int, text: str) -> Tensor:
     positions_NC = torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C)
     segments_NBC = pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1)
     blocks = [query_NBKGCD, positions_NC, segments_NBC, sinks, *(_blocks(t, K, N, C) for t in bias)]
-    return _attention([*constants, *blocks], text).permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, -1)[:, :S]
+    out_BNCKGE = _attention([*constants, *blocks], text).permute(1, 0, 4, 2, 3, 5)
+    return out_BNCKGE.reshape(B, N * C, H, constants[1].shape[-1])[:, :S]
 
 
 def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
