@@ -26,6 +26,7 @@ from typing import Any
 
 from shardwright.models.ops.jax_call import Array, Axes, jnp, lax
 
+Arrays = tuple[Array, ...]
 # the start and the end of a window of a device's tokens
 Window = tuple[Array, Array]
 
@@ -109,9 +110,6 @@ class Round:
     def put(self, kept: Array, value: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(kept, value.astype(kept.dtype), self.place * len(value), 0)
 
-    def take(self, kept: Array, rows: int) -> Array:
-        return lax.dynamic_slice_in_dim(kept, self.place * rows, rows)
-
 
 def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Array) -> Array:
     """Return ``kept``, or ``make(given)`` if ``needed`` (None: never).
@@ -134,13 +132,13 @@ def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Ar
 def in_rounds(
     compute: Callable[..., Any],
     carry: Any,
-    tensors: tuple[Array, ...],
-    like: tuple[Array, ...],
+    tensors: Arrays,
+    like: Arrays,
     held: Array,
     planned: ExchangePlan,
     axes: tuple[Axes, Axes],
     came: Array | None = None,
-) -> tuple[Any, tuple[Array, ...]]:
+) -> tuple[Any, Arrays]:
     """Return ``carry`` after all rounds, and the results for this device's tokens.
 
     Args:
@@ -148,8 +146,7 @@ def in_rounds(
             for a token are summed over its devices. In ``planned.rest`` the round is None.
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
-        held: the numbers of the experts held here.
-        axes: those that split the experts, and all.
+        held, axes: the numbers of the experts held here; the axes that split the experts, and all.
         came: the received values, if kept, of the tensor before these two in the planned rounds: it is not sent again.
     """
     exchange = (_Gathered if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
@@ -158,23 +155,23 @@ def in_rounds(
     every = range(len(tensors))
     old = every[-3:-2] if came is not None else ()
 
-    def send(window: Window) -> tuple[Array, ...]:
+    def send(window: Window) -> Arrays:
         return exchange.send(window, [number for number in every if number not in old])
 
-    def work(carry: Any, sent: tuple[Array, ...], window: Window, round_: Round) -> Any:
+    def work(carry: Any, sent: Arrays, window: Window, round_: Round) -> Any:
         if came is not None:
-            kept = round_.take(came, planned.rows)
+            kept = lax.dynamic_slice_in_dim(came, round_.place * planned.rows, planned.rows)
             x = again(round_.more, lambda mine: exchange.send(mine, old)[0], window, kept)
             sent = (*sent[:-2], x, *sent[-2:])
         return compute(carry, sent, round_)
 
-    def cut(out: tuple[Array, ...]) -> tuple[Array, ...]:
+    def cut(out: Arrays) -> Arrays:
         return tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
 
-    def empty(rows: int) -> tuple[Array, ...]:
+    def empty(rows: int) -> Arrays:
         return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
 
-    def put(out: tuple[Array, ...], results: tuple[Array, ...], window: Window, exchange: Any = exchange) -> Any:
+    def put(out: Arrays, results: Arrays, window: Window, exchange: Any = exchange) -> Any:
         """Write a window's results into ``out``; the next window overwrites those behind its end."""
         back = exchange.back(results, window)
         return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
@@ -192,7 +189,7 @@ def in_rounds(
         carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
-    def rest_of(planned: ExchangePlan, carry: Any, out: tuple[Array, ...]) -> Any:
+    def rest_of(planned: ExchangePlan, carry: Any, out: Arrays) -> Any:
         """Return ``carry`` and ``out`` after the tokens without room in the first window."""
         exchange = _ByNeed(tensors, held, planned, *axes)
         count = exchange.rounds(first[1])
@@ -265,11 +262,11 @@ class _Gathered:
     def stop(self, start: Array) -> Array:
         return start + self.planned.window
 
-    def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
+    def send(self, window: Window, numbers: Sequence[int]) -> Arrays:
         parts = (lax.dynamic_slice_in_dim(self.tensors[i], window[0], self.planned.window) for i in numbers)
         return tuple(lax.all_gather(t, self.across, axis=0, tiled=True) if self.across else t for t in parts)
 
-    def back(self, results: tuple[Array, ...], _: Window) -> tuple[Array, ...]:
+    def back(self, results: Arrays, _: Window) -> Arrays:
         if not self.across:
             return results
         if self.planned.rounds == 1:
@@ -309,7 +306,7 @@ class _ByNeed:
             fit_Wn &= self._counts(self.pairs_before_Tn, start) <= self.pairs
         return jnp.minimum(start + fit_Wn.all(1).sum(dtype=jnp.int32), self.tokens)
 
-    def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
+    def send(self, window: Window, numbers: Sequence[int]) -> Arrays:
         number_W1 = lax.iota(jnp.int32, self.window)[:, None]
         number_Wn = jnp.where(self._needs(window), number_W1, self.window)
         # each device's tokens in their order; the others are behind them
@@ -321,7 +318,7 @@ class _ByNeed:
             parts[indices] = jnp.where(number_M[:, None] < self.window, parts[indices], self.nobody)
         return tuple(_all_to_all(t, self.across) for t in parts.values())
 
-    def back(self, results: tuple[Array, ...], window: Window) -> tuple[Array, ...]:
+    def back(self, results: Arrays, window: Window) -> Arrays:
         arrived = [_all_to_all(r, self.across) for r in results]
         rows = self._rows(window)
 

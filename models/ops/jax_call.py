@@ -48,14 +48,24 @@ _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 _DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "int32", "int8", "bool")}
 
 
+def lowered_for() -> tuple[str, str]:
+    """The platform, ``tpu`` or ``cpu``, and compiler flags that the graph is being built for: kernels depend on both."""
+    if _target:
+        platform, flags = _target[-1]
+    else:
+        platform, flags = str(xr.device_type()).lower(), os.environ.get("LIBTPU_INIT_ARGS", "")
+    # virtual devices stand in for a v5p or a v6e
+    return platform, _ASYNCHRONOUS if platform == "cpu" else flags
+
+
 def target() -> str:
-    """The platform that the graph is being built for: ``tpu`` or ``cpu``."""
-    return _target[-1][0] if _target else str(xr.device_type()).lower()
+    """The platform that the graph is being built for."""
+    return lowered_for()[0]
 
 
 def exchanges_beside() -> bool:
     """Whether the compiler overlaps an all-to-all with compute."""
-    return _ASYNCHRONOUS in _flags()
+    return _ASYNCHRONOUS in lowered_for()[1]
 
 
 def gathers_beside() -> bool:
@@ -63,18 +73,7 @@ def gathers_beside() -> bool:
 
     libtpu 0.0.21 does so only with a gather or a reduce-scatter along one dimension of the torus.
     """
-    return _SPARSE_CORES in _flags()
-
-
-def _flags() -> str:
-    if target() == "cpu":  # virtual devices stand in for a v5p or a v6e
-        return _ASYNCHRONOUS
-    return _target[-1][1] if _target else os.environ.get("LIBTPU_INIT_ARGS", "")
-
-
-def lowered_for() -> tuple[str, str]:
-    """The platform and compiler flags that the graph is being built for: kernels depend on both."""
-    return target(), _flags()
+    return _SPARSE_CORES in lowered_for()[1]
 
 
 @contextlib.contextmanager

@@ -56,11 +56,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(key)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return dropout(grad, *ctx.saved_tensors, ctx.site, ctx.rate), None, None, None
-
-
-dropout.register_autograd(_differentiate, setup_context=_save)
+dropout.register_autograd(
+    lambda ctx, grad: (dropout(grad, *ctx.saved_tensors, ctx.site, ctx.rate), None, None, None), setup_context=_save
+)
 
 
 @operation("uniform", lambda key, shape, _: key.new_empty(shape, dtype=torch.float32))
