@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,9 @@ class _Loop(TorchFunctionMode):
         self.count = count
         self.notes: list[_Notes] = []
         self.inside = False
-        self.used: dict[int, set[int]] = {}  # number of a layer -> tensors of its output that an operation used
+        # (layer, number among the tensors of its output): of each tensor, by id, and those that an operation used
+        self.sources: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        self.used: set[tuple[int, int]] = set()
 
     def enter(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         if index != len(self.notes):
@@ -110,22 +113,16 @@ class _Loop(TorchFunctionMode):
         self.inside = False
         notes = self.notes[index]
         notes.output, notes.output_spec = tree_flatten(output)
+        for number, tensor in enumerate(notes.tensors):
+            self.sources[id(tensor)].add((index, number))
         after, spec = tree_flatten((args, kwargs))
         notes.changed = spec != notes.argument_spec or [*map(id, after)] != [*map(id, notes.arguments.values())]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.inside and getattr(func, "__name__", "") != "__get__":  # a shape or a dtype has no values
             for leaf in tree_flatten((args, kwargs or {}))[0]:
-                if isinstance(leaf, Tensor):
-                    for index, number in self._sources(leaf):
-                        self.used.setdefault(index, set()).add(number)
+                self.used |= self.sources.get(id(leaf), set())
         return func(*args, **(kwargs or {}))
-
-    def _sources(self, leaf: Tensor) -> Iterator[tuple[int, int]]:
-        for index, notes in enumerate(self.notes):
-            for number, tensor in enumerate(notes.tensors):
-                if tensor is leaf:
-                    yield index, number
 
     def seen(self) -> list[Seen]:
         if len(self.notes) != self.count:
@@ -137,7 +134,7 @@ class _Loop(TorchFunctionMode):
         chain = {path: before[id(leaf)] for path, leaf in notes.arguments.items() if id(leaf) in before}
         older = {id(t) for earlier in self.notes[: max(index - 1, 0)] for t in earlier.tensors} - before.keys()
         skips = any(id(leaf) in older for leaf in notes.arguments.values())
-        follows = bool(chain) and not skips and not self.used.get(index - 1)
+        follows = bool(chain) and not skips and all(layer != index - 1 for layer, _ in self.used)
         given = (str(notes.argument_spec), [(path, _kind(leaf)) for path, leaf in notes.arguments.items()])
         rest = iter(paths)
         leaves = tuple(next(rest) if isinstance(leaf, Tensor) else None for leaf in notes.output)
@@ -162,7 +159,7 @@ class _Loop(TorchFunctionMode):
             given = {path: leaf for path, leaf in notes.arguments.items() if isinstance(leaf, Tensor)}
             alike = [path for path, leaf in given.items() if _kind(leaf) == _kind(tensor)]
             passed = [path for path, leaf in after.items() if leaf is tensor]
-            unlike = UNLIKE if passed or number in self.used.get(index, ()) else UNUSED
+            unlike = UNLIKE if passed or (index, number) in self.used else UNUSED
             found.append(next((path for path in passed if path in alike), next(iter(alike), unlike)))
         return found
 

@@ -49,7 +49,7 @@ _DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float
 
 
 def lowered_for() -> tuple[str, str]:
-    """The platform, ``tpu`` or ``cpu``, and compiler flags that the graph is being built for: kernels depend on both."""
+    """The platform (``tpu`` or ``cpu``) and flags that the graph is being built for: kernels depend on both."""
     if _target:
         platform, flags = _target[-1]
     else:
