@@ -54,10 +54,7 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Name → (rows, columns), as in [out, in], of each weight that can have factors; those of experts have E in front.
-
-    They are the weights of linear layers, and the fused ones of the ``experts`` modules.
-    """
+    """Name → (rows, columns), as in [out, in], of each weight that can have factors; experts have E in front."""
     found: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -80,10 +80,7 @@ def _with_our_forward(family: Any) -> Any:
 
 
 def mark_chunks(modules: Iterable[Any]) -> None:
-    """Store on each module of a layer its chunk size, which no argument carries; it also distinguishes layers.
-
-    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``.
-    """
+    """Store on each module of a layer its chunk size, which no argument carries; it also distinguishes layers."""
     for module in modules:
         config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
         types = getattr(config, "layer_types", None)

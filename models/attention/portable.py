@@ -289,11 +289,7 @@ def _summed(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def _loop(body: Callable[..., Turn], constants: Parts, carry: list[Tensor], xs: Parts) -> Turn:
-    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
-
-    On XLA this is a While, whose body may use only its arguments: so the constants are part of the carry. A tensor from
-    outside would be computed again inside, with everything that led to it.
-    """
+    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked."""
     count, fixed = xs[0].shape[0], len(constants)
     if count == 1 or xs[0].device.type != "xla":
         ys = []
@@ -302,6 +298,8 @@ def _loop(body: Callable[..., Turn], constants: Parts, carry: list[Tensor], xs: 
             ys.append(y)
         return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
 
+    # A While's body may use only its arguments, so the constants are part of the carry: a tensor from outside would be
+    # computed again inside, with everything that led to it.
     def step(state: list[Tensor], x: list[Tensor]) -> Turn:
         carry, y = body(state[:fixed], state[fixed:], x)
         return [*state[:fixed], *carry], y

@@ -29,14 +29,12 @@ class BlockSizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The keys that queries see: the nonempty blocks for each block of queries or keys, and a function of positions.
-
-    The function takes a query's entry in ``positions`` of the lists, and a key's index among the keys.
-    """
+    """The keys that queries see: the nonempty blocks for each block of queries or keys, and a function of positions."""
 
     sizes: BlockSizes
     queries: MaskInfo
     keys: MaskInfo
+    # of a query's entry in ``positions`` of the lists, and a key's index among the keys
     function: Callable[[Array, Array], Array] | None
 
 
@@ -68,10 +66,7 @@ def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: Arr
 
 
 def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
-    """List, for each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
-
-    All lists have one length. A shorter one is filled up in front with its first block, which is not run there.
-    """
+    """List, for each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order."""
     count = sizes.length // sizes.block
     # no token of a chunk lies further back than the chunk's length
     window = min(filter(None, (scoring.window, scoring.chunk)), default=None)
@@ -80,6 +75,7 @@ def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
     own = jnp.arange(count, dtype=jnp.int32)[:, None]
     first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
     first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
+    # all lists have one length: a shorter one is filled up in front with its first block, which is not run there
     met = last - jnp.arange(reach, -1, -1, dtype=jnp.int32)
     fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int16)
     run = (met >= first).astype(jnp.int8)

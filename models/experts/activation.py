@@ -33,13 +33,11 @@ class _Value:
 
 @dataclass(frozen=True)
 class Activation:
-    """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps.
+    """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps."""
 
-    Each step is an operation, its positional and its keyword arguments; the last gives the result, of ``width``.
-    """
-
+    # operation, positional and keyword arguments; the last gives the result
     steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-    width: int
+    width: int  # of the result
 
     def __call__(self, x: Any) -> Any:
         """Apply to a JAX array, in its dtype. (In float32, a TPU would keep the whole array in float32.)"""
@@ -93,13 +91,11 @@ def _split(x: Any, size: int, dim: int = 0) -> Any:
 
 
 def _split_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
-    """Write each gradient into its place: a TPU would run a concatenation as an operation of its own.
-
-    Nothing else may read a gradient, or the compiler would materialise it and copy it into its place: so the result is
-    allocated after the input's ``first`` row.
-    """
+    """Write each gradient into its place: a TPU would run a concatenation as an operation of its own."""
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
+    # Nothing else may read a gradient, or the compiler would materialise it and copy it into its place: so the result
+    # is allocated after the input's first row.
     whole = kernels().unwritten(tuple(shape), gradients[0].dtype, first)
     for number, piece in enumerate(gradients):
         whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, number * size, dim)

@@ -116,11 +116,9 @@ def _invert(slot_GN: Array, M: int) -> Array:
 
 @operation("rows", lambda x_GRH, index_GQ, _: x_GRH.new_empty((*index_GQ.shape, x_GRH.shape[-1])))
 def _rows(x_GRH: Tensor, index_GQ: Tensor, checked: bool) -> Tensor:
-    """Return the rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R gives a row of zeros.
-
-    On XLA it is a batched gather, which the partitioner keeps within a group: with advanced indexing it would gather
-    the rows of all groups, and `torch.gather` would build an index as large as its output.
-    """
+    """Return the rows ``x[g, index[g, q]]`` of each group g. If ``checked``, index R gives a row of zeros."""
+    # a batched gather, which the partitioner keeps within a group: with advanced indexing it would gather the rows of
+    # all groups, and `torch.gather` would build an index as large as its output
     if x_GRH.device.type == "xla":
         return jax_call(_take_rows, x_GRH, index_GQ, checked=checked)[0]
     padded = torch.nn.functional.pad(x_GRH, (0, 0, 0, 1))

@@ -79,11 +79,9 @@ class ExpertShards:
         return lax.psum(gradient, rest) if rest else gradient
 
     def turned(self, spec: tuple[Axes, ...]) -> bool:
-        """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered.
-
-        A TPU lays the result of such a gather out with the other dimension as the minor one, and a kernel that expects
-        the last there would begin with a transposed copy.
-        """
+        """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered."""
+        # a TPU lays the result of such a gather out with the other dimension as the minor one: a kernel that expects
+        # the last there would begin with a transposed copy
         return [dim for dim, _ in self._gathered(spec)] == [2]
 
     def contract_last(self, number: int) -> bool:
@@ -129,18 +127,15 @@ class ExpertShards:
         return BlockPlan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
 
     def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.ExchangePlan:
-        """Plan the crossing of a device's tokens to the experts: one round, if its rows fit into one block.
-
-        Several rounds each read and write the sums of all gradients. They pay where there would be several blocks
-        anyway; but a bandwidth-limited chip gets the fewest rounds that leave each one block. A device can hold
-        ``most`` tokens in a round, and ``fit`` rows of the first projection's width.
-        """
+        """Plan the crossing if a device can hold ``most`` tokens in a round, and ``fit`` rows of the first projection."""
         shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
         if fast and shards > 1:
             most = min(most, fit * shards // top_k * 15 // 16)
         plan = partial(exchange.plan, tokens, top_k, shards, experts, max(most, 1))
         crossing = plan(overlaps=False)
         one = crossing.slots is not None and exchange.random_pairs(tokens * top_k, top_k, shards) <= fit
+        # Several rounds each read and write the sums of all gradients. They pay where there would be several blocks
+        # anyway; but a bandwidth-limited chip gets the fewest rounds that leave each one block.
         return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
 
     def kept(self, planned: BlockPlan, hidden: int) -> list[tuple[int, int]]:
@@ -202,10 +197,8 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: ExpertShards
 ) -> Arrays:
-    """Return the gradients of the tokens, of the routing weights and of each trained parameter.
-
-    ``given`` are this device's shard of each parameter, and the arrays that the forward kept.
-    """
+    """Return the gradients of the tokens, of the routing weights and of each trained parameter."""
+    # this device's shard of each parameter, and what the forward kept: values of rows, and whole parameters
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
     whole = dict(zip(weights, given[len(given) - len(weights) :], strict=True))
@@ -314,16 +307,13 @@ def _experts(
 
 
 def _experts_backward(
-    tokens: tuple[Array, Array, Array],
+    tokens: tuple[Array, Array, Array],  # the output's gradients, tokens and weights
     rows: SortedRows,
     projections: tuple[_Projection, _Projection],
     sums: Sums,
     kept: Kept | None,
 ) -> tuple[tuple[Array, Array], Sums]:
-    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added.
-
-    ``tokens`` are the output's gradients, the tokens and their weights.
-    """
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added."""
     (grad_TH, x_TH, weight_Tk), (first, second) = tokens, projections
     dtype, activate = first.parameters[0].dtype, first.local.activation
     weight_N = weight_Tk.T.reshape(-1)
@@ -362,11 +352,9 @@ def _experts_backward(
 
 
 def _after(x: Any, gradients: Any) -> Any:
-    """Order computations from ``x`` after the weights' ``gradients``; return both.
-
-    Until then weights cross beside compute, and from then on the gradients' sums over devices. The compiler itself
-    would put the products that make gradients last, and nothing beside the sums.
-    """
+    """Order computations from ``x`` after the weights' ``gradients``; return both."""
+    # Until then weights cross beside compute, and from then on the gradients' sums over devices. The compiler itself
+    # would put the products that make gradients last, and nothing beside the sums.
     return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
 
 

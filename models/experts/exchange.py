@@ -112,14 +112,12 @@ class Round:
 
 
 def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Array) -> Array:
-    """Return ``kept``, or ``make(given)`` if ``needed`` (None: never).
-
-    It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader
-    of the program that none is planned. The barrier makes ``given`` depend on the turn, or the compiler would hoist the
-    work out of the loop.
-    """
+    """Return ``kept``, or ``make(given)`` if ``needed`` (None: never)."""
     if needed is None:
         return kept
+    # A loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader of
+    # the program that none is planned. The barrier makes ``given`` depend on the turn, or the compiler would hoist the
+    # work out of the loop.
     end = 1 + needed.astype(jnp.int32)
 
     def once(state: tuple[Array, Array]) -> tuple[Array, Array]:

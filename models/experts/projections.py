@@ -15,10 +15,8 @@ from shardwright.models.ops.operation import LinearMap
 
 
 def mlp(experts: Any, x_ENH: Tensor, scale_EN1: Tensor | None = None) -> Tensor:
-    """Return each expert's output for its N rows, [E, N, H]; ``scale_EN1`` is a factor for each row of the result.
-
-    transformers' ``use_experts_implementation`` sets the attributes that are read here on every experts module.
-    """
+    """Return each expert's output for its N rows, [E, N, H]; ``scale_EN1`` is a factor for each row of the result."""
+    # transformers' ``use_experts_implementation`` sets the attributes that are read here on every experts module
 
     def project(x: Tensor, name: str) -> Tensor:
         weight = getattr(experts, name)

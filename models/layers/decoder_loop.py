@@ -1,7 +1,4 @@
-"""The inputs and outputs of a decoder's layers, recorded by running the decoder once on meta.
-
-Nothing is computed there and no memory is taken, so any model size works.
-"""
+"""The inputs and outputs of a decoder's layers, recorded by running the decoder once on meta."""
 
 from __future__ import annotations
 

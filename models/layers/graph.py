@@ -1,7 +1,4 @@
-"""A function of tensors, traced once by AOTAutograd into a forward and a backward graph.
-
-The split of the joint graph decides remat (:mod:`shardwright.models.layers.remat`).
-"""
+"""A function of tensors, traced once by AOTAutograd into a forward and a backward graph."""
 
 from __future__ import annotations
 

@@ -96,10 +96,7 @@ def sort_calls(calls: Sequence[Call], period: int) -> Sorted:
 
 
 def _sort_leaf(out: Sorted, j: int, at: int, column: list[Tensor], chain: list[int | None]) -> None:
-    """Add argument ``at`` of layer ``j`` of the period, one tensor a turn.
-
-    ``chain`` has for each turn the tensor's number in the output of the layer before; None: it is from elsewhere.
-    """
+    """Add argument ``at`` of layer ``j``, one tensor a turn; ``chain`` has its numbers in :attr:`Call.chain`."""
     if not any(known is not None for known in chain):
         if all(t is column[0] for t in column):
             out.inputs[j].append(out.share(column[0], "leaf", at))

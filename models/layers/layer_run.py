@@ -196,10 +196,8 @@ class _Traced:
         self.stage = Stage(made, inputs, self.outputs)
 
     def output(self, last: Flat, loop: Sequence[int] | None) -> tuple[Any, list[dict[Any, Any]]]:
-        """Return the layer's output, and the entries that it stores for later layers, from the tensors ``last``.
-
-        ``loop`` are the numbers of those; None: all are there. The others, which nobody uses, become NaN.
-        """
+        """Return the layer's output, and the entries that it stores for later layers, from the tensors ``last``."""
+        # only those around the ``loop``, if there is one; the others, which nobody uses, become NaN
         numbers = self.outputs if loop is None else loop
         assert numbers is not None
         found = dict(zip(numbers, last, strict=True))

@@ -1,7 +1,6 @@
 """A barrier that prepares each layer's weights only once the layer's input is there, for layers that run one by one.
 
-Weights depend on nothing, so a TPU's compiler may gather those of many layers at once where a layer computes little, as
-in decoding a token.
+Else a TPU's compiler may gather those of many layers at once where a layer computes little, as in decoding a token.
 """
 
 from __future__ import annotations

@@ -74,10 +74,7 @@ def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
 
 @dataclass(frozen=True)
 class Keep:
-    """A partitioner that keeps ``share`` of the bytes of all values, those with the most FLOPs a byte first.
-
-    The forward's ``meta`` lists all values under :data:`VALUES`, in the layer's order.
-    """
+    """A partitioner that keeps ``share`` of the bytes of all values, those with the most FLOPs a byte first."""
 
     share: float
 
@@ -93,6 +90,7 @@ class Keep:
         saved = chosen | {user for node in chosen if _is_many(node) for user in node.users}
         split = _saving(saved.__contains__) if chosen else _recompute_everything
         forward, backward = split(joint, inputs, **kwargs)
+        # all values, in the layer's order
         forward.meta[VALUES] = tuple(replace(value, kept=node in chosen) for node, value in values.items())
         return forward, backward
 

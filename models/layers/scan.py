@@ -114,11 +114,7 @@ class _Program:
 
 
 class _Run(torch.autograd.Function):
-    """A program's forward and backward.
-
-    torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are. Here `prepare` has done so already.
-    """
-
+    # torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are; here `prepare` has done so already
     @staticmethod
     def forward(ctx, program: _Program, *flat: Tensor):  # type: ignore[override]
         slots, learned, fixed, own = given = tree_unflatten(flat, program.given)
@@ -172,11 +168,9 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _barrier(saved: Flat, gradients: Flat) -> tuple[Flat, Flat]:
-    """Copies of the tensors behind a barrier.
-
-    Without it the compiler would merge the backward's recomputation with the forward, and undo remat; and it might
-    recompute several layers before the first one's gradients are there, and hold all of it.
-    """
+    """Copies of the tensors behind a barrier."""
+    # Without it the compiler would merge the backward's recomputation with the forward, and undo remat; and it might
+    # recompute several layers before the first one's gradients are there, and hold all of it.
     copies = [t.clone() for t in (*saved, *gradients)]
     xm.optimization_barrier_(copies)
     return copies[: len(saved)], copies[len(saved) :]

@@ -89,10 +89,8 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 
 
 def replay(sides: Sequence[SideOutputs], count: int) -> None:
-    """Append the values of :func:`collect`, for each layer of a period, to the active collectors, in layer order.
-
-    With a ``count`` of turns above 1, tensors are stacked along dimension 0.
-    """
+    """Append the values of :func:`collect`, for each layer of a period, to the active collectors, in layer order."""
+    # with more than one turn tensors are stacked along dimension 0
     captured, metrics = _active_collector.get(), _metrics.get()
     for name in dict.fromkeys(name for side in sides for name in side["captured"] if captured is not None):
         assert captured is not None

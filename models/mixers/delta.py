@@ -75,15 +75,12 @@ def _pairs(q: Array, k: Array, g: Array) -> Array:
 
 
 def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
-    """:func:`_pairs` with a decay for each channel.
-
-    Queries of the second half meet keys of the first half by way of the token between them, so that no exponent is
-    above 0; each half recurses.
-    """
+    """:func:`_pairs` with a decay for each channel."""
     C = q.shape[-2]
     if C <= sums.LEAF:
         decay = jnp.exp(sums.between(jnp.swapaxes(g, -1, -2)))  # KCC
         return jnp.einsum("...ck,...dk,...kcd->...cd", q, k, decay)
+    # queries of the second half meet keys of the first by way of the token between them: no exponent is above 0
     late = q[..., C // 2 :, :] * jnp.exp(sums.until(g[..., C // 2 :, :], -2))
     early = k[..., : C // 2, :] * jnp.exp(sums.after(g[..., : C // 2, :], -2))
     inner = _pairs_of_channels(*(sums.halves(a, -2) for a in (q, k, g)))
@@ -91,12 +88,9 @@ def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
 
 
 def _inverse(a: Array) -> Array:
-    """The inverse of 1 + ``a``, for ``a`` strictly lower triangular: [..., C, C], C a power of 2.
-
-    Small blocks use the series 1 − a + a² …, larger ones the inverses of their halves. The series over a whole chunk
-    would cancel: its terms can grow like binomial coefficients.
-    """
+    """The inverse of 1 + ``a``, for ``a`` strictly lower triangular: [..., C, C], C a power of 2."""
     C = a.shape[-1]
+    # 1 − a + a² …; over a whole chunk the series would cancel: its terms can grow like binomial coefficients
     if C <= sums.LEAF:
         power, result = -a, jnp.eye(C, dtype=a.dtype) - a
         for _ in range(max(C.bit_length() - 2, 0)):

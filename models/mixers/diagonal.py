@@ -69,10 +69,8 @@ def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
 
 
 def short_convolution(x_BDT: Array, weight_DK: Array, *bias_D: Array) -> Array:
-    """Each channel's causal convolution, as a sum of shifted rows: [B, D, T].
-
-    XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's.
-    """
+    """Each channel's causal convolution, as a sum of shifted rows: [B, D, T]."""
+    # XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's
     K, T = weight_DK.shape[1], x_BDT.shape[2]
     filled = jnp.pad(x_BDT, ((0, 0), (0, 0), (K - 1, 0)))
     total = sum(filled[:, :, i : i + T].astype(jnp.float32) * weight_DK[:, i, None] for i in range(K))

@@ -69,10 +69,8 @@ def exchanges_beside() -> bool:
 
 
 def gathers_beside() -> bool:
-    """Whether the compiler gives all-gathers to the sparse cores, which overlap them with compute.
-
-    libtpu 0.0.21 does so only with a gather or a reduce-scatter along one dimension of the torus.
-    """
+    """Whether the compiler gives all-gathers to the sparse cores, which overlap them with compute."""
+    # libtpu 0.0.21 does so only with a gather or a reduce-scatter along one dimension of the torus
     return _SPARSE_CORES in lowered_for()[1]
 
 

@@ -77,10 +77,8 @@ _NARROW, _WIDE = Tiles(512, (1024, 1024), (512, 1024)), Tiles(1024, (512, 2048),
 
 
 def is_fast(flops_a_byte: float) -> bool:
-    """Whether a chip of so many FLOPs per HBM byte is limited by memory bandwidth with narrow tiles.
-
-    A tile of 512 × 1,024 has 341 FLOPs for each byte that it reads; v6e does 560, the others at most 240.
-    """
+    """Whether a chip of so many FLOPs per HBM byte is limited by memory bandwidth with narrow tiles."""
+    # a tile of 512 × 1,024 has 341 FLOPs for each byte that it reads; v6e does 560, the others at most 240
     return flops_a_byte > 512 * 1024 / (512 + 1024)
 
 

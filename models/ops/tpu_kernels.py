@@ -111,9 +111,7 @@ def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """An array of arbitrary entries, for callers that write every entry they read.
-
-    ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
-    """
+    """An array of arbitrary entries, for callers that write every entry they read."""
+    # any small array of the loop that uses the result keeps it inside the loop, where no turn copies it
     made, anywhere = jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(lambda *refs: None, made, in_specs=[anywhere], out_specs=anywhere)(after)
