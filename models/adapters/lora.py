@@ -26,19 +26,16 @@ SCALE = "lora_scale"
 
 @dataclass(frozen=True)
 class Lora:
-    """The weights that have factors, by their names in ``named_parameters``, and the factors' rank ``r``.
-
-    The factors' product is multiplied by alpha / r, or by alpha / sqrt(r) if ``rslora`` (rank-stabilised,
-    arXiv:2312.03732).
-    """
+    """The weights that have factors, by their names in ``named_parameters``, and the factors' rank ``r``."""
 
     r: int
     alpha: float
-    rslora: bool
+    rslora: bool  # rank-stabilised (arXiv:2312.03732)
     targets: tuple[str, ...]
 
     @property
     def scale(self) -> float:
+        """The factor on the factors' product."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 

@@ -98,10 +98,10 @@ def bind(model: nn.Module, layout: KernelLayout) -> None:
 def masks_without_reads(segment_ids: Tensor | None = None) -> Iterator[None]:
     """Inside, transformers builds masks without reading values back; those of ``portable_masked`` have ``segment_ids``.
 
-    Otherwise it asks the device on every step whether positions are packed and whether anything is padding: a graph of
-    its own and a transfer. It does not ask under a compiler, so this pretends to be one. ``segment_ids`` are ``[batch,
-    sequence]``, as the model gets them; None: one segment a row, no padding.
+    These are ``[batch, sequence]``, as the model gets them; None: one segment a row, no padding.
     """
+    # Otherwise it asks the device on every step whether positions are packed and whether anything is padding: a graph
+    # of its own and a transfer. It does not ask under a compiler, so this pretends to be one.
     token = _segments.set(segment_ids)
     own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
     masking_utils.is_tracing = lambda *_: True
@@ -187,7 +187,7 @@ class Attention:
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
             if query.device.type == "xla":
-                return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
+                return ring.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
             count = self.layout.sequence_shards
             rows = (pieces.from_pieces(t, count, 2) for t in (query, key, value))
             segment_ids = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
@@ -195,7 +195,7 @@ class Attention:
         if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
-        return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
+        return splash.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
 
 
 def _bound(masked: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -12,12 +12,9 @@ from shardwright.models.ops.jax_call import Axes, Manual, Spec
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """The layout of query, key and value on the mesh while the kernel runs.
+    """The layout of query, key and value on the mesh while the kernel runs."""
 
-    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()  # as in `Manual`, and so is the order; none: one device
     batch_axes: Axes = ()  # they split the batch, which their sizes divide
     # They split the heads. Query heads that they do not divide are on every device. Key heads are repeated until they
     # are divided, and devices that share one hold a copy each.

@@ -127,12 +127,10 @@ def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
 
 
 def _split(tensors: Sequence[Any], text: str) -> tuple[Scoring, bool, list[Any], list[Any]]:
-    """The scoring, whether a bias gets a gradient, the tensors that all blocks share, and those with an entry a block.
-
-    Shared are key ``BKTD``, value ``BKTE``, segments ``BT``, and with dropout the random key; of each block query
-    ``NBKGCD``, positions ``NC``, query segments ``NBC``, sinks ``Nbk1gC``, and perhaps a bias ``NbkTgC``.
-    """
+    """The scoring, whether a bias gets a gradient, the tensors that all blocks share, and those with one entry each."""
     scoring, with_bias = from_text(text)
+    # Shared are key BKTD, value BKTE, segments BT, and with dropout the random key; of each block query NBKGCD,
+    # positions NC, query segments NBC, sinks Nbk1gC, and perhaps a bias NbkTgC.
     shared = 4 if scoring.dropout else 3
     return scoring, with_bias, list(tensors[:shared]), list(tensors[shared:])
 

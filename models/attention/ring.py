@@ -28,17 +28,13 @@ from shardwright.models.ops.jax_call import Array, jax, jnp
 
 
 def attend(
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSE: Tensor,
-    segments_BS: Tensor | None,
-    sinks_H: Tensor | None,
-    settings: KernelSettings,
+    tensors: Sequence[Tensor], segments_BS: Tensor | None, sinks_H: Tensor | None, settings: KernelSettings
 ) -> Tensor:
-    """Return attention ``[B, H, S, E]`` of tokens in pieces' order, differentiable in query, key, value and sinks.
+    """Return attention ``[B, H, S, E]`` of query, key and value in pieces' order, differentiable in these and sinks.
 
     Segment 0 is padding: rows of zeros, with zero gradients. Twice the layout's `sequence_shards` divides S.
     """
+    query_BHSD, key_BKSD, value_BKSE = tensors
     layout, chunk = settings.layout, settings.scoring.chunk
     B, H, S, _ = query_BHSD.shape
     key_BKSD, value_BKSE = layout.shared_heads(H, key_BKSD, value_BKSE)
@@ -52,8 +48,8 @@ def attend(
         settings = replace(settings, scoring=replace(settings.scoring, chunk=None))
     named = {"s": starts, "bs": segments, "h": sinks_H}
     more = {word: t for word, t in named.items() if t is not None}
-    tensors = [query_BHSD, key_BKSD, value_BKSE, *more.values()]
-    out_BHSE, _ = _ring(tensors, as_text((settings, " ".join(more))))
+    inputs = [query_BHSD, key_BKSD, value_BKSE, *more.values()]
+    out_BHSE, _ = _ring(inputs, as_text((settings, " ".join(more))))
     return splash.without_padding(out_BHSE, segments_BS)
 
 
@@ -65,17 +61,14 @@ _NOTHING = -1e30
 
 @dataclass(frozen=True)
 class _PiecePair:
-    """A piece of queries [B, H, P, D], and one of keys [B, K, P, D] with values [B, K, P, E].
+    """A piece of queries and one of keys."""
 
-    ``segments`` are the queries' and the keys', int32 [B, P] each; None: there is one. ``distance``, a 0-d int32, is
-    how many tokens the first query comes after the first key, all queries after all keys; None: both are the same
-    piece.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    segments: tuple[Array, Array] | None
+    query: Array  # [B, H, P, D]
+    key: Array  # [B, K, P, D]
+    value: Array  # [B, K, P, E]
+    segments: tuple[Array, Array] | None  # the queries' and the keys', int32 [B, P] each; None: there is one
+    # 0-d int32: how many tokens the first query comes after the first key, all queries after all keys; None: both are
+    # the same piece
     distance: Array | None
 
 

@@ -50,18 +50,14 @@ class KernelSettings:
 
 
 def attend(
-    query_BHSD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSE: Tensor,
-    segments_BS: Tensor | None,
-    sinks_H: Tensor | None,
-    settings: KernelSettings,
+    tensors: Sequence[Tensor], segments_BS: Tensor | None, sinks_H: Tensor | None, settings: KernelSettings
 ) -> Tensor:
-    """Return attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
+    """Return attention ``[B, H, S, E]`` of query, key and value at any length, differentiable in these and sinks.
 
     The query is multiplied by the scale in its own dtype. In bfloat16 this rounds once more than scaling the scores
     would, unless the scale is a power of two. Segment 0 is padding: rows of zeros, with zero gradients.
     """
+    query_BHSD, key_BKSD, value_BKSE = tensors
     key_BKSD, value_BKSE = settings.layout.shared_heads(query_BHSD.shape[1], key_BKSD, value_BKSE)
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
@@ -140,10 +136,8 @@ def _forward(
 def forward(
     tensors: QueryKeyValue, segments: SegmentIds | None, sinks: Array | None, mask: Mask, settings: KernelSettings
 ) -> tuple[Array, Array]:
-    """Return the output for query, key and value of one length, and each row's logsumexp.
-
-    A query that meets no block of keys gets an output of NaN and a logsumexp of -inf.
-    """
+    """Return the output for query, key and value of one length, and each row's logsumexp."""
+    # a query that meets no block of keys gets an output of NaN and a logsumexp of -inf
     length, sizes, scoring = tensors[0].shape[2], mask.sizes, settings.scoring
     query, key, value = (_lengthen(x, sizes) for x in (_scaled(tensors[0], scoring.scale), *tensors[1:]))
     with _precision(query):

@@ -44,10 +44,7 @@ def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
 
 
 def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: Array) -> Mask:
-    """The mask of ``length`` queries over as many keys that all come before them: a window, if there is one.
-
-    ``distance`` is how many tokens the first query comes after the first key, a 0-d int32.
-    """
+    """The mask of ``length`` queries over as many keys, all ``distance`` tokens (0-d int32) before: a window or all."""
     count, window = sizes.length // sizes.block, scoring.window
     own = jnp.arange(count, dtype=jnp.int32)
     keys = jnp.broadcast_to(own, (count, count)).astype(jnp.int8 if count <= 128 else jnp.int16)

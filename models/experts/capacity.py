@@ -45,11 +45,8 @@ class Capacity:
         return min(math.ceil(self.factor * tokens * top_k / experts), tokens)
 
     def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
-        """Map tokens [T, H] with routing indices and weights [T, k] to [T, H], by GShard's dispatch (arXiv:2006.16668).
-
-        Tokens beyond an expert's capacity are dropped, first choices last. Only integers are scattered. Activations
-        move by gathers, in the backward too: for a scatter of them the partitioner would gather the global batch.
-        """
+        """Map tokens [T, H] with routing indices and weights [T, k] to [T, H] (GShard's dispatch, arXiv:2006.16668)."""
+        # only integers are scattered: for a scatter of activations the partitioner would gather the global batch
         (T, H), k, E, G = x_TH.shape, index_Tk.shape[-1], experts.num_experts, self.groups
         s = T // G
         # evaluation drops nothing, so its loss equals the exported model's elsewhere

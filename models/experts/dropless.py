@@ -44,12 +44,9 @@ _ACTIVATION = "_shardwright_activation"
 
 @dataclass(frozen=True)
 class Dropless:
-    """The dropless experts function under one layout. It is called like `shardwright.models.experts.capacity.Capacity`.
+    """The dropless experts function under one layout, called like `shardwright.models.experts.capacity.Capacity`."""
 
-    ``axes`` and ``order`` are as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()  # as in `Manual`, and so is the order; none: one device
     batch_axes: Axes = ()  # they split tokens outside; inside all axes do, so no two devices do the same work
     expert_axes: Axes = ()  # they split dimension 0 of every parameter; tokens cross them, and weights don't
     weight_specs: Mapping[str, Spec] = field(default_factory=dict)  # by parameter's name; replicated if not named

@@ -97,9 +97,7 @@ class ExpertShards:
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> BlockPlan:
         """Plan the crossing of a device's tokens to its ``experts``, and how many rows are multiplied at once.
 
-        A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. More rows take more blocks, or more rounds where one is planned. The bytes are those of a row of hidden
-        width and of the first projection's.
+        The bytes are those of a row of hidden width and of the first projection's.
         """
         fit = self.buffer_bytes // first_bytes
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
@@ -111,6 +109,7 @@ class ExpertShards:
         if crossing.slots is not None and crossing.rounds == 1:
             more = exchange.random_pairs(balanced, top_k, self.expert_shards)
         expected = min(more, rows) if self.expert_axes else rows
+        # more rows than expected take more blocks, or more rounds where one is planned
         blocks = -(-expected // max(fit // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
@@ -127,7 +126,7 @@ class ExpertShards:
         return BlockPlan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
 
     def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.ExchangePlan:
-        """Plan the crossing if a device can hold ``most`` tokens in a round, and ``fit`` rows of the first projection."""
+        """Plan the crossing where a device holds ``most`` tokens of a round, and ``fit`` rows of the first result."""
         shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
         if fast and shards > 1:
             most = min(most, fit * shards // top_k * 15 // 16)

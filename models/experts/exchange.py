@@ -98,14 +98,11 @@ def random_pairs(balanced: int, top_k: int, shards: int) -> int:
 
 @dataclass(frozen=True)
 class Round:
-    """A round, and its part of an array that keeps values of each planned round, one after another.
+    """A round, and its part of an array that keeps values of each planned round, one after another."""
 
-    Rounds beyond the plan come first, so that planned ones overwrite their values. ``place`` is the number among the
-    planned rounds, 0 for one beyond the plan; ``more`` tells the latter, and is None if there can be none.
-    """
-
-    place: Array
-    more: Array | None
+    # Rounds beyond the plan come first, so that planned ones overwrite their values.
+    place: Array  # the number among the planned rounds, 0 for one beyond the plan
+    more: Array | None  # whether it is beyond the plan; None: there can be none
 
     def put(self, kept: Array, value: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(kept, value.astype(kept.dtype), self.place * len(value), 0)

@@ -44,16 +44,14 @@ class SomeIdentity(nn.Module):
 
 
 class JetMoeRows(nn.Module):
-    """The forward of `JetMoeTopKGating` (transformers 5.23) with rows in the tokens' order, k for each token.
-
-    It returns each row's place, token, weight and expert (there: each expert's number of rows), and the logits.
-    """
+    """The forward of `JetMoeTopKGating` (transformers 5.23) with rows in the tokens' order, k for each token."""
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
         logits_TE = self.layer(hidden_states).float()
         value_Tk, index_Tk = logits_TE.topk(self.top_k, dim=1)
         weight_Tk = torch.softmax(value_Tk, dim=1).type_as(hidden_states)
         row_R = torch.arange(index_Tk.numel(), device=hidden_states.device)
+        # each row's place, token, weight and expert (there: each expert's number of rows), and the logits
         return row_R, row_R // self.top_k, weight_Tk.flatten(), index_Tk.flatten(), logits_TE
 
 

@@ -102,12 +102,9 @@ def _record_groups(how: Counted, what: str, values_T: Tensor) -> None:
 
 
 def selection_biases(model: nn.Module, experts: Sequence[str]) -> dict[str, str]:
-    """Map each bias that routers add to scores for selection only to the experts module that they choose for, by name.
-
-    It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
-    and not trained by gradients (a buffer in most families, a frozen parameter in some). No module of ``experts`` is
-    stacked.
-    """
+    """Map each bias that routers add to scores for selection only to the name of the experts that they choose for."""
+    # It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
+    # and not trained by gradients (a buffer in most families, a frozen parameter in some). No module is stacked.
     saved = model.state_dict().keys()
     frozen = {name: t for name, t in model.named_parameters() if not t.requires_grad}
     vectors = {**{name: t for name, t in model.named_buffers() if name in saved}, **frozen}

@@ -139,11 +139,9 @@ class Block:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
     def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """Add these rows' part of a weight's gradient, [E, out, in] if ``contract_last``, to ``sums``.
-
-        Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
-        """
+        """Add these rows' part of a weight's gradient, [E, out, in] if ``contract_last``, to ``sums``."""
         pair = (out_B, in_B) if contract_last else (in_B, out_B)
+        # without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards
         return grouped_matmul.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
 
     def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:

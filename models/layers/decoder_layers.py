@@ -57,10 +57,8 @@ def wrap_layers(model: nn.Module) -> None:
 
 
 def number_layers(model: nn.Module) -> None:
-    """Make each layer of ``model`` draw from a key of its own, as stacked or wrapped layers do.
-
-    In a model without a layer list, draws are numbered through the whole model.
-    """
+    """Make each layer of ``model`` draw from a key of its own, as stacked or wrapped layers do."""
+    # in a model without a layer list, draws are numbered through the whole model
     with contextlib.suppress(ValueError):
         for index, layer in enumerate(model.get_submodule(find_layers(model)).children()):
             layer.register_forward_pre_hook(lambda *_, index=index: randomness.set_layer(index))
@@ -98,10 +96,8 @@ class DecoderLayers(nn.ModuleList):
 
     @property
     def values(self) -> list[tuple[Value, int]]:
-        """The values that trained layers could keep for their backward, each with its number of layers.
-
-        It is empty before a step is traced, and under a policy that does not choose among values.
-        """
+        """The values that trained layers could keep for their backward, each with its number of layers."""
+        # none before a step is traced, nor under a policy that does not choose among values
         return [(value, run.count) for run in self.runs for value in run.values]
 
     @property

@@ -26,12 +26,10 @@ UNUSED, UNLIKE = "", "?"  # neither is a path
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """The structure of a layer's output, without values.
+    """The structure of a layer's output, without values."""
 
-    The ``leaves`` of the flattened output: for a tensor the path of an argument of the same shape and dtype; without
-    such an argument :data:`UNLIKE`, or :data:`UNUSED` if nobody uses it; None for a leaf that is no tensor.
-    """
-
+    # Of the flattened output: for a tensor the path of an argument of the same shape and dtype; without such an
+    # argument `UNLIKE`, or `UNUSED` if nobody uses it; None for a leaf that is no tensor.
     leaves: tuple[str | None, ...]
     spec: Any
 

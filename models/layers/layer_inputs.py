@@ -35,16 +35,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor input of a layer's graph.
+    """One tensor input of a layer's graph."""
 
-    Its ``source`` is ``slot``: the layer before, around the loop; ``chain``: the layer before, inside the period;
-    ``learned`` or ``fixed``: the same for all layers of the run, with or without a gradient; ``own``: of this layer.
-    Its ``target`` is an argument (``leaf``, by its position), a ``weight`` or ``buffer`` (by its name), the ``key`` of
-    random numbers, or the mask of real ``tokens``.
-    """
-
+    # ``slot``: the layer before, around the loop. ``chain``: the layer before, inside the period. ``learned`` and
+    # ``fixed``: the same for all layers of the run, with and without a gradient. ``own``: of this layer.
     source: str
     index: int  # its position in the source; for ``chain`` the tensor's number in the output of the layer before
+    # an argument (``leaf``, by its position), a ``weight`` or ``buffer`` (by its name), the ``key`` of random numbers,
+    # or the mask of real ``tokens``
     target: str
     name: Any = None
     dtype: torch.dtype | None = None  # of the leaf or buffer; it may be passed in another (:func:`as_passed`)
@@ -116,11 +114,9 @@ def _sort_leaf(out: Sorted, j: int, at: int, column: list[Tensor], chain: list[i
 
 
 def as_passed(t: Tensor) -> Tensor:
-    """Return ``t`` in a form that a scan can pass, with the same information.
-
-    torch_xla multiplies a scan's inputs by 1, which makes integers of bools. It can put no barrier behind a
-    ``view_as_real``, so complex numbers become pairs.
-    """
+    """Return ``t`` in a form that a scan can pass, with the same information."""
+    # torch_xla multiplies a scan's inputs by 1, which makes integers of bools; and it can put no barrier behind a
+    # ``view_as_real``, so complex numbers become pairs
     if t.is_complex():
         if t.requires_grad:
             raise LoopChanged("a layer is given complex numbers that require a gradient")

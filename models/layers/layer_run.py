@@ -160,18 +160,16 @@ class LayerRun:
 
 
 class _Traced:
-    """A traced layer, of which the output tensors ``outputs`` are wanted (None: all).
-
-    A ``single`` one is a run by itself, and may store tensors for later layers. A ``keyed`` one draws, and its last
-    input is a key of random numbers.
-    """
+    """A traced layer, of which the output tensors ``outputs`` are wanted (None: all)."""
 
     def __init__(
         self, part: LayerPart, call: Call, inputs: Sequence[Input], outputs: Sequence[int] | None, single: bool
     ) -> None:
+        # a single one is a run by itself, and may store tensors for later layers
         self.part, self.inputs, self.outputs, self.single = part, list(inputs), outputs, single
         self.settings, self.call_spec = call.settings(), call.spec
-        self.keyed, self.training = False, part.layer.training
+        self.training = part.layer.training
+        self.keyed = False  # whether it draws; then its last input is a key of random numbers
         self._leaves: list[Any] = []  # of the output: a number for each tensor, and other leaves as they are
         self._spec, self.side_spec = None, None  # of the output with stored entries, and of side outputs
 

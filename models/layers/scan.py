@@ -72,12 +72,8 @@ class _Program:
         gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
         given: tuple[Flat, Flat, list[Flat], list[Flat]],
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
-        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own.
-
-        ``gradients`` are of the last layer's outputs, of ``learned`` so far, and of each stage's side outputs;
-        ``given`` are ``learned``, ``fixed``, each stage's own, and the tensors that its forward kept.
-        """
-        last, of_learned, of_sides = gradients
+        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own."""
+        last, of_learned, of_sides = gradients  # of_learned: so far
         learned, fixed, own, kept = given
         of_chain: dict[int, Tensor | None] = {}
         for k, gradient in zip(self.last, last, strict=True):

@@ -60,11 +60,8 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[Tensor]
 
 @contextlib.contextmanager
 def joined(*names: str) -> Iterator[None]:
-    """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …].
-
-    With one tensor a layer the graph of their reader would grow with depth; the load-balancing loss treats all rows
-    alike.
-    """
+    """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …]."""
+    # with one tensor a layer the graph of their reader would grow with depth; the load-balancing loss treats rows alike
     token = _joined.set(names)
     try:
         yield

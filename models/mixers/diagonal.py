@@ -43,10 +43,10 @@ def linear_recurrence(x_BTD: Array, a_BTD: Array) -> Array:
 def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
     """RWKV-4's mean of the values so far, weighted by exp(k), each token's weight decayed; [B, T, D] in float32.
 
-    Sums are kept divided by exp of the largest exponent in them. ``decay_D``, at most 0, is the change of an exponent
-    with each token; ``first_D`` is added to the token's own exponent.
+    ``decay_D``, at most 0, is the change of an exponent with each token; ``first_D`` is added to the token's own.
     """
 
+    # sums are kept divided by exp of the largest exponent in them
     def combine(early: tuple[Array, ...], late: tuple[Array, ...]) -> tuple[Array, ...]:
         (fall, most, *sums), (fall2, most2, *sums2) = early, late
         top = lax.stop_gradient(jnp.maximum(most + fall2, most2))

@@ -98,10 +98,7 @@ def rnn_scan(
 
 
 def lightning_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
-    """Linear attention with a constant decay for each head: [batch, tokens, heads, width].
-
-    ``slope`` is the decay of a token's weight with each later token, as a logarithm: one number for each head.
-    """
+    """Linear attention, [batch, tokens, heads, width], with a constant decay for each head, of logarithm ``-slope``."""
     decay = -slope.float().reshape(-1).expand(value.shape[:3])
     return apply(decayed_attention, value, query, key, decay, torch.ones_like(decay))
 

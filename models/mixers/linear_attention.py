@@ -19,8 +19,7 @@ _SEGMENT = 128  # tokens
 def decayed_attention(v_BTHP: Array, q_BTGN: Array, k_BTGN: Array, g_BTH: Array, scale_BTH: Array) -> Array:
     """Return every token's output, [B, T, H, P], computed in float32.
 
-    ``g_BTH`` is the logarithm of each token's decay, at most 0; ``scale_BTH`` a factor on its value (Mamba's step
-    size).
+    ``g`` is the logarithm of each token's decay, at most 0; ``scale`` a factor on its value (Mamba's step size).
     """
     B, T, H, P = v_BTHP.shape
     G, N = k_BTGN.shape[2:]

@@ -32,11 +32,9 @@ def over_segments(
 ) -> Array:
     """Run ``step`` from segment to segment of each row, and join its outputs: [B, T, …].
 
-    Args:
-        step: (state, arrays of one segment) -> (state, output of the segment [B, length, …]). The backward computes its
-            intermediate values again, and keeps one state a segment.
-        state: before the first token; float32.
-        arrays: each [B, T, …]. Rows are filled with zeros to a multiple of ``length``.
+    It maps the state (float32) and the ``arrays`` [B, T, …] of one segment to the next state and the segment's output.
+    Rows are filled with zeros to a multiple of ``length``. The backward computes intermediate values again, and keeps
+    one state a segment.
     """
     tokens = arrays[0].shape[1]
     count = -(-tokens // length)

@@ -20,10 +20,8 @@ def rings(axis: str, size: int, longest: int) -> dict[str, int]:
 
 
 def exchange_sum(x: Array, axes: Axes, dim: int) -> Array:
-    """``psum_scatter`` along ``dim`` by an exchange: each device adds up its own parts, in float32.
-
-    The bytes are the same. A TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone.
-    """
+    """``psum_scatter`` along ``dim`` by an exchange: each device adds up its own parts, in float32."""
+    # as many bytes, but a TPU computes beside an exchange, while libtpu 0.0.21 runs a reduce-scatter alone
     count = math.prod(lax.axis_size(axis) for axis in axes)
     parts = lax.all_to_all(x, axes, split_axis=dim, concat_axis=dim, tiled=True)
     # added one by one: on a TPU a reduction over so short a dimension is slow

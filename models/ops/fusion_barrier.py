@@ -11,11 +11,9 @@ from shardwright.models.ops.operation import operation
 
 @operation("apart", torch.empty_like)
 def apart(x: Tensor) -> Tensor:
-    """Return a copy of ``x`` that the compiler fuses with none of its readers.
-
-    A reader that wants another dimension order transposes the copy. Without the barrier XLA makes the matrix product
-    produce that order, by swapping its operands.
-    """
+    """Return a copy of ``x`` that the compiler fuses with none of its readers."""
+    # A reader that wants another dimension order transposes the copy. Without the barrier XLA makes the matrix product
+    # produce that order, by swapping its operands.
     copy = [torch.ops.aten.view_copy(x, x.shape)]
     if x.device.type == "xla":
         xm.optimization_barrier_(copy)

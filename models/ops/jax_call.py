@@ -40,6 +40,9 @@ Axes = tuple[str, ...]
 # for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
 Spec = tuple[str | Axes | None, ...]
 
+# of arrays, each with its dtype
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
+
 # platform, and compiler flags; not a ContextVar: autograd builds backwards on threads of its own
 _target: list[tuple[str, str]] = []
 _ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all=true"
@@ -86,27 +89,22 @@ def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Manual:
-    """The layouts for running a function on each device's own shards, with its own collectives (`jax.shard_map`).
-
-    Along an axis that no output's partition spec names, the outputs must be equal.
-    """
+    """The layouts for running a function on each device's own shards, with its own collectives (`jax.shard_map`)."""
 
     axes: tuple[tuple[str, int], ...]  # (name, size) of every mesh axis, in mesh order
     inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]  # along an axis that none of them names, the outputs must be equal
     order: tuple[int, ...] | None = None  # the device ids in mesh order; None: 0, 1, 2, …
 
 
 def jax_call(
     function: Callable[..., Any], *tensors: Tensor, manual: Manual | None = None, **static: Any
 ) -> list[Tensor]:
-    """Return ``function(*arrays, **static)`` for XLA tensors, always as a list of outputs.
+    """Return ``function(*arrays, **static)`` for XLA tensors, as a list of outputs, without gradients.
 
-    It is not differentiable. Call it inside an operation (:mod:`shardwright.models.ops.operation`).
-
-    Args:
-        function: a module-level JAX function, lowered once for each set of shapes, dtypes and (hashable) options.
-        manual: layouts to run it on each device's shards; None: it runs on whole arrays, which the partitioner splits.
+    Call it inside an operation (:mod:`shardwright.models.ops.operation`). ``function`` is a module-level JAX function,
+    lowered once for each set of shapes, dtypes and (hashable) options. Without ``manual`` it runs on whole arrays,
+    which the partitioner splits.
     """
     # jax has no 64-bit integers here (Pallas kernels break with them)
     tensors = tuple(t.to(torch.int32) if t.dtype == torch.int64 else t for t in tensors)
@@ -121,11 +119,7 @@ def jax_call(
 # number of functions in a run.
 @functools.lru_cache(maxsize=1024)
 def _computation(
-    function: Callable[..., Any],
-    shapes: tuple[tuple[tuple[int, ...], str], ...],
-    manual: Manual | None,
-    static: tuple[tuple[str, Any], ...],
-    platform: str,
+    function: Callable[..., Any], shapes: Shapes, manual: Manual | None, static: tuple[Any, ...], platform: str
 ) -> Any:
     def flat(*arrays: Any) -> tuple[Any, ...]:
         result = function(*arrays, **dict(static))

@@ -88,12 +88,10 @@ def tiles(flops_a_byte: float) -> Tiles:
 
 
 def buffer_bytes(flops_a_byte: float) -> int:
-    """The bound on the largest row buffer of a layer's experts, for a chip.
-
-    Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
-    experts' gradients. With the larger bound of a bandwidth-limited chip Mixtral's layer of 8 sequences of 4,096 is one
-    block, which takes less memory than the sums and a smaller block.
-    """
+    """The bound on the largest row buffer of a layer's experts, for a chip."""
+    # Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
+    # experts' gradients. With the larger bound of a bandwidth-limited chip Mixtral's layer of 8 sequences of 4,096 is
+    # one block, which takes less memory than the sums and a smaller block.
     return 2**32 if is_fast(flops_a_byte) else 2**31
 
 
@@ -105,11 +103,9 @@ def tile_width(width: int, most: int) -> int:
 
 
 def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
-    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group.
-
-    All rows are read again for each tile of columns, and a whole matrix in each of at most ``visits`` pairs of a row
-    tile and a group.
-    """
+    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group."""
+    # all rows are read again for each tile of columns, and a whole matrix in each of at most ``visits`` pairs of a row
+    # tile and a group
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer
     return Work("gmm", 2.0 * rows * inner * outer, float(moved * itemsize), min(inner, outer))

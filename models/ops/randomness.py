@@ -37,16 +37,13 @@ class UnknownDraw(ValueError):
 
 
 class Draws(TorchFunctionMode):
-    """Replaces, while active, the operations by which models draw.
-
-    ``key`` is int32 [2], on the device that computes; None: a draw is an error. ``drawn`` tells whether there was one.
-    ``layer`` is the decoder layer that runs without :class:`Draws` of its own; None outside of layers.
-    """
+    """Replaces, while active, the operations by which models draw."""
 
     def __init__(self, key: Tensor | None) -> None:
         super().__init__()
-        self.key, self.drawn = key, False
-        self.layer: int | None = None
+        self.key = key  # int32 [2], on the device that computes; None: a draw is an error
+        self.drawn = False  # whether there was a draw
+        self.layer: int | None = None  # the decoder layer that runs without `Draws` of its own
         self._sites: Counter[int | None] = Counter()
 
     def site(self, what: str, device: torch.device | str) -> tuple[Tensor, int]:

@@ -32,11 +32,9 @@ def as_stored(weight: Tensor, manual: Manual, layers: int = 0) -> Tensor:
 
 
 def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The dimensions of one device's share, an array of at least two, as a TPU stores it, the outermost first.
+    """The dimensions of one device's share, an array of at least two, as a TPU stores it, the outermost first."""
 
-    The last two are padded to tiles; the pair with the least padding is last (on a tie, the last in ``shape``).
-    """
-
+    # the last two are padded to tiles; the pair with the least padding is last (on a tie, the last in ``shape``)
     def padded(pair: tuple[int, int]) -> tuple[int, int, int]:
         rows, columns = pair
         height = _ROWS

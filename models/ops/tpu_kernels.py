@@ -39,12 +39,9 @@ def attention(
 ) -> tuple[Array, Array]:
     """Return the output [B, H, S, E] of query, key and value, and each row's logsumexp [B, H, S].
 
-    Args:
-        tensors: the query [B, H, S, D], multiplied by the scale, key [B, K, S, D] and value [B, K, S, E].
-        segments: the segments of queries (q) and keys (kv), [B, S] each; None: there is one.
-        sinks: [H] float32, logits that take part in each row's sum.
-        mask: a `shardwright.models.attention.splash_masks.Mask`, whose blocks divide S.
-        softcap: scores become ``softcap * tanh(scores / softcap)``.
+    They are [B, H, S, D], multiplied by the scale, [B, K, S, D] and [B, K, S, E]. ``segments`` has those of queries (q)
+    and keys (kv), [B, S] each; None: there is one. ``sinks``, [H] float32, are logits that take part in each row's sum.
+    The blocks of ``mask``, a `shardwright.models.attention.splash_masks.Mask`, divide S. For ``softcap`` see `Scoring`.
     """
     block, compute = mask.sizes.block, mask.sizes.compute
     run = functools.partial(

@@ -22,29 +22,20 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Flat = list[Tensor]
+# (carry, x) -> (carry, y)
+Step = Callable[[Any, Any], tuple[Any, Any]]
 # the structure of a tree, and which of its leaves are tensors (the others are None)
 Spec = tuple[TreeSpec, tuple[bool, ...]]
 # lowered loops, by the shapes of their inputs
 Known = dict[str, "Loop"]
 
 
-def run_turns(
-    turn: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    xs: Any,
-    *,
-    reverse: bool = False,
-    known: Known | None = None,
-) -> tuple[Any, Any]:
+def run_turns(turn: Step, carry: Any, xs: Any, *, reverse: bool = False, known: Known | None = None) -> tuple[Any, Any]:
     """Return ``carry`` after ``carry, y = turn(carry, x)`` for each slice x of ``xs``, and the stack of all y.
 
-    All are trees of tensors and None. No gradient flows through. Draws from the device's own generator would repeat in
-    every turn: `shardwright.models.ops.randomness.OtherDraws` refuses a model that makes them.
-
-    Args:
-        reverse: from the last slice to the first; y keep the order of ``xs``.
-        known: a cache of this turn's lowered loops, which a new one joins. The turn must compute the same from the same
-            shapes in every step, and use nothing but its arguments.
+    All are trees of tensors and None. No gradient flows through. With ``reverse`` the last slice is first; y keep the
+    order of ``xs``. A turn with a cache of its loops, ``known``, must compute the same from the same shapes in every
+    step, and use nothing but its arguments. Draws from the device's own generator would repeat in every turn.
     """
     (given, carry_spec), (parts, xs_spec) = _flat(carry), _flat(xs)
     key = str((carry_spec, xs_spec, reverse, [(tuple(t.shape), t.dtype) for t in (*given, *parts)]))
@@ -90,7 +81,7 @@ def _arguments(turn: Turn, count: int, carry: Flat, parts: Flat) -> Flat:
     return [torch.tensor(0, device=device), *carry, *parts, *stacks, *turn.hoisted]
 
 
-def _traced(turn: Callable[[Any, Any], tuple[Any, Any]], carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn:
+def _traced(turn: Step, carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn:
     given = len(carry[0])
     inputs = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in carry[0]]
     inputs += [xb.create_placeholder_tensor(t.shape[1:], t.dtype) for t in xs[0]]
