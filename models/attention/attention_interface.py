@@ -117,13 +117,11 @@ class Attention:
     """Causal self-attention with transformers' signature; softmax in float32, result in the query's dtype.
 
     Tensors on XLA get the kernel. Others get the portable operations, and so do dropout and biases, which the kernel
-    lacks. Both support everything else that :meth:`__call__` accepts, at any length and head dimension. ``layout`` is
-    that of the kernel's inputs, which the partitioner can't split. ``masked`` accepts masks, which then alone decide
-    what a token sees: memory quadratic in the sequence.
+    lacks. Both support everything else that :meth:`__call__` accepts, at any length and head dimension.
     """
 
-    layout: KernelLayout = ONE_DEVICE
-    masked: bool = False
+    layout: KernelLayout = ONE_DEVICE  # of the kernel's inputs, which the partitioner can't split
+    masked: bool = False  # masks are accepted, and alone decide what a token sees: memory quadratic in the sequence
 
     # transformers' signature of an attention function
     def __call__(
@@ -141,7 +139,7 @@ class Attention:
         sinks: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Compute attention of one layer.
+        """Return one layer's attention, ``[batch, sequence, query heads, value dimension]``, and None for the weights.
 
         Args:
             module: the attention layer. Its ``is_causal`` and ``config`` are checked.
@@ -150,8 +148,8 @@ class Attention:
             attention_mask: ``[batch or 1, query heads or 1, sequence, keys]``, added to the scores (or bool: whether a
                 query sees a key); keys may outnumber the sequence. None unless ``masked``.
             scaling: factor on the scores; None: ``head dimension ** -0.5``.
-            dropout: the probability of dropping a weight; the others are divided by 1 minus it. Above 0, the call must
-                be inside :func:`shardwright.models.ops.randomness.drawing`.
+            dropout: the probability of dropping a weight, as in `Scoring`. Above 0, the call must be inside
+                :func:`shardwright.models.ops.randomness.drawing`.
             segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally within
                 their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
             softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
@@ -162,9 +160,6 @@ class Attention:
                 ``indices``: ``[batch, sequence, n]``, the only keys that a query sees (an indexer's choice).
                 ``block_indices``: ``[batch, heads, sequence, n]``, likewise blocks of ``module.indexer.block_size``
                 keys for each group of heads; -1 is none.
-
-        Returns:
-            ``[batch, sequence, query heads, value dimension]``, and None for the attention weights.
 
         Raises:
             Unsupported: the call asks for something that changes the numbers and is not supported.

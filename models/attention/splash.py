@@ -78,10 +78,10 @@ def without_padding(out_BHSE: Tensor, segments_BS: Tensor | None) -> Tensor:
 def attention_kernel(name: str, forward: Callable[..., Any], backward: Callable[..., Any], word: str) -> Any:
     """Make a kernel of two JAX functions on a device's shards, differentiable in query, key, value and sinks.
 
-    The kernel maps query, key, value and more tensors, and the text of :class:`KernelSettings` and of the words of
-    the more ones (:meth:`KernelLayout.manual`; ``word`` is that of all others), to ``[B, H, S, E]`` and each row's
-    logsumexp ``[B, H, S]``. ``backward`` takes the gradient of the first, both, and the kernel's tensors. It returns
-    the gradients of query, key and value, and each device's part of that of the sinks, ``[B, H, …]``.
+    It maps query, key, value and more tensors, and the text of :class:`KernelSettings` and of the words of the more
+    ones (:meth:`KernelLayout.manual`; ``word`` is that of the others), to ``[B, H, S, E]`` and each row's logsumexp
+    ``[B, H, S]``. ``backward`` maps the gradient of the first, both, and the kernel's tensors to the gradients of
+    query, key and value, and each device's part of that of the sinks, ``[B, H, …]``.
     """
 
     def run(function: Callable[..., Any], tensors: Sequence[Tensor], text: str, count: int, results: int) -> Any:

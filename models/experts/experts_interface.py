@@ -33,11 +33,7 @@ def choose(model: PreTrainedModel, name: str) -> None:
 
 
 def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) -> None:
-    """Make the experts modules ``names`` of ``model`` run ``kernel``. A copy of the model keeps it.
-
-    The model must also be told the kernel's name (:func:`choose`). An unbound module runs the kernel of that name for
-    one device, ``capacity`` with a capacity factor of 1.25.
-    """
+    """Make the experts modules ``names`` of ``model``, and of its copies, run ``kernel``, once it is chosen by name."""
     for name in names:
         setattr(model.get_submodule(name), _KERNEL, kernel)
 

@@ -66,10 +66,7 @@ def number_layers(model: nn.Module) -> None:
 
 
 class DecoderLayers(nn.ModuleList):
-    """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
-
-    Where ``grouping`` stacks layers, which are on meta, the first of each stack is changed; None: none are stacked.
-    """
+    """The layer list ``name`` of a decoder, which yields a callable for each of its layers."""
 
     def __init__(self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None) -> None:
         super().__init__()
@@ -81,6 +78,7 @@ class DecoderLayers(nn.ModuleList):
             for j in range(run.period):
                 members = layers[run.start + j : run.stop : run.period]
                 key = _slice(run, j, len(layers))
+                # changes the first layer of the stack
                 stacked = _stack(members, grouping) if grouping and run.count > 1 else frozenset()
                 self.add_module(key, members[0])
                 shape = grouping.seen[run.start + j].shape if grouping else None

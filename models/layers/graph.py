@@ -16,10 +16,7 @@ Flat = list[Tensor]
 
 
 class LayerGraph:
-    """The graphs of ``function``, which maps a list of tensors to a list of tensors.
-
-    The backward computes gradients for those of ``inputs`` that require one. ``partition`` splits the joint graph.
-    """
+    """The graphs of ``function`` of tensors to tensors; its backward gives gradients to ``inputs`` that require one."""
 
     def __init__(
         self, function: Callable[[Flat], Flat], inputs: Sequence[Tensor], partition: Callable[..., Any]

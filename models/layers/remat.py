@@ -108,10 +108,6 @@ def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, **kwargs: An
 _MATMULS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
 
 
-def _is_matmul(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _MATMULS
-
-
 def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
     """A partitioner that saves only the layer's inputs, and moves the hidden state to the host's memory."""
     forward, backward = _recompute_everything(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
@@ -137,7 +133,7 @@ REMAT: dict[str, Callable[..., Any]] = {
     "full": _recompute_everything,
     "auto": _recompute_everything,  # until a share is found
     "offload": _offload,
-    "save_matmuls": _saving(_is_matmul),
+    "save_matmuls": _saving(lambda node: getattr(node.target, "overloadpacket", None) in _MATMULS),
 }
 
 

@@ -8,10 +8,8 @@ from shardwright.models.ops.jax_call import Array, Axes, jnp, lax
 
 
 def rings(axis: str, size: int, longest: int) -> dict[str, int]:
-    """Split ``axis`` into rings of at most ``longest`` devices, each an axis of its own: name → size, outermost first.
-
-    A collective over the whole axis equals one over each of its rings, one after another.
-    """
+    """Split ``axis`` into rings of at most ``longest`` devices, each an axis: name → size, outermost first."""
+    # a collective over the whole axis equals one over each of its rings, one after another
     sizes = []
     while size > longest and (ring := max((d for d in range(1, longest + 1) if size % d == 0), default=1)) > 1:
         sizes.append(ring)

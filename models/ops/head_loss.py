@@ -47,10 +47,7 @@ class TokenLayout:
 
 
 def head_loss(hidden_RSH: Tensor, head_VH: Tensor, targets_RS: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the summed negative log-probability of the scored targets, and how many of them have the highest logit.
-
-    Both are 0-d float32; the first is differentiable in hidden and head.
-    """
+    """Return the scored targets' summed negative log-probability (with gradients), and how many have the top logit."""
     loss, hits, _ = _loss([hidden_RSH, head_VH, targets_RS], as_text(layout))
     return loss, hits
 

@@ -119,7 +119,11 @@ def jax_call(
 # number of functions in a run.
 @functools.lru_cache(maxsize=1024)
 def _computation(
-    function: Callable[..., Any], shapes: Shapes, manual: Manual | None, static: tuple[Any, ...], platform: str
+    function: Callable[..., Any],
+    shapes: Shapes,
+    manual: Manual | None,
+    static: tuple[tuple[str, Any], ...],
+    platform: str,
 ) -> Any:
     def flat(*arrays: Any) -> tuple[Any, ...]:
         result = function(*arrays, **dict(static))
@@ -141,7 +145,10 @@ def _computation(
     lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=mlir.LoweringParameters(for_export=True))
     text = str(lowered.compiler_ir())
     if manual is not None:
-        text = _own_channels(_reorder(text, manual.order) if manual.order else text)
+        text = _reorder(text, manual.order) if manual.order else text
+        # no two collectives of a step may share a channel
+        handle = r"(#stablehlo\.channel_handle<handle = )\d+"
+        text = re.sub(handle, lambda match: match[1] + str(next(_channels)), text)
     # semi-private: jaxlib/xla_client.py, jaxlib 0.7.1; torch_xla/core/xla_builder.py, torch_xla 2.9
     module = xla_client._xla.mlir.mlir_module_to_xla_computation(text, use_tuple_args=False, return_tuple=True)
     return torch_xla._XLAC._xla_op_computation_from_module_proto(
@@ -150,11 +157,6 @@ def _computation(
 
 
 _channels = itertools.count(1_000_000)
-
-
-def _own_channels(text: str) -> str:
-    """Renumber the collectives of a StableHLO module: no two collectives of a step may share a channel."""
-    return re.sub(r"(#stablehlo\.channel_handle<handle = )\d+", lambda match: match[1] + str(next(_channels)), text)
 
 
 def _reorder(text: str, order: tuple[int, ...]) -> str:

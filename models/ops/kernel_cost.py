@@ -48,14 +48,14 @@ class Heads:
 def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
     """The cost of a kernel of splash attention: ``forward``, ``dq`` (query's gradient) or ``dkv`` (key's and value's).
 
-    In the forward and in ``dq`` a query block stays in VMEM while the key and value blocks it needs pass by; in ``dkv``
-    a key and value block stays. A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
+    A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
     """
     blocks = heads.rows * met_blocks(heads.length // block, reach)
     query, value = _PRODUCTS[phase]
     flops = 2.0 * blocks * block**2 * (query * heads.width + value * heads.value_width)
     both = (heads.width + heads.value_width) * heads.itemsize
     tokens = heads.rows * heads.length
+    # in the forward and in dq a query block stays in VMEM while the key and value blocks it needs pass by
     stays = {"forward": both, "dq": both + heads.width * heads.itemsize, "dkv": 2 * both}[phase]
     # logsumexps are float32; the backward reads them, and another number a row, with each block of queries
     rows = {"forward": tokens * _LANES * 4, "dq": tokens * 8, "dkv": blocks * block * 8}[phase]
