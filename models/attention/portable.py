@@ -81,12 +81,13 @@ def portable(
     sinks = query.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux
     sinks = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
     text = as_text((scoring, bias is not None and bias.requires_grad))
+    keyed, biased = ([] if t is None else [t] for t in (random_key, bias))
     out_BSHE = []
     for start, end, seen in _bands(S, T, scoring, bias):
         own = slice(start, end)
         queries = [query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own]]
-        keys = [key[:, :, :seen], value[:, :, :seen], segments[:, :seen], *_given(random_key)]
-        out_BSHE.append(_band([*queries, *_given(bias)], keys, start, text))
+        keys = [key[:, :, :seen], value[:, :, :seen], segments[:, :seen], *keyed]
+        out_BSHE.append(_band([*queries, *biased], keys, start, text))
     # contiguous, as eager attention's is: some models take a view of it
     return torch.cat(out_BSHE, 1) if len(out_BSHE) > 1 else out_BSHE[0].contiguous()
 
@@ -274,10 +275,6 @@ def _seen(positions_C: Tensor, segments_BC: Tensor, segments_BT: Tensor, scoring
     if scoring.chunk is not None:
         near_TC = near_TC & (positions_C // scoring.chunk == positions_T1 // scoring.chunk)
     return (near_TC & same_BTC)[:, None, :, None]
-
-
-def _given(tensor: Tensor | None) -> list[Tensor]:
-    return [] if tensor is None else [tensor]
 
 
 def _summed(grad: Tensor, like: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ class Dropless:
         names = _parameter_names(experts)
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
-        sizes, widths = dict(self.axes), _widths(parameters, not experts.is_transposed)
+        first, second = (p.shape[:0:-1] if experts.is_transposed else p.shape[1:] for p in parameters[:2])
+        sizes, widths = dict(self.axes), (first[0], second[1])
         local = dropless_rows.ExpertShards(
             activation=_activation(experts, widths[0]),
             names=tuple(names),
@@ -94,10 +95,10 @@ class Dropless:
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
         whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
         shapes = (*local.kept(planned, x_TH.shape[1]), *whole)
-        kept = tuple((rows * devices, *widths) for rows, *widths in shapes)
-        call = as_text(_Call(local, self._manual(specs, local, kept) if self.axes else None, kept))
-        tensors = [x_TH, index_Tk, weight_Tk, *parameters]
-        return _dropless_kept(tensors, call)[0] if kept else _dropless(tensors, call)
+        kept = tuple((rows * devices, *others) for rows, *others in shapes)
+        manual = self._manual(specs, local, kept) if self.axes else None
+        tensors, text = [x_TH, index_Tk, weight_Tk, *parameters], as_text((local, manual, kept))
+        return _dropless_kept(tensors, text)[0] if kept else _dropless(tensors, text)
 
     def in_rings(self, longest: int) -> Dropless:
         """Split the axes along which weights are gathered into rings of at most ``longest`` devices."""
@@ -158,32 +159,18 @@ def _activation(experts: Any, width: int) -> activation.Activation:
     return traced
 
 
-def _widths(parameters: Sequence[Tensor], out_first: bool) -> tuple[int, int]:
-    """The widths of the first projection's result, and of the second's input."""
-    first, second = (p.shape[1:] if out_first else p.shape[:0:-1] for p in parameters[:2])
-    return first[0], second[1]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The parameters of a kernel call besides its tensors."""
-
-    local: dropless_rows.ExpertShards
-    manual: tuple[Manual, Manual] | None  # of the forward and of the backward; None: one device
-    kept: tuple[tuple[int, ...], ...]  # shapes of the forward's saved arrays, all devices' shares one after another
-
-
+# A kernel's text has a device's part of the experts, the layouts of the forward and of the backward (None: one device),
+# and the shapes of the forward's saved arrays, with the devices' shares one after another.
 @operation("dropless", lambda tensors, _: tensors[0].new_empty(tensors[0].shape))
 def _dropless(tensors: Sequence[Tensor], text: str) -> Tensor:
     return _run(dropless_rows.forward, tensors, 3, text)[0]
 
 
 def _kept_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    call: _Call = from_text(text)
-    x_TH, _, _, *parameters = tensors
-    weights = [parameters[number] for number in call.local.kept_weights()]
-    like = [*[x_TH] * (len(call.kept) - len(weights)), *weights]
-    return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, call.kept, strict=True))]
+    (local, _, kept), (x_TH, _, _, *parameters) = from_text(text), tensors
+    weights = [parameters[number] for number in local.kept_weights()]
+    like = [*[x_TH] * (len(kept) - len(weights)), *weights]
+    return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, kept, strict=True))]
 
 
 @operation("dropless_kept", _kept_like)
@@ -194,7 +181,7 @@ def _dropless_kept(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
 
 def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     _, x_TH, _, weight_Tk, *parameters = tensors
-    trained = itertools.compress(parameters, from_text(text).local.trained)
+    trained = itertools.compress(parameters, from_text(text)[0].trained)
     return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
 
 
@@ -206,21 +193,20 @@ def _dropless_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
 
 def _run(function: Callable[..., Any], tensors: Sequence[Tensor], tokens: int, text: str) -> list[Tensor]:
     """Run ``function`` on ``tensors``, of which the first are ``tokens`` tensors of tokens."""
-    call: _Call = from_text(text)
-    device = tensors[0].device
+    (local, manuals, _), device = from_text(text), tensors[0].device
     if device.type != "xla":
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
-    manual = call.manual[function is dropless_rows.backward] if call.manual else None
+    manual = manuals[function is dropless_rows.backward] if manuals else None
     # tells a device which experts it holds: its position in the mesh does not follow from its id
     experts = torch.arange(len(tensors[tokens]), dtype=torch.int32, device=device)
-    return jax_call(function, *tensors[:tokens], experts, *tensors[tokens:], manual=manual, local=call.local)
+    return jax_call(function, *tensors[:tokens], experts, *tensors[tokens:], manual=manual, local=local)
 
 
 def _gradients(grad: Tensor | list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
     grad_TH = grad if isinstance(grad, Tensor) else grad[0]
     grad_x, grad_weight, *found = _dropless_backward([grad_TH, *saved], text)
     gradients = iter(found)
-    return [grad_x, None, grad_weight, *(next(gradients) if t else None for t in from_text(text).local.trained)]
+    return [grad_x, None, grad_weight, *(next(gradients) if t else None for t in from_text(text)[0].trained)]
 
 
 differentiate(_dropless, _gradients)

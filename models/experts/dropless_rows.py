@@ -162,8 +162,7 @@ class ExpertShards:
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
     """Return the experts' output for this device's tokens, [T, H], from ``held``, the numbers [E] of its experts.
 
-    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, for each planned round, and
-    :meth:`ExpertShards.kept_weights`.
+    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, and the :meth:`ExpertShards.kept_weights`.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
@@ -201,19 +200,15 @@ def backward(
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
     whole = dict(zip(weights, given[len(given) - len(weights) :], strict=True))
-    parameters = [
-        whole[n] if n in whole else local.whole(shard, spec)
-        for n, (shard, spec) in enumerate(zip(shards, local.specs, strict=True))
-    ]
+    pairs = enumerate(zip(shards, local.specs, strict=True))
+    parameters = [whole[n] if n in whole else local.whole(shard, spec) for n, (shard, spec) in pairs]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
     projections = _projections(parameters, local)
     # a frozen parameter has neither sum nor result; a sum that is complete at once needs no zeros to be added to
-    zeros = [
-        jnp.zeros(p.shape, jnp.float32) if trained and not planned.at_once else None
-        for p, trained in zip(parameters, local.trained, strict=True)
-    ]
+    summed = [trained and not planned.at_once for trained in local.trained]
+    zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
     def compute(sums: Sums, tokens: Arrays, round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
         grad, x, index, weight = tokens

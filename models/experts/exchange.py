@@ -246,10 +246,8 @@ class _Gathered:
         # with overlapping rounds a window behind the last is sent too
         windows = planned.rounds + (planned.rounds > 1)
         fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # index of an expert that no device has
-        self.tensors = [
-            jnp.pad(t, ((0, windows * planned.window - len(t)), (0, 0)), constant_values=fill)
-            for t, fill in zip(tensors, fills, strict=True)
-        ]
+        rows, filled = windows * planned.window, zip(tensors, fills, strict=True)
+        self.tensors = [jnp.pad(t, ((0, rows - len(t)), (0, 0)), constant_values=fill) for t, fill in filled]
 
     def rounds(self, _: Array) -> Array:
         return jnp.int32(self.planned.rounds)

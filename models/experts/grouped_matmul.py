@@ -44,8 +44,7 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_l
 def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
     """Return ``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
 
-    It is summed in float32, in the dtype of ``into``, or of ``a`` if that is None. Rows behind the last group are not
-    read.
+    Sums are float32, the result has the dtype of ``into``, or else of ``a``. Rows behind the last group are not read.
     """
     tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
     return kernels().grouped_outer(a_RK, b_RN, sizes_G, tiling, into_GKN)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from shardwright.models.attention.attention_interface import masks_without_reads
-from shardwright.models.layers import kv_sharing  # noqa: F401  # its mappings are flattened here
+from shardwright.models.layers import layer_inputs  # noqa: F401  # the mappings that it registers are flattened here
 from shardwright.models.layers.comparing import described
 
 ROWS, LENGTH = 3, 16  # shape of the trial run's tokens

@@ -171,12 +171,8 @@ def _shared(model: nn.Module, name: str) -> dict[int, str]:
     for full, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(full)
     depth = name.count(".") + 1
-    return {
-        int(full.split(".")[depth]): f"it shares {full}"
-        for tied in names.values()
-        for full in tied
-        if len(tied) > 1 and full.startswith(f"{name}.")
-    }
+    shared = (full for tied in names.values() for full in tied if len(tied) > 1 and full.startswith(f"{name}."))
+    return {int(full.split(".")[depth]): f"it shares {full}" for full in shared}
 
 
 def _structure(layer: nn.Module, *, numbers: bool) -> Iterator[tuple[Where, Any]]:

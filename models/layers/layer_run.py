@@ -7,6 +7,7 @@ a run share are passed once, and those that differ are stacked.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,10 @@ from torch import Tensor, nn
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwright.models.layers import side_outputs
+from shardwright.models.layers import layer_inputs, side_outputs
 from shardwright.models.layers.decoder_loop import UNUSED, LayerOutput
 from shardwright.models.layers.graph import Flat, LayerGraph
-from shardwright.models.layers.kv_sharing import shared_in, stored
-from shardwright.models.layers.layer_inputs import Call, Input, LoopChanged, Sorted, as_given, as_passed, sort_calls
+from shardwright.models.layers.layer_inputs import Call, Input, LoopChanged, Sorted, as_given, as_passed
 from shardwright.models.layers.remat import REMAT, Value
 from shardwright.models.layers.scan import Stage, run_stages
 from shardwright.models.ops import partial_gradients, randomness, scopes
@@ -96,7 +96,7 @@ class LayerRun:
         return tree_unflatten(leaves, part.shape.spec)
 
     def _run(self, calls: list[Call]) -> Any:
-        tensors = sort_calls(calls, len(self.parts))
+        tensors = layer_inputs.sort_calls(calls, len(self.parts))
         real = side_outputs.real_tokens()
         for j, part in enumerate(self.parts):
             parameters: Tensors = dict(part.layer.named_parameters())
@@ -218,16 +218,15 @@ class _Traced:
             else:
                 buffers[i.name] = as_given(t, i.dtype)
         args, kwargs = tree_unflatten(leaves, self.call_spec)
-        shared = shared_in(args, kwargs)
+        shared = layer_inputs.shared_in(args, kwargs)
         before = [dict(mapping) for mapping in shared]
         with randomness.drawing(*flat[len(self.inputs) :]), side_outputs.given(real):
             prefix = f"{self.part.name}."
             named = prepare({prefix + key: weight for key, weight in weights.items()})
             used = {name.removeprefix(prefix): t for name, t in named.items()} | buffers
-            output, side = side_outputs.collect(
-                lambda: partial_gradients.functional_call(self.part.layer, used, args, kwargs)
-            )
-        stores = stored(before, shared)
+            run = functools.partial(partial_gradients.functional_call, self.part.layer, used, args, kwargs)
+            output, side = side_outputs.collect(run)
+        stores = layer_inputs.stored(before, shared)
         for mapping, known in zip(shared, before, strict=True):
             mapping.data = known
         after = tree_flatten((args, kwargs))
@@ -250,7 +249,6 @@ class _Number:
 
 
 def _computed(t: Tensor) -> Tensor:
-    """Make ``t`` like a computed tensor: it has a gradient if it is floating point."""
     return t.detach().requires_grad_(t.is_floating_point())
 
 

@@ -40,16 +40,12 @@ def _run(
     **kwargs: Any,
 ) -> Any:
     weights = dict(layer.named_parameters())
-    hidden_states, *behind = _barrier([hidden_states, *weights.values()])
+    behind = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in (hidden_states, *weights.values())]
+    xm.optimization_barrier_(behind)
+    hidden_states, *behind = behind
     prepared = prepare({prefix + key: weight for key, weight in zip(weights, behind, strict=True)})
     # semi-private: torch/nn/utils/stateless.py, torch 2.9: `torch.func.functional_call` without the call
     with torch.nn.utils.stateless._reparametrize_module(
         layer, {name.removeprefix(prefix): tensor for name, tensor in prepared.items()}
     ):
         return forward(hidden_states, *args, **kwargs)
-
-
-def _barrier(tensors: list[Tensor]) -> list[Tensor]:
-    copies = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in tensors]
-    xm.optimization_barrier_(copies)
-    return copies

@@ -142,10 +142,8 @@ class _Run(torch.autograd.Function):
             (of_last, of_learned, learned, fixed), (of_sides, own, kept) = carry, x
             gradients, given = (of_last, of_learned, of_sides), (learned, fixed, own, kept)
             of_slots, of_learned, of_own = program.backward(gradients, given)
-            whole = [
-                torch.zeros_like(g) if new is None and g is not None else new
-                for g, new in zip(of_last, of_slots, strict=True)
-            ]
+            pairs = zip(of_last, of_slots, strict=True)
+            whole = [torch.zeros_like(g) if new is None and g is not None else new for g, new in pairs]
             return (whole, of_learned, learned, fixed), of_own
 
         with torch.no_grad():

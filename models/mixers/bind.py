@@ -43,7 +43,6 @@ def bind(model: nn.Module) -> None:
 
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """Copy ``function`` with other values for some of its global names."""
     known = {**function.__globals__, **names}
     copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -47,7 +47,7 @@ class TokenLayout:
 
 
 def head_loss(hidden_RSH: Tensor, head_VH: Tensor, targets_RS: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-    """Return the scored targets' summed negative log-probability (with gradients), and how many have the top logit."""
+    """Return the scored targets' summed -log-probability (with gradients) and their top hits, both 0-d float32."""
     loss, hits, _ = _loss([hidden_RSH, head_VH, targets_RS], as_text(layout))
     return loss, hits
 

@@ -26,8 +26,7 @@ class Work:
 def met_blocks(count: int, reach: int | None) -> int:
     """Count the pairs of a query block and a key block that attention computes, for ``count`` blocks of each.
 
-    Under a causal mask a query block sees ``reach`` blocks before its own, without a window ``count - 1``. None: there
-    is no mask (two pieces of a row, one before the other).
+    A query block sees ``reach`` blocks before its own; None: there is no mask (two pieces, one before the other).
     """
     if reach is None:
         return count**2
@@ -113,8 +112,7 @@ def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most
 
 def tgmm_work(rows: int, inner: int, outer: int, groups: int, itemsize: int, sum_itemsize: int, most: Tiles) -> Work:
     """The cost of adding, for each group, its rows' outer products [inner, outer] to the existing sums."""
-    lines, columns = (
-        -(-width // tile_width(width, widest)) for width, widest in zip((inner, outer), most.tgmm, strict=True)
-    )
+    widths = zip((inner, outer), most.tgmm, strict=True)
+    lines, columns = (-(-width // tile_width(width, widest)) for width, widest in widths)
     moved = rows * (inner * columns + outer * lines) * itemsize + 2 * groups * inner * outer * sum_itemsize
     return Work("tgmm", 2.0 * rows * inner * outer, float(moved), min(inner, outer))

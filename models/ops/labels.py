@@ -34,9 +34,8 @@ def scored_tokens(labels: Tensor) -> Tensor:
 def token_logps(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the float32 log-probability of each of ``targets`` [B, S] under ``logits`` [B, S, V]; 0 for -100."""
     # the operation of the token loss
-    flat = F.cross_entropy(
-        logits.to(torch.float32).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
-    )
+    flat = logits.to(torch.float32).flatten(0, -2)
+    flat = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="none")
     return -flat.view(targets.shape)
 
 

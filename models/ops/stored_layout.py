@@ -25,8 +25,7 @@ _WORD = 4  # bytes: narrower values are packed, row on row
 def as_stored(weight: Tensor, manual: Manual, layers: int = 0) -> Tensor:
     """Constrain ``weight`` to the order in which each device stores its share; its gradient is not touched.
 
-    ``manual`` is its layout on the mesh, as the one input and the one output. It is a slice of a stack of ``layers``;
-    0: a tensor of its own.
+    ``manual`` is its layout, as one input and one output. It is a slice of a stack of ``layers``; 0: by itself.
     """
     return _as_stored(weight, as_text(manual), layers)
 
