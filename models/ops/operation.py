@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 # a kernel's gradient of the result (a list of them, if it returns a list; None: not used), saved tensors and text
 # -> the gradient of each tensor; None: it has none
 Gradients = Callable[[Any, Sequence[Tensor], str], list[Tensor | None]]
+Map = Callable[[Tensor], Tensor]
 
 
 def operation(name: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -59,7 +60,7 @@ class LinearMap(torch.autograd.Function):
     """``LinearMap.apply(forward, transposed, x)``: ``forward(x)``, a linear map, whose gradient is ``transposed``'s."""
 
     @staticmethod
-    def forward(ctx, forward: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, forward: Map, transposed: Map, x: Tensor) -> Tensor:  # type: ignore[override]
         ctx.transposed = transposed
         return forward(x)
 
