@@ -184,9 +184,9 @@ class Attention:
             if query.device.type == "xla":
                 return ring.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
             count = self.layout.sequence_shards
-            rows = (pieces.from_pieces(t, count, 2) for t in (query, key, value))
+            query, key, value = (pieces.from_pieces(t, count, 2) for t in (query, key, value))
             segment_ids = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
-            return pieces.to_pieces(portable(*rows, segment_ids, s_aux, scoring), count, 1), None
+            return pieces.to_pieces(portable(query, key, value, segment_ids, s_aux, scoring), count, 1), None
         if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None

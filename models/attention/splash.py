@@ -205,8 +205,8 @@ def _lengthen(x: Array, sizes: BlockSizes) -> Array:
 def _optional(more: Sequence[Array], extra: str, sizes: BlockSizes) -> tuple[SegmentIds | None, Array | None]:
     named = dict(zip(extra.split(), more, strict=True))
     segments, sinks = named.get("b"), named.get("h")
-    segments = None if segments is None else segment_ids(segments, segments, sizes)
-    return segments, None if sinks is None else sinks.astype(jnp.float32)
+    ids = None if segments is None else segment_ids(segments, segments, sizes)
+    return ids, None if sinks is None else sinks.astype(jnp.float32)
 
 
 def segment_ids(queries: Array, keys: Array, sizes: BlockSizes) -> SegmentIds:

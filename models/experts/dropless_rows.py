@@ -229,8 +229,8 @@ def backward(
 
 
 def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: ExpertShards) -> BlockPlan:
-    bytes_a_row = (width * x_TH.dtype.itemsize for width in (x_TH.shape[1], local.widths[0]))
-    return local.plan(*index_Tk.shape, len(parameters[0]), *bytes_a_row)
+    (tokens, top_k), itemsize = index_Tk.shape, x_TH.dtype.itemsize
+    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, local.widths[0] * itemsize)
 
 
 class _Projection:

@@ -171,7 +171,8 @@ class _Traced:
         self.training = part.layer.training
         self.keyed = False  # whether it draws; then its last input is a key of random numbers
         self._leaves: list[Any] = []  # of the output: a number for each tensor, and other leaves as they are
-        self._spec, self.side_spec = None, None  # of the output with stored entries, and of side outputs
+        self._spec: Any = None  # of the output with stored entries
+        self.side_spec: Any = None  # of side outputs
 
     def trace(self, given: Flat, prepare: Prepare, partition: Callable[..., Any], number: int) -> None:
         """Trace the decoder's layer ``number`` on tensors like those ``given``."""

@@ -8,6 +8,8 @@ Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers o
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwright.models.mixers.segments import over_segments
 from shardwright.models.ops.jax_call import Array, jnp, lax
 
@@ -73,7 +75,7 @@ def short_convolution(x_BDT: Array, weight_DK: Array, *bias_D: Array) -> Array:
     # XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's
     K, T = weight_DK.shape[1], x_BDT.shape[2]
     filled = jnp.pad(x_BDT, ((0, 0), (0, 0), (K - 1, 0)))
-    total = sum(filled[:, :, i : i + T].astype(jnp.float32) * weight_DK[:, i, None] for i in range(K))
+    total: Any = sum(filled[:, :, i : i + T].astype(jnp.float32) * weight_DK[:, i, None] for i in range(K))
     for bias in bias_D:
         total = total + bias[:, None]
     return total.astype(x_BDT.dtype)

@@ -28,7 +28,7 @@ def apply(function: Callable[..., Array], *tensors: Tensor, **options: Any) -> T
 
 
 def over_segments(
-    step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]], state: Array, arrays: Sequence[Array], length: int
+    step: Callable[[Any, tuple[Array, ...]], tuple[Any, Array]], state: Any, arrays: Sequence[Array], length: int
 ) -> Array:
     """Run ``step`` from segment to segment of each row, and join its outputs: [B, T, …].
 

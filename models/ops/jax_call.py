@@ -35,7 +35,8 @@ from jax._src.lib import xla_client
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 
-Array, jnp, lax = jax.Array, jax.numpy, jax.lax
+Array = jax.Array
+jnp, lax = jax.numpy, jax.lax
 Axes = tuple[str, ...]
 # for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
 Spec = tuple[str | Axes | None, ...]
