@@ -56,8 +56,7 @@ class Dropless:
     buffer_bytes: int = 2**31
     keep: bool = False  # save the first projection's result for the backward, instead of computing it again
     keep_all: bool = False  # also save the activation's result, and gathered weights
-    # a chip's FLOPs per byte between HBM and VMEM, which decide how large tiles and rounds are; 0: unknown
-    flops_a_byte: float = 0.0
+    flops_a_byte: float = 0.0  # a chip's, between HBM and VMEM: they decide how large tiles and rounds are; 0: unknown
 
     def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         """Map tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.

@@ -46,9 +46,7 @@ class Seen:
 
 
 def watch(model: nn.Module, name: str, watched: Callable[[nn.Module, int], None]) -> list[Seen]:
-    """Record the inputs and outputs of each layer of the list ``name`` of ``model``, which is not changed.
-
-    ``watched`` is called beforehand with each layer of the copy that is run, and its number.
+    """Record the inputs and outputs of each layer of the list ``name`` in a copy of ``model``, which ``watched`` gets.
 
     Raises:
         ValueError: the decoder does not call its layers once each, in order.
