@@ -1,4 +1,1 @@
-"""Adapters: small trained tensors beside a model's frozen weights (LoRA). Data decides which weights have one.
-
-`lora` puts them into a model, in place; the experts' kernels find theirs by name.
-"""
+"""Adapters: small trained tensors beside a model's frozen weights (LoRA). Data decides which weights have one."""

@@ -6,13 +6,14 @@ They are multiplied by their scales just before use, so a product is that of a r
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # appended to a weight's name to name its scales
 SCALE = "_scale"
 _LARGEST = 127
 
 
-def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``weight`` [..., n] as int8, and float32 scales [..., 1]; a value is off by at most half a scale.
 
     Raises:
@@ -26,6 +27,6 @@ def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scale).round().to(torch.int8), scale
 
 
-def from_int8(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def from_int8(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight of ``values`` [..., n] and ``scale`` [..., 1], rounded once, to ``dtype``."""
     return (values.to(torch.float32) * scale).to(dtype)

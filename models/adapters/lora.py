@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 A, B = "_lora_A", "_lora_B"
 # the attribute of a module with factors that holds the factor on their product
@@ -26,19 +26,16 @@ SCALE = "lora_scale"
 
 @dataclass(frozen=True)
 class Lora:
-    """The weights that have factors, by their names in ``named_parameters``, and the factors' rank ``r``.
-
-    The factors' product is multiplied by alpha / r, or by alpha / sqrt(r) if ``rslora`` (rank-stabilised,
-    arXiv:2312.03732).
-    """
+    """The weights that have factors, by their names in ``named_parameters``, and the factors' rank ``r``."""
 
     r: int
     alpha: float
-    rslora: bool
+    rslora: bool  # rank-stabilised (arXiv:2312.03732)
     targets: tuple[str, ...]
 
     @property
     def scale(self) -> float:
+        """The factor on the factors' product."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 
@@ -54,10 +51,7 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def adaptable(model: nn.Module, experts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Name → (rows, columns), as in [out, in], of each weight that can have factors; those of experts have E in front.
-
-    They are the weights of linear layers, and the fused ones of the ``experts`` modules.
-    """
+    """Name → (rows, columns), as in [out, in], of each weight that can have factors; experts have E in front."""
     found: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -87,7 +81,7 @@ def attach(model: nn.Module, lora: Lora, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 class _LoraLinear(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         this: Any = self
         return super().forward(x) + F.linear(F.linear(x, this.weight_lora_A), this.weight_lora_B) * this.lora_scale
 

@@ -1,5 +1,1 @@
-"""Causal attention, registered in transformers' attention interface.
-
-It runs jax's splash attention, or plain tensor operations for features that splash lacks. Both need memory linear in
-the sequence.
-"""
+"""Causal attention, in memory linear in the sequence, registered in transformers' attention interface."""

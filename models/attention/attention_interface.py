@@ -2,27 +2,25 @@
 
 Both are registered once, at import. Under the first, models build no mask, and numbers describe causality, windows and
 chunks. Under the second they build transformers' own masks, ``[batch, 1, sequence, keys]``, and may change them: an
-indexer's choice of keys, a bias of their own, keys beyond the sequence's.
-
-An attribute of the attention module holds the layout of the kernel's inputs (:func:`bind`), so models with different
-layouts can live in one process.
+indexer's choice of keys, a bias of their own, keys beyond the sequence's. An attribute of the attention module holds
+the layout of the kernel's inputs (:func:`bind`), so models with different layouts can live in one process.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from shardwright.models.attention import pieces, ring, splash
-from shardwright.models.attention.attention_families import FORWARDS
+from shardwright.models.attention.block_indexer import chosen_keys
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring, portable
 from shardwright.models.ops.randomness import active
@@ -35,8 +33,18 @@ ONE_DEVICE = KernelLayout()
 # attributes of a module: its kernel layout, and the chunk size of its layer (0: no chunks)
 _LAYOUT = "_shardwright_kernel_layout"
 _CHUNK = "_shardwright_chunk"
-# keyword arguments that reach every attention function and change no score
-_HARMLESS = {
+# class of a module → its forward under our attention: the same numbers, in operations that XLA can run
+FORWARDS: dict[str, Callable[..., Any]] = {"Qwen4ExpTextQSAIndexer": chosen_keys}
+# keyword arguments that :class:`Attention` understands, or that reach every attention function and change no score
+_KNOWN = {
+    "attention_mask",
+    "segment_ids",
+    "sliding_window",
+    "position_bias",
+    "indices",
+    "block_indices",
+    "is_causal",
+    "output_attentions",
     "position_ids",
     "position_embeddings",
     "cache_position",
@@ -47,18 +55,8 @@ _HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
 }
-_UNDERSTOOD = {
-    "attention_mask",
-    "segment_ids",
-    "sliding_window",
-    "position_bias",
-    "indices",
-    "block_indices",
-    "is_causal",
-    "output_attentions",
-}
 # the documents of the model's rows, for the masks that it builds
-_segments: ContextVar[torch.Tensor | None] = ContextVar("segments", default=None)
+_segments: ContextVar[Tensor | None] = ContextVar("segments", default=None)
 
 
 class Unsupported(ValueError):
@@ -82,10 +80,7 @@ def _with_our_forward(family: Any) -> Any:
 
 
 def mark_chunks(modules: Iterable[Any]) -> None:
-    """Store on each module of a layer its chunk size, which no argument carries; it also distinguishes layers.
-
-    It is the config's ``attention_chunk_size`` where its ``layer_types`` has ``chunked_attention``.
-    """
+    """Store on each module of a layer its chunk size, which no argument carries; it also distinguishes layers."""
     for module in modules:
         config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
         types = getattr(config, "layer_types", None)
@@ -94,22 +89,19 @@ def mark_chunks(modules: Iterable[Any]) -> None:
 
 
 def bind(model: nn.Module, layout: KernelLayout) -> None:
-    """Make our attention of ``model`` run its kernel under ``layout``; unbound, it runs as on one device.
-
-    A copy of the model keeps the layout.
-    """
+    """Make our attention of ``model``, and of its copies, run its kernel under ``layout``; unbound: on one device."""
     for module in model.modules():  # all: families don't mark which modules are attention
         setattr(module, _LAYOUT, layout)
 
 
 @contextmanager
-def masks_without_reads(segment_ids: torch.Tensor | None = None) -> Iterator[None]:
+def masks_without_reads(segment_ids: Tensor | None = None) -> Iterator[None]:
     """Inside, transformers builds masks without reading values back; those of ``portable_masked`` have ``segment_ids``.
 
-    Otherwise it asks the device on every step whether positions are packed and whether anything is padding, at the cost
-    of a separate graph and a transfer. It does not ask under a compiler, so this pretends to be one. ``segment_ids``
-    are ``[batch, sequence]``, as the model gets them; None: one segment a row, no padding.
+    These are ``[batch, sequence]``, as the model gets them; None: one segment a row, no padding.
     """
+    # Otherwise it asks the device on every step whether positions are packed and whether anything is padding: a graph
+    # of its own and a transfer. It does not ask under a compiler, so this pretends to be one.
     token = _segments.set(segment_ids)
     own = masking_utils.is_tracing  # monkeypatch, semi-private: transformers/masking_utils.py, transformers 5.23
     masking_utils.is_tracing = lambda *_: True
@@ -126,62 +118,54 @@ class Attention:
 
     Tensors on XLA get the kernel. Others get the portable operations, and so do dropout and biases, which the kernel
     lacks. Both support everything else that :meth:`__call__` accepts, at any length and head dimension.
-
-    ``layout`` is that of the kernel's inputs: the partitioner can't split a kernel, so without one every device would
-    do all the work. ``masked`` accepts masks, which then alone decide what a token sees: memory quadratic in the
-    sequence.
     """
 
-    layout: KernelLayout = ONE_DEVICE
-    masked: bool = False
+    layout: KernelLayout = ONE_DEVICE  # of the kernel's inputs, which the partitioner can't split
+    masked: bool = False  # masks are accepted, and alone decide what a token sees: memory quadratic in the sequence
 
     # transformers' signature of an attention function
     def __call__(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        segment_ids: torch.Tensor | None = None,
+        segment_ids: Tensor | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        s_aux: Tensor | None = None,
+        sinks: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Compute attention of one layer.
+    ) -> tuple[Tensor, None]:
+        """Return one layer's attention, ``[batch, sequence, query heads, value dimension]``, and None for the weights.
 
         Args:
             module: the attention layer. Its ``is_causal`` and ``config`` are checked.
-            query: ``[batch, query heads, sequence, head dimension]``.
-            key: ``[batch, key heads, sequence, head dimension]``; key heads divide query heads.
-            value: ``[batch, key heads, sequence, value dimension]``.
+            query, key, value: ``[batch, query heads, sequence, head dimension]``, ``[batch, key heads, sequence, head
+                dimension]`` and ``[batch, key heads, sequence, value dimension]``; key heads divide query heads.
             attention_mask: ``[batch or 1, query heads or 1, sequence, keys]``, added to the scores (or bool: whether a
                 query sees a key); keys may outnumber the sequence. None unless ``masked``.
             scaling: factor on the scores; None: ``head dimension ** -0.5``.
-            dropout: the probability of dropping a weight; the others are divided by 1 minus it. Above 0, the call must
-                be inside :func:`shardwright.models.ops.randomness.drawing`.
-            segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally
-                within their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
+            dropout: the probability of dropping a weight, as in `Scoring`. Above 0, the call must be inside
+                :func:`shardwright.models.ops.randomness.drawing`.
+            segment_ids: ``[batch, sequence]`` integers, a keyword argument of the model. Tokens attend causally within
+                their own id. 0 is padding: rows of zeros, with zero gradients. None: one segment, no padding.
             softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
-            s_aux: ``[query heads]``, logits that take part in the softmax and have no value (GPT-OSS's sinks).
-            sinks: ``[batch, query heads, sequence, 1]``, likewise, one for each query (Inkling 2).
+            s_aux, sinks: ``[query heads]`` (GPT-OSS), or ``[batch, query heads, sequence, 1]``, one for each query
+                (Inkling 2): logits that take part in the softmax and have no value.
             **kwargs: ``sliding_window``: how many positions a token sees, itself included (None or 0: all).
                 ``position_bias``: an additive mask, on top of causality and the window; it gets a gradient.
                 ``indices``: ``[batch, sequence, n]``, the only keys that a query sees (an indexer's choice).
                 ``block_indices``: ``[batch, heads, sequence, n]``, likewise blocks of ``module.indexer.block_size``
                 keys for each group of heads; -1 is none.
 
-        Returns:
-            ``[batch, sequence, query heads, value dimension]``, and None for the attention weights.
-
         Raises:
             Unsupported: the call asks for something that changes the numbers and is not supported.
         """
         asked = {**kwargs, "segment_ids": segment_ids, "attention_mask": attention_mask}
-        _refuse_unsupported(module, query, key, asked, masked=self.masked)
+        _refuse_unsupported(module, query, key, asked, self.masked)
         random_key, site = active().site("attention dropout", query.device) if dropout else (None, 0)
         by_mask = attention_mask is not None
         scoring = Scoring(
@@ -193,44 +177,27 @@ class Attention:
             dropout=float(dropout),
             site=site,
         )
-        bias = _bias(module, query, key.shape[2], asked)
+        bias, settings = _bias(module, query, key.shape[2], asked), splash.KernelSettings(scoring, self.layout)
         if self.layout.sequence_axis is not None and not self.masked:  # masks cover whole rows
             if dropout or bias is not None or sinks is not None:
                 raise Unsupported(f"attention {NAME!r} has no dropout, biases or sinks of a query in split rows")
-            return self._of_pieces(query, key, value, segment_ids, s_aux, scoring), None
+            if query.device.type == "xla":
+                return ring.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
+            count = self.layout.sequence_shards
+            query, key, value = (pieces.from_pieces(t, count, 2) for t in (query, key, value))
+            segment_ids = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
+            return pieces.to_pieces(portable(query, key, value, segment_ids, s_aux, scoring), count, 1), None
         if query.device.type != "xla" or dropout or bias is not None or sinks is not None:
             s_aux = sinks if s_aux is None else s_aux
             return portable(query, key, value, segment_ids, s_aux, scoring, random_key, bias), None
-        settings = splash.KernelSettings(scoring, self.layout)
-        return splash.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2), None
-
-    def _of_pieces(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segment_ids: torch.Tensor | None,
-        s_aux: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        if query.device.type == "xla":
-            settings = splash.KernelSettings(scoring, self.layout)
-            return ring.attend(query, key, value, segment_ids, s_aux, settings).transpose(1, 2)
-        count = self.layout.sequence_shards
-        rows = [pieces.from_pieces(t, count, 2) for t in (query, key, value)]
-        segments = None if segment_ids is None else pieces.from_pieces(segment_ids, count, 1)
-        return pieces.to_pieces(portable(rows[0], rows[1], rows[2], segments, s_aux, scoring), count, 1)
+        return splash.attend((query, key, value), segment_ids, s_aux, settings).transpose(1, 2), None
 
 
-def _bound(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    return Attention(getattr(module, _LAYOUT, ONE_DEVICE))(module, *args, **kwargs)
+def _bound(masked: bool, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return Attention(getattr(module, _LAYOUT, ONE_DEVICE), masked)(module, *args, **kwargs)
 
 
-def _bound_masked(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    return Attention(getattr(module, _LAYOUT, ONE_DEVICE), masked=True)(module, *args, **kwargs)
-
-
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask of transformers' eager attention, with the segments of :func:`masks_without_reads`."""
     mask, segments = masking_utils.eager_mask(*args, **kwargs), _segments.get()
     if mask is None or segments is None:
@@ -239,12 +206,12 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return torch.where(same[:, None], mask, torch.finfo(mask.dtype).min)
 
 
-AttentionInterface.register(NAME, _bound)
-AttentionInterface.register(MASKED, _bound_masked)
+AttentionInterface.register(NAME, functools.partial(_bound, False))
+AttentionInterface.register(MASKED, functools.partial(_bound, True))
 AttentionMaskInterface.register(MASKED, _mask)
 
 
-def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, Any]) -> torch.Tensor | None:
+def _bias(module: nn.Module, query: Tensor, keys: int, asked: dict[str, Any]) -> Tensor | None:
     """Combine masks, biases and chosen keys into one bias, ``[batch or 1, query heads or 1, sequence, keys]``."""
     mask, bias, lowest = asked["attention_mask"], asked.get("position_bias"), torch.finfo(query.dtype).min
     indices, block_indices = asked.get("indices"), asked.get("block_indices")
@@ -252,9 +219,7 @@ def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, An
         mask = torch.where(mask, 0.0, lowest).to(query.dtype)
     if bias is not None:
         mask = bias if mask is None else mask + bias
-    seen = None
-    if indices is not None:
-        seen = _named(indices.unsqueeze(1), keys)
+    seen = None if indices is None else _named(indices.unsqueeze(1), keys)
     if block_indices is not None:
         indexer: Any = module.indexer
         size: int = indexer.block_size
@@ -265,52 +230,30 @@ def _bias(module: nn.Module, query: torch.Tensor, keys: int, asked: dict[str, An
     return torch.where(seen, query.new_zeros(()) if mask is None else mask, lowest)
 
 
-def _named(index: torch.Tensor, count: int) -> torch.Tensor:
+def _named(index: Tensor, count: int) -> Tensor:
     """Mark which of ``count`` numbers are in the last dimension of ``index``, where -1 is none."""
     named = torch.zeros(*index.shape[:-1], count + 1, dtype=torch.int32, device=index.device)
     index = torch.where(index < 0, count, index).long()
     return named.scatter(-1, index, torch.ones_like(index, dtype=torch.int32))[..., :count] > 0
 
 
-def _refuse_unsupported(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    kwargs: dict[str, Any],
-    *,
-    masked: bool,
-) -> None:
+def _refuse_unsupported(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any], masked: bool) -> None:
     """Raise :class:`Unsupported` for a feature that :class:`Attention` lacks, unless it changes no number."""
-    length, mask, segment_ids = query.shape[2], kwargs["attention_mask"], kwargs["segment_ids"]
-    causal = kwargs.get("is_causal")
+    mask, segment_ids, causal = kwargs["attention_mask"], kwargs["segment_ids"], kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    shape = [query.shape[0], length]
+    (batch, heads, length, _), (_, key_heads, keys, _) = query.shape, key.shape
+    segments = "pass segment_ids [batch, sequence]: 0 for padding, one id for each packed sequence"
+    cached, uneven = keys != length and (mask is None or segment_ids is not None), heads % key_heads
+    misshapen = segment_ids is not None and list(segment_ids.shape) != [batch, length]
     checks = [
-        (
-            mask is not None and not masked,
-            "an attention mask",
-            "pass segment_ids [batch, sequence]: 0 for padding, one id for each packed sequence",
-        ),
+        (mask is not None and not masked, "an attention mask", segments),
         (not causal and mask is None, "attention that is not causal", "use 'eager' or 'sdpa' for this model"),
-        (
-            key.shape[2] != length and (mask is None or segment_ids is not None),
-            f"{length} queries against {key.shape[2]} keys (a cache)",
-            "pass use_cache=False, or generate with 'sdpa'",
-        ),
-        (
-            query.shape[1] % key.shape[1],
-            f"{query.shape[1]} query heads over {key.shape[1]} key heads",
-            "the one must be a multiple of the other",
-        ),
-        (
-            segment_ids is not None and list(segment_ids.shape) != shape,
-            f"segment_ids that are not {shape}",
-            "give one id for each token",
-        ),
+        (cached, f"{length} queries against {keys} keys (a cache)", "pass use_cache=False, or generate with 'sdpa'"),
+        (uneven, f"{heads} query heads over {key_heads} key heads", "the one must be a multiple of the other"),
+        (misshapen, f"segment_ids that are not {[batch, length]}", "give one id for each token"),
         (kwargs.get("output_attentions"), "output_attentions", "use 'eager', which holds the weights"),
     ]
-    known = _HARMLESS | _UNDERSTOOD
-    for name in sorted(kwargs.keys() - known):
+    for name in sorted(kwargs.keys() - _KNOWN):
         checks.append((kwargs[name] is not None, repr(name), "it may change the scores; use 'eager' for this model"))
     # some families express their window only as a mask
     unsaid = {"sliding_window"} - kwargs.keys() | ({"attention_chunk_size"} if not hasattr(module, _CHUNK) else set())

@@ -9,33 +9,31 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 
 @torch.no_grad()
 def chosen_keys(
     indexer: Any,
-    hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
     past_key_values: None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Qwen4-Exp's indexer: the keys that each query attends to, ``[B, 1, S, T]``.
 
     They are those of its best blocks, and those behind its last full block. The keys that a query sees must be
-    successive, and its blocks begin at the first of them. A block's score is that of the mean of its keys, computed
-    here for blocks that begin at any key.
-
-    Args:
-        hidden_states: ``[B, S, width]``.
-        position_embeddings: cosine and sine, ``[B, S, rotated width]``.
-        attention_mask: ``[B, 1, S, T]``, bool (whether a query sees a key) or added to its score.
+    successive, and its blocks begin at the first of them. ``hidden_states`` are ``[B, S, width]``,
+    ``position_embeddings`` cosine and sine, ``[B, S, rotated width]``, ``attention_mask`` is ``[B, 1, S, T]``, bool
+    (whether a query sees a key) or added to its score.
     """
     size, D = indexer.compress_ratio, indexer.index_head_dim
     seen_BST = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
     (B, S, T), (cos, sin) = seen_BST.shape, position_embeddings
     query, key = indexer.index_qk_proj(hidden_states).split([indexer.index_n_heads * D, D], -1)
     query_BShD = _rotated(indexer.q_layernorm(query.reshape(B, S, -1, D)), cos.unsqueeze(2), sin.unsqueeze(2))
+    # a block's score is that of the mean of its keys, here for blocks that begin at any key
     longer = pad(key.float(), (0, 0, 0, size - 1))
     mean_BTD = torch.stack([longer[:, i : i + T] for i in range(size)]).mean(0).to(key.dtype)
     block_BTD = _rotated(indexer.k_layernorm(mean_BTD), cos, sin)
@@ -53,7 +51,7 @@ def chosen_keys(
     return (seen_BST & ((whole > 0) | (offset_BST >= full_BS1))).unsqueeze(1)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to as many of the first numbers of ``x`` as ``cos`` has."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)

@@ -5,29 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from shardwright.models.ops.jax_call import Axes, Manual, Spec
 
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """The layout of query, key and value on the mesh while the kernel runs.
+    """The layout of query, key and value on the mesh while the kernel runs."""
 
-    Args:
-        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
-        batch_axes: the axes that split the batch. Their sizes divide it.
-        head_axes: the axes that split the heads. If they do not divide the query heads, every device holds all heads.
-            If they do not divide the key heads, these are repeated until they do, and devices that share a key head
-            each hold a copy.
-        sequence_axis: the axis that splits the tokens of a row, in the order of
-            :mod:`shardwright.models.attention.pieces`; None: rows are whole.
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
-    batch_axes: Axes = ()
+    axes: tuple[tuple[str, int], ...] = ()  # as in `Manual`, and so is the order; none: one device
+    batch_axes: Axes = ()  # they split the batch, which their sizes divide
+    # They split the heads. Query heads that they do not divide are on every device. Key heads are repeated until they
+    # are divided, and devices that share one hold a copy each.
     head_axes: Axes = ()
     order: tuple[int, ...] | None = None
+    # it splits a row's tokens (:mod:`shardwright.models.attention.pieces`); None: rows are whole
     sequence_axis: str | None = None
 
     @property
@@ -56,7 +49,7 @@ class KernelLayout:
 
         return Manual(self.axes, specs(inputs), specs(outputs), self.order)
 
-    def shared_heads(self, heads: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def shared_heads(self, heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Repeat the heads of key and value ``[B, K, S, D]`` until the axes divide them, for ``heads`` query heads."""
         keys, shards = tensors[0].shape[1], self.split(heads)
         assert heads % keys == 0

@@ -1,9 +1,9 @@
 """Causal attention in plain tensor operations, for any platform, with memory linear in the sequence.
 
-Blocks of queries meet all keys. The backward recomputes a block's scores, so none are saved, and at most
-``[batch, heads, sequence, block]`` of them exist at once (Rabe and Staats, "Self-attention does not need O(n^2)
-memory", 2021). On XLA the blocks are one While loop: its buffers are reused, and the graph has the same size at any
-length.
+Blocks of queries meet all keys. The backward recomputes a block's scores, so at most ``[batch, heads, sequence,
+block]`` of them exist at once (Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021). On XLA the blocks
+are one While loop, whose buffers are reused. AOTAutograd traces a scanned layer with fake tensors, which can't build a
+While: so forward and backward are operations, which build their loops when they run.
 
 No query sees a later key. So queries are first cut into a few bands, and each meets the keys up to its own end: four
 bands compute 5/8 of the scores. Each is a loop of its own to compile; so they are few, and not short.
@@ -12,11 +12,8 @@ Scores are the largest tensor of a step, so passes over them are few: the produc
 total, not the scores themselves. They have a row for each key and a column for each query, so that sums and maxima over
 keys run for many queries at a time, and products over keys read scores in memory order.
 
-Forward and backward are custom ops, because AOTAutograd traces a scanned layer with fake tensors, which can't build a
-While. It keeps a custom op whole, and the op builds its loop when it runs.
-
-Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence,
-N blocks of queries, C queries in a block, T keys (T = S, unless a mask covers more keys), D head dimension of query and
+Shape suffixes: B batch, H query heads, K key and value heads, G query heads to a key head (H = K·G), S sequence, N
+blocks of queries, C queries in a block, T keys (T = S, unless a mask covers more keys), D head dimension of query and
 key, E that of value; b, k, g: B, K and G, or 1 where all share one.
 """
 
@@ -28,13 +25,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.flop_counter import register_flop_formula
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.fusion_barrier import apart
+from shardwright.models.ops.operation import count_flops, differentiate, operation
 from shardwright.models.ops.random_bits import keep_factors
 from shardwright.models.ops.while_loop import run_turns
+
+Parts = Sequence[Tensor]
+# the carry of a loop's turn, and its results
+Turn = tuple[list[Tensor], list[Tensor]]
 
 # queries in a block
 BLOCK = 512
@@ -45,36 +47,27 @@ _MASKED = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Scoring:
-    """The computation and masking of scores, the same for every head.
-
-    Args:
-        softcap: scores become ``softcap * tanh(scores / softcap)``; None: no cap.
-        window: how many positions a token sees, itself included; None: all.
-        chunk: a token sees only positions of its own chunk of so many; None: all.
-        causal: a token sees none after it. If False, window and chunk are None, and a bias decides what it sees.
-        dropout: the probability of dropping a weight; the others are divided by 1 minus it.
-        site: the number of the place that draws the dropped weights.
-    """
+    """The computation and masking of scores, the same for every head."""
 
     scale: float
-    softcap: float | None
-    window: int | None = None
-    chunk: int | None = None
-    causal: bool = True
-    dropout: float = 0.0
-    site: int = 0
+    softcap: float | None  # scores become ``softcap * tanh(scores / softcap)``
+    window: int | None = None  # how many positions a token sees, itself included; None: all
+    chunk: int | None = None  # a token sees only positions of its own chunk of so many; None: all
+    causal: bool = True  # a token sees none after it; if False, there is no window or chunk, and a bias decides
+    dropout: float = 0.0  # the probability of dropping a weight; the others are divided by 1 minus it
+    site: int = 0  # the number of the place that draws the dropped weights
 
 
 def portable(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segment_ids: torch.Tensor | None,
-    s_aux: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_ids: Tensor | None,
+    s_aux: Tensor | None,
     scoring: Scoring,
-    random_key: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    random_key: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Map query ``BHSD``, key ``BKTD``, value ``BKTE``, segments ``BS`` and sinks ``H`` or ``BHS1`` to ``BSHE``.
 
     ``bias``, ``[B or 1, H or 1, S, T]``, is added to the scores, and gets a gradient: memory quadratic in the sequence.
@@ -87,21 +80,20 @@ def portable(
     query_segments, segments = (one[:, :S], one[:, :T]) if segment_ids is None else (segment_ids, segment_ids)
     sinks = query.new_full((1, 1, 1, 1), -torch.inf) if s_aux is None else s_aux
     sinks = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+    text = as_text((scoring, bias is not None and bias.requires_grad))
+    keyed, biased = ([] if t is None else [t] for t in (random_key, bias))
     out_BSHE = []
     for start, end, seen in _bands(S, T, scoring, bias):
         own = slice(start, end)
-        queries = (query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own], bias)
-        keys = (key[:, :, :seen], value[:, :, :seen], segments[:, :seen])
-        out_BSHE.append(_band(*queries, *keys, start, scoring, random_key))
+        queries = [query[:, :, own], query_segments[:, own], sinks if sinks.shape[2] == 1 else sinks[:, :, own]]
+        keys = [key[:, :, :seen], value[:, :, :seen], segments[:, :seen], *keyed]
+        out_BSHE.append(_band([*queries, *biased], keys, start, text))
     # contiguous, as eager attention's is: some models take a view of it
     return torch.cat(out_BSHE, 1) if len(out_BSHE) > 1 else out_BSHE[0].contiguous()
 
 
-def _bands(S: int, T: int, scoring: Scoring, bias: torch.Tensor | None) -> list[tuple[int, int, int]]:
-    """Cut queries into bands, ``(first, end, keys)``: a band meets no key that is later than its last query.
-
-    There is one band, which meets all keys, if a bias is the mask, or if dropout draws for all weights.
-    """
+def _bands(S: int, T: int, scoring: Scoring, bias: Tensor | None) -> list[tuple[int, int, int]]:
+    """Cut queries into ``(first, end, keys)``; one band, if a bias is the mask or dropout draws for all weights."""
     if not scoring.causal or scoring.dropout or bias is not None:
         return [(0, S, T)]
     size = max(BAND, -(-S // BANDS))
@@ -109,40 +101,23 @@ def _bands(S: int, T: int, scoring: Scoring, bias: torch.Tensor | None) -> list[
     return [(start, end, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _band(
-    query: torch.Tensor,
-    query_segments: torch.Tensor,
-    sinks: torch.Tensor,
-    bias: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor,
-    start: int,
-    scoring: Scoring,
-    random_key: torch.Tensor | None,
-) -> torch.Tensor:
-    """The output ``BSHE`` of queries that begin at position ``start``."""
-    B, H, S, D = query.shape
-    K, E, C = key.shape[1], value.shape[-1], min(BLOCK, S)
+def _band(queries: Parts, constants: Parts, start: int, text: str) -> Tensor:
+    """The output ``BSHE`` of queries that begin at position ``start``; with them are their segments, sinks and bias."""
+    query, query_segments, sinks, *bias = queries
+    (B, H, S, D), K, C = query.shape, constants[0].shape[1], min(BLOCK, query.shape[2])
     N = -(-S // C)
     rest = N * C - S  # padding of the last block
-    out_NBKGCE = _attention(
-        pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5),
-        key,
-        value,
-        _blocks(sinks, K, N, C),
-        segments,
-        torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C),
-        pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1),
-        random_key,
-        None if bias is None else _blocks(bias, K, N, C),
-        as_text(scoring),
-    )
-    return out_NBKGCE.permute(1, 0, 4, 2, 3, 5).reshape(B, N * C, H, E)[:, :S]
+    query_NBKGCD = pad(query, (0, 0, 0, rest)).reshape(B, K, H // K, N, C, D).permute(3, 0, 1, 2, 4, 5)
+    sinks = _blocks(sinks, K, N, C)
+    positions_NC = torch.arange(start, start + N * C, dtype=torch.int32, device=query.device).view(N, C)
+    segments_NBC = pad(query_segments, (0, rest)).view(B, N, C).transpose(0, 1)
+    blocks = [query_NBKGCD, positions_NC, segments_NBC, sinks, *(_blocks(t, K, N, C) for t in bias)]
+    out_BNCKGE = _attention([*constants, *blocks], text).permute(1, 0, 4, 2, 3, 5)
+    return out_BNCKGE.reshape(B, N * C, H, constants[1].shape[-1])[:, :S]
 
 
-def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
-    """Lay out a tensor beside the scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``; C is 1 where S is 1."""
+def _blocks(x: Tensor, K: int, N: int, C: int) -> Tensor:
+    """Lay out a tensor like the scores, ``[B or 1, H or 1, S or 1, T or 1]``, as ``Nbk…gC``; C is 1 where S is 1."""
     b, heads, length, width = x.shape
     split = (b, *((1, 1) if heads == 1 else (K, heads // K)))
     if length == 1:
@@ -152,66 +127,48 @@ def _blocks(x: torch.Tensor, K: int, N: int, C: int) -> torch.Tensor:
     return x.permute(3, 0, 1, 5, 2, 4)
 
 
-# The ops' signatures are torch.library schemas: tensors one by one, all else as text.
-# Reshaping stays outside the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, where a slice of a slice,
-# or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
-@torch.library.custom_op("shardwright::attention", mutates_args=())
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    segments: torch.Tensor,
-    positions: torch.Tensor,
-    query_segments: torch.Tensor,
-    random_key: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scoring_text: str,
-) -> torch.Tensor:
-    """Map query ``NBKGCD``, key ``BKTD``, value ``BKTE`` and bias ``NbkTgC`` to ``NBKGCE``.
-
-    Sinks are ``Nbk1gC``, segments ``BT``, positions ``NC``, query segments ``NBC``.
-    """
-    scoring: Scoring = from_text(scoring_text)
-
-    def body(
-        constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
-        kept = _kept(constants, x, weights_BKTGC, scoring)
-        out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
-        return [], [_queries_first(out_BKEGC / total_BK1GC).to(query.dtype)]
-
-    constants = [key, value, segments, *_given(random_key)]
-    return _loop(body, constants, [], [query, positions, query_segments, sinks, *_given(bias)])[1][0]
+def _split(tensors: Sequence[Any], text: str) -> tuple[Scoring, bool, list[Any], list[Any]]:
+    """The scoring, whether a bias gets a gradient, the tensors that all blocks share, and those with one entry each."""
+    scoring, with_bias = from_text(text)
+    # Shared are key BKTD, value BKTE, segments BT, and with dropout the random key; of each block query NBKGCD,
+    # positions NC, query segments NBC, sinks Nbk1gC, and perhaps a bias NbkTgC.
+    shared = 4 if scoring.dropout else 3
+    return scoring, with_bias, list(tensors[:shared]), list(tensors[shared:])
 
 
-@_attention.register_fake
-def _(query, key, value, sinks, segments, positions, query_segments, random_key, bias, scoring_text):
+def _attention_like(tensors: Parts, text: str) -> Tensor:
+    _, _, (_, value, *_), (query, *_) = _split(tensors, text)
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-@torch.library.custom_op("shardwright::attention_backward", mutates_args=())
-def _attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
-    segments: torch.Tensor,
-    positions: torch.Tensor,
-    query_segments: torch.Tensor,
-    random_key: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scoring_text: str,
-    with_bias: bool,
-) -> list[torch.Tensor]:
-    """Map grad_out ``NBKGCE`` and the forward's inputs to the gradients of query, key, value, sinks and bias."""
-    scoring: Scoring = from_text(scoring_text)
+# Reshaping stays outside the two ops: torch_xla 2.9 doesn't functionalize inside a custom op, where a slice of a slice,
+# or of a permuted tensor, reads the wrong elements. Inside, take no view of a view, and none of a permuted tensor.
+@operation("attention", _attention_like)
+def _attention(tensors: Parts, text: str) -> Tensor:
+    scoring, _, constants, xs = _split(tensors, text)
 
-    def body(
-        constants: Sequence[torch.Tensor], carry: Sequence[torch.Tensor], x: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def body(constants: Parts, carry: Parts, x: Parts) -> Turn:
+        weights_BKTGC, sink_BK1GC, _ = _weights(constants, x, scoring)
+        kept = _kept(constants, x, weights_BKTGC, scoring)
+        out_BKEGC, total_BK1GC = _product(weights_BKTGC, sink_BK1GC, constants[1], kept)
+        return [], [_queries_first(out_BKEGC / total_BK1GC).to(xs[0].dtype)]
+
+    return _loop(body, constants, [], xs)[1][0]
+
+
+def _backward_like(tensors: Parts, text: str) -> list[Tensor]:
+    _, with_bias, (key, value, *_), (query, _, _, sinks, *bias) = _split(tensors[1:], text)
+    # not empty_like: the gradients are dense whatever the inputs' strides
+    return [t.new_empty(t.shape) for t in (query, key, value, sinks, *(bias if with_bias else []))]
+
+
+@operation("attention_backward", _backward_like)
+def _attention_backward(tensors: Parts, text: str) -> list[Tensor]:
+    """Map grad_out ``NBKGCE`` and the forward's tensors to the gradients of query, key, value, sinks and bias."""
+    grad_out = tensors[0]
+    scoring, with_bias, constants, xs = _split(tensors[1:], text)
+
+    def body(constants: Parts, carry: Parts, x: Parts) -> Turn:
         key_BKTD, value_BKTE, *_ = constants
         grad_key, grad_value = carry
         *x, grad_blocks = x
@@ -231,49 +188,34 @@ def _attention_backward(
             grad_scores = grad_scores * slope
         grad_key = grad_key + torch.einsum("bktgc,bkgcd->bktd", grad_scores, query_BKGCD)
         grad_query = apart(torch.einsum("bktd,bktgc->bkdgc", key_BKTD.float(), grad_scores))
-        ys = [_queries_first(grad_query).to(query.dtype), _summed(-sink * mean_BK1GC, x[3])]
+        ys = [_queries_first(grad_query).to(xs[0].dtype), _summed(-sink * mean_BK1GC, x[3])]
         if with_bias:
             ys.append(_summed(grad_biased, x[4]))
         return [grad_key, grad_value], ys
 
-    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in (key, value)]
-    xs = [query, positions, query_segments, sinks, *_given(bias), grad_out]
-    constants = [key, value, segments, *_given(random_key)]
-    (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, xs)
-    return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), *others]
+    zeros = [torch.zeros_like(t, dtype=torch.float32) for t in constants[:2]]
+    (grad_key, grad_value), (grad_query, *others) = _loop(body, constants, zeros, [*xs, grad_out])
+    return [grad_query, grad_key.to(constants[0].dtype), grad_value.to(constants[1].dtype), *others]
 
 
-@_attention_backward.register_fake
-def _(
-    grad_out, query, key, value, sinks, segments, positions, query_segments, random_key, bias, scoring_text, with_bias
-):
-    # not empty_like: the gradients are dense whatever the inputs' strides
-    return [t.new_empty(t.shape) for t in (query, key, value, sinks, *([bias] if with_bias else []))]
+def _gradients(grad_out: Tensor, tensors: Parts, text: str) -> list[Tensor | None]:
+    grad_query, grad_key, grad_value, grad_sinks, *grad_bias = _attention_backward([grad_out, *tensors], text)
+    _, _, constants, xs = _split(tensors, text)
+    more = [*grad_bias, None][: len(xs) - 4]
+    return [grad_key, grad_value, *[None] * (len(constants) - 2), grad_query, None, None, grad_sinks, *more]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.scoring_text = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    with_bias = ctx.needs_input_grad[8]
-    grads = _attention_backward(grad_out, *ctx.saved_tensors, ctx.scoring_text, with_bias)
-    return (*grads[:4], None, None, None, None, grads[4] if with_bias else None, None)
-
-
-_attention.register_autograd(_differentiate, setup_context=_save_inputs)
-
-
-@register_flop_formula(torch.ops.shardwright.attention)
-def _flops(query_NBKGCD: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+def _flops(shapes: list[Sequence[int]], text: str) -> int:
     """Every query's products with all keys and values: a block also computes what its mask hides."""
+    _, _, (key, value, *_), (query_NBKGCD, *_) = _split(shapes, text)
     return 2 * math.prod(query_NBKGCD[:-1]) * key[2] * (key[3] + value[3])
 
 
-def _weights(
-    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+differentiate(_attention, _gradients)
+count_flops("attention", _flops)
+
+
+def _weights(constants: Parts, x: Parts, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor | None]:
     """One block's undivided weights ``BKTGC``, those of its sinks ``BK1GC``, and the soft cap's slope at each score."""
     key_BKTD, _, segments_BT = constants[:3]
     query_BKGCD, positions_C, segments_BC, sinks_bk1gC, *bias = x
@@ -295,21 +237,19 @@ def _weights(
 
 
 def _product(
-    weights_BKTGC: torch.Tensor, sink_BK1GC: torch.Tensor, value_BKTE: torch.Tensor, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weights_BKTGC: Tensor, sink_BK1GC: Tensor, value_BKTE: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The weights' product with the values, ``BKEGC``, not yet divided by their total, and that total, ``BK1GC``."""
     out = apart(torch.einsum("bkte,bktgc->bkegc", value_BKTE.float(), _times(weights_BKTGC, kept)))
     # in a row that sees something the largest weight is 1: the clamp changes no such row
     return out, (weights_BKTGC.sum(2, keepdim=True) + sink_BK1GC).clamp(min=1.0)
 
 
-def _queries_first(x_BKEGC: torch.Tensor) -> torch.Tensor:
+def _queries_first(x_BKEGC: Tensor) -> Tensor:
     return x_BKEGC.permute(0, 1, 3, 4, 2)
 
 
-def _kept(
-    constants: Sequence[torch.Tensor], x: Sequence[torch.Tensor], weights_BKTGC: torch.Tensor, scoring: Scoring
-) -> torch.Tensor | None:
+def _kept(constants: Parts, x: Parts, weights_BKTGC: Tensor, scoring: Scoring) -> Tensor | None:
     """Dropout's factors for a block's weights, ``BKTGC``; None without dropout."""
     if not scoring.dropout:
         return None
@@ -317,13 +257,11 @@ def _kept(
     return keep_factors(constants[3], (B, K, G, C, T), scoring.site, scoring.dropout, rows=x[1]).permute(0, 1, 4, 2, 3)
 
 
-def _times(weights: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def _times(weights: Tensor, kept: Tensor | None) -> Tensor:
     return weights if kept is None else weights * kept
 
 
-def _seen(
-    positions_C: torch.Tensor, segments_BC: torch.Tensor, segments_BT: torch.Tensor, scoring: Scoring
-) -> torch.Tensor:
+def _seen(positions_C: Tensor, segments_BC: Tensor, segments_BT: Tensor, scoring: Scoring) -> Tensor:
     """Whether a query sees a key, ``[B, 1, T, 1, C]``: of its segment, not padding, not later, in window and chunk."""
     segments_B1C = segments_BC.unsqueeze(1)
     same_BTC = (segments_B1C == segments_BT.unsqueeze(2)) & (segments_B1C != 0)
@@ -339,27 +277,14 @@ def _seen(
     return (near_TC & same_BTC)[:, None, :, None]
 
 
-def _given(tensor: torch.Tensor | None) -> list[torch.Tensor]:
-    return [] if tensor is None else [tensor]
-
-
-def _summed(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _summed(grad: Tensor, like: Tensor) -> Tensor:
     """Sum ``grad`` over the dimensions along which ``like`` was repeated, in its dtype."""
     repeated = [i for i in range(grad.dim()) if like.shape[i] < grad.shape[i]]
     return (grad.sum(repeated, keepdim=True) if repeated else grad).to(like.dtype)
 
 
-def _loop(
-    body: Callable[..., tuple[list[torch.Tensor], list[torch.Tensor]]],
-    constants: Sequence[torch.Tensor],
-    carry: list[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked.
-
-    On XLA this is a While, whose body may use only its arguments: a tensor from outside would be computed again inside,
-    with everything that led to it. So the constants are part of the carry.
-    """
+def _loop(body: Callable[..., Turn], constants: Parts, carry: list[Tensor], xs: Parts) -> Turn:
+    """Fold ``body(constants, carry, x) -> (carry, y)`` over dimension 0 of ``xs``; each tensor of ``y`` is stacked."""
     count, fixed = xs[0].shape[0], len(constants)
     if count == 1 or xs[0].device.type != "xla":
         ys = []
@@ -368,7 +293,9 @@ def _loop(
             ys.append(y)
         return carry, [torch.stack(y) for y in zip(*ys, strict=True)]
 
-    def step(state: list[torch.Tensor], x: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    # A While's body may use only its arguments, so the constants are part of the carry: a tensor from outside would be
+    # computed again inside, with everything that led to it.
+    def step(state: list[Tensor], x: list[Tensor]) -> Turn:
         carry, y = body(state[:fixed], state[fixed:], x)
         return [*state[:fixed], *carry], y
 

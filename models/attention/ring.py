@@ -1,47 +1,40 @@
 """Causal ring attention: a row's tokens are split over devices, and keys and values pass from each device to the next.
 
 Tokens lie in the order of :mod:`shardwright.models.attention.pieces`, two pieces a device. Of the arriving keys every
-device sees two of four pairs of pieces, whole; the pairs that the mask empties are not computed. Keys and values are
-sent on while they are used. In the backward their gradients follow them, one device behind (Liu, Zaharia and Abbeel,
-"Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et al.,
-"Striped Attention", 2023, and the zigzag order in use since). Only the inputs, the output and each row's logsumexp are
-saved: memory is linear in a device's tokens.
+device sees two of four pairs of pieces, whole; the pairs that the mask empties are not computed. Results for several
+pieces of keys are merged by their logsumexp; given that of all keys, each pair's gradients are independent. Keys and
+values are sent on while they are used, and in the backward their gradients follow them, one device behind (Liu, Zaharia
+and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; the balanced order: Brandon et
+al., "Striped Attention", 2023, and the zigzag order in use since). Only the inputs, the output and each row's logsumexp
+are saved.
 
-Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), D head
-dimension of query and key, E that of value.
+Shape suffixes: B batch, H query heads, K key and value heads, S sequence (on a device: its two pieces), P tokens of a
+piece, D head dimension of query and key, E that of value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch import Tensor
 
-from shardwright.models.attention import piece_pairs, pieces
-from shardwright.models.attention.piece_pairs import PiecePair, without_chunk
-from shardwright.models.attention.splash import KernelSettings, causal_flops, present
-from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.models.ops.jax_call import jax_call
-
-# isort: split
-import jax
-import jax.numpy as jnp
+from shardwright.models.attention import pieces, splash, splash_masks
+from shardwright.models.attention.splash import KernelSettings
+from shardwright.models.ops.arguments_as_text import as_text
+from shardwright.models.ops.jax_call import Array, jax, jnp
 
 
 def attend(
-    query_BHSD: torch.Tensor,
-    key_BKSD: torch.Tensor,
-    value_BKSE: torch.Tensor,
-    segments_BS: torch.Tensor | None,
-    sinks_H: torch.Tensor | None,
-    settings: KernelSettings,
-) -> torch.Tensor:
-    """Return attention ``[B, H, S, E]`` of tokens in pieces' order, differentiable in query, key, value and sinks.
+    tensors: Sequence[Tensor], segments_BS: Tensor | None, sinks_H: Tensor | None, settings: KernelSettings
+) -> Tensor:
+    """Return attention ``[B, H, S, E]`` of query, key and value in pieces' order, differentiable in these and sinks.
 
     Segment 0 is padding: rows of zeros, with zero gradients. Twice the layout's `sequence_shards` divides S.
     """
+    query_BHSD, key_BKSD, value_BKSE = tensors
     layout, chunk = settings.layout, settings.scoring.chunk
     B, H, S, _ = query_BHSD.shape
     key_BKSD, value_BKSE = layout.shared_heads(H, key_BKSD, value_BKSE)
@@ -52,96 +45,65 @@ def attend(
         within = torch.arange(length, dtype=torch.int32, device=starts.device)
         chunks = ((starts.unsqueeze(1) + within) // chunk).flatten().expand(B, S)
         segments = chunks if segments is None else segments * (-(-S // chunk)) + chunks
-    out_BHSE, _ = _ring(query_BHSD, key_BKSD, value_BKSE, starts, segments, sinks_H, as_text(without_chunk(settings)))
-    if segments_BS is None:
-        return out_BHSE
-    # as in splash.attend: the ring treats padding as a segment, and a comparison can't be used here
-    present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
-    return out_BHSE * present_BS[:, None, :, None]
+        settings = replace(settings, scoring=replace(settings.scoring, chunk=None))
+    named = {"s": starts, "bs": segments, "h": sinks_H}
+    more = {word: t for word, t in named.items() if t is not None}
+    inputs = [query_BHSD, key_BKSD, value_BKSE, *more.values()]
+    out_BHSE, _ = _ring(inputs, as_text((settings, " ".join(more))))
+    return splash.without_padding(out_BHSE, segments_BS)
 
 
-@torch.library.custom_op("shardwright::ring", mutates_args=())
-def _ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
-    settings: KernelSettings = from_text(settings_text)
-    extra, letters = present(segments, sinks, "bs")
-    manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs s {letters}", "bhs bhs")
-    tensors = (query, key, value, starts, *extra)
-    out, logsumexp = jax_call(_forward, *tensors, manual=manual, extra=letters, settings=settings)
-    return out, logsumexp
+# 0 or 1: a device's first or second piece
+Which = Array | int
+# the logsumexp of no scores; finite, because infinity less infinity is NaN
+_NOTHING = -1e30
 
 
-@_ring.register_fake
-def _(query, key, value, starts, segments, sinks, settings_text):
-    rows = query.shape[:-1]
-    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
+@dataclass(frozen=True)
+class _PiecePair:
+    """A piece of queries and one of keys."""
+
+    query: Array  # [B, H, P, D]
+    key: Array  # [B, K, P, D]
+    value: Array  # [B, K, P, E]
+    segments: tuple[Array, Array] | None  # the queries' and the keys', int32 [B, P] each; None: there is one
+    # 0-d int32: how many tokens the first query comes after the first key, all queries after all keys; None: both are
+    # the same piece
+    distance: Array | None
 
 
-# the signature is a torch.library schema: tensors one by one
-@torch.library.custom_op("shardwright::ring_backward", mutates_args=())
-def _ring_backward(
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, and each device's part of the sinks' gradient, ``[B, H, n]``."""
-    settings: KernelSettings = from_text(settings_text)
-    extra, letters = present(segments, sinks, "bs")
-    manual = settings.layout.manual(query.shape[1], f"bhs bhs bhs bhs bhs bhs s {letters}", "bhs bhs bhs bhs")
-    tensors = (grad_out, out, logsumexp, query, key, value, starts, *extra)
-    grads = jax_call(_backward, *tensors, manual=manual, extra=letters, settings=settings)
-    grad_query, grad_key, grad_value, grad_sinks = grads
-    return grad_query, grad_key, grad_value, grad_sinks
+def _pair_forward(pair: _PiecePair, settings: KernelSettings) -> tuple[Array, Array]:
+    """Return the output [B, H, P, E] and each query's logsumexp [B, H, P], in float32."""
+    mask, segments = _masked(pair, settings)
+    out, logsumexp = splash.forward((pair.query, pair.key, pair.value), segments, None, mask, settings)
+    logsumexp = jnp.maximum(logsumexp, _NOTHING)
+    return jnp.where(logsumexp[..., None] > _NOTHING, out.astype(jnp.float32), 0), logsumexp
 
 
-@_ring_backward.register_fake
-def _(grad_out, out, logsumexp, query, key, value, starts, segments, sinks, settings_text):
-    grads = (t.new_empty(t.shape) for t in (query, key, value))
-    return *grads, logsumexp.new_empty(*logsumexp.shape[:2], from_text(settings_text).layout.sequence_shards)
+def _pair_backward(
+    pair: _PiecePair, rows: tuple[Array, Array], grad_out: Array, settings: KernelSettings
+) -> tuple[Array, ...]:
+    """Return the float32 gradients of query, key and value; ``rows`` as in :func:`splash.backward`."""
+    mask, segments = _masked(pair, settings)
+    grads = splash.backward((pair.query, pair.key, pair.value), rows, grad_out, segments, mask, settings)
+    return tuple(grad.astype(jnp.float32) for grad in grads)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.settings_text = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
-    sinks = ctx.saved_tensors[-1]
-    *grads, grad_sinks = _ring_backward(grad_out, *ctx.saved_tensors, ctx.settings_text)
-    return *grads, None, None, None if sinks is None else grad_sinks.sum((0, 2)).to(sinks.dtype), None
-
-
-_ring.register_autograd(_differentiate, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.shardwright.ring)
-def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *others: Any, **_: Any) -> int:
-    return causal_flops(query, value, from_text(others[-1]).scoring)
+def _masked(pair: _PiecePair, settings: KernelSettings) -> tuple[splash_masks.Mask, splash.SegmentIds | None]:
+    sizes, scoring = splash.sizes_of(pair.query), settings.scoring
+    segments = None if pair.segments is None else splash.segment_ids(*pair.segments, sizes)
+    if pair.distance is None:
+        return splash_masks.causal(sizes, scoring), segments
+    return splash_masks.earlier_keys(sizes, scoring, pair.query.shape[2], pair.distance), segments
 
 
 class _Keys(NamedTuple):
     """The tensors that go round: two pieces of keys, their values, first positions [2] and segments."""
 
-    key: jax.Array
-    value: jax.Array
-    starts: jax.Array
-    segments: jax.Array | None
+    key: Array
+    value: Array
+    starts: Array
+    segments: Array | None
 
     def sent_on(self, settings: KernelSettings) -> _Keys:
         segments = None if self.segments is None else _next(self.segments, settings)
@@ -149,8 +111,7 @@ class _Keys(NamedTuple):
         return _Keys(key, value, starts, segments)
 
 
-def _next(x: jax.Array, settings: KernelSettings) -> jax.Array:
-    """Receive ``x`` from the previous device of the ring."""
+def _next(x: Array, settings: KernelSettings) -> Array:
     axis, count = settings.layout.sequence_axis, settings.layout.sequence_shards
     return jax.lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
 
@@ -158,71 +119,62 @@ def _next(x: jax.Array, settings: KernelSettings) -> jax.Array:
 class _Rows(NamedTuple):
     """The tensors that stay: queries ``BHSD``, the pieces' first positions [2], segments ``BS``."""
 
-    query: jax.Array
-    starts: jax.Array
-    segments: jax.Array | None
+    query: Array
+    starts: Array
+    segments: Array | None
 
-    def own(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, PiecePair]]:
+    def own(self, keys: _Keys) -> list[tuple[Which, Which, _PiecePair]]:
         """The pairs with the device's own keys, as (piece of queries, piece of keys, pair)."""
         later = self.starts[1] - self.starts[0]
         return [self._pair(keys, 0, 0, None), self._pair(keys, 1, 1, None), self._pair(keys, 1, 0, later)]
 
-    def others(self, keys: _Keys) -> list[tuple[jax.Array | int, jax.Array | int, PiecePair]]:
+    def others(self, keys: _Keys) -> list[tuple[Which, Which, _PiecePair]]:
         """The pairs with another device's keys: the first piece of an earlier device, both pieces of a later one."""
         behind = (keys.starts[0] > self.starts[0]).astype(jnp.int32)
         distance = self.starts[behind] - keys.starts[behind]
-        return [
-            self._pair(keys, 1, 0, self.starts[1] - keys.starts[0]),
-            self._pair(keys, behind, behind, distance),
-        ]
+        return [self._pair(keys, 1, 0, self.starts[1] - keys.starts[0]), self._pair(keys, behind, behind, distance)]
 
     def _pair(
-        self, keys: _Keys, of_queries: jax.Array | int, of_keys: jax.Array | int, distance: jax.Array | None
-    ) -> tuple[jax.Array | int, jax.Array | int, PiecePair]:
+        self, keys: _Keys, of_queries: Which, of_keys: Which, distance: Array | None
+    ) -> tuple[Which, Which, _PiecePair]:
         segments = None
         if self.segments is not None and keys.segments is not None:
             segments = _piece(self.segments, of_queries, 1), _piece(keys.segments, of_keys, 1)
         key, value = (_piece(x, of_keys) for x in (keys.key, keys.value))
-        return of_queries, of_keys, PiecePair(_piece(self.query, of_queries), key, value, segments, distance)
+        return of_queries, of_keys, _PiecePair(_piece(self.query, of_queries), key, value, segments, distance)
 
 
-def _piece(x: jax.Array, which: jax.Array | int, dim: int = 2) -> jax.Array:
+def _piece(x: Array, which: Which, dim: int = 2) -> Array:
     length = x.shape[dim] // 2
     return jax.lax.dynamic_slice_in_dim(x, which * length, length, dim)
 
 
-def _with(x: jax.Array, which: jax.Array | int, piece: jax.Array) -> jax.Array:
+def _with(x: Array, which: Which, piece: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, piece, which * piece.shape[2], 2)
 
 
-def _forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    starts: jax.Array,
-    *optional: jax.Array,
-    extra: str,
-    settings: KernelSettings,
-) -> tuple[jax.Array, jax.Array]:
-    named = dict(zip(extra.split(), optional, strict=True))
-    segments, sinks = named.get("bs"), named.get("h")
-    rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
+def _arguments(query: Array, key: Array, value: Array, *more: Array, extra: str) -> tuple[_Rows, _Keys, Array | None]:
+    named = dict(zip(extra.split(), more, strict=True))
+    starts, segments = named["s"], named.get("bs")
+    return _Rows(query, starts, segments), _Keys(key, value, starts, segments), named.get("h")
+
+
+def _forward(*tensors: Array, extra: str, settings: KernelSettings) -> tuple[Array, Array]:
+    rows, keys, sinks = _arguments(*tensors, extra=extra)
     *same, later = rows.own(keys)
-    parts = [piece_pairs.forward(pair, settings) for _, _, pair in same]
+    parts = [_pair_forward(pair, settings) for _, _, pair in same]
     out, logsumexp = (jnp.concatenate(halves, 2) for halves in zip(*parts, strict=True))
 
-    def merged(
-        found: tuple[jax.Array, jax.Array], which: jax.Array | int, pair: PiecePair
-    ) -> tuple[jax.Array, jax.Array]:
+    def merged(found: tuple[Array, Array], which: Which, pair: _PiecePair) -> tuple[Array, Array]:
         old_out, old = (_piece(x, which) for x in found)
-        new_out, new = piece_pairs.forward(pair, settings)
+        new_out, new = _pair_forward(pair, settings)
         total = jnp.logaddexp(old, new)
         joined = old_out * jnp.exp(old - total)[..., None] + new_out * jnp.exp(new - total)[..., None]
         return _with(found[0], which, joined), _with(found[1], which, total)
 
     found = merged((out, logsumexp), later[0], later[2])
 
-    def turn(carry: tuple[_Keys, tuple[jax.Array, jax.Array]], _: None) -> tuple[Any, None]:
+    def turn(carry: tuple[_Keys, tuple[Array, Array]], _: None) -> tuple[Any, None]:
         keys, found = carry
         for which, _of_keys, pair in rows.others(keys):
             found = merged(found, which, pair)
@@ -233,40 +185,29 @@ def _forward(
     if sinks is not None:
         total = jnp.logaddexp(logsumexp, sinks.astype(jnp.float32)[:, None])
         out, logsumexp = out * jnp.exp(logsumexp - total)[..., None], total
-    return out.astype(query.dtype), logsumexp
+    return out.astype(rows.query.dtype), logsumexp
 
 
 def _backward(
-    grad_out: jax.Array,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    starts: jax.Array,
-    *optional: jax.Array,
-    extra: str,
-    settings: KernelSettings,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    named = dict(zip(extra.split(), optional, strict=True))
-    segments, sinks = named.get("bs"), named.get("h")
-    rows, keys = _Rows(query, starts, segments), _Keys(key, value, starts, segments)
+    grad_out: Array, out: Array, logsumexp: Array, *tensors: Array, extra: str, settings: KernelSettings
+) -> tuple[Array, Array, Array, Array]:
+    rows, keys, sinks = _arguments(*tensors, extra=extra)
     dot = jnp.einsum("bhse,bhse->bhs", out.astype(jnp.float32), grad_out.astype(jnp.float32))
     grad_sinks = jnp.zeros(dot.shape[:2], jnp.float32)
     if sinks is not None:
         grad_sinks = -(jnp.exp(sinks[:, None] - logsumexp) * dot).sum(2)
-    Grads = tuple[jax.Array, jax.Array, jax.Array]
+    Grads = tuple[Array, Array, Array]
 
-    def added(grads: Grads, found: Sequence[tuple[jax.Array | int, jax.Array | int, PiecePair]]) -> Grads:
+    def added(grads: Grads, found: Sequence[tuple[Which, Which, _PiecePair]]) -> Grads:
         grad_query, grad_key, grad_value = grads
         for of_queries, of_keys, pair in found:
             own = _piece(logsumexp, of_queries), _piece(dot, of_queries)
-            more = piece_pairs.backward(pair, own, _piece(grad_out, of_queries), settings)
+            more = _pair_backward(pair, own, _piece(grad_out, of_queries), settings)
             grad_query = _add(grad_query, of_queries, more[0])
             grad_key, grad_value = _add(grad_key, of_keys, more[1]), _add(grad_value, of_keys, more[2])
         return grad_query, grad_key, grad_value
 
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (rows.query, keys.key, keys.value)]
     grads = added((zeros[0], zeros[1], zeros[2]), rows.own(keys))
 
     def turn(carry: tuple[_Keys, Grads], _: None) -> tuple[Any, None]:
@@ -279,9 +220,12 @@ def _backward(
     turns = settings.layout.sequence_shards - 1
     (_, (grad_query, *others)), _ = jax.lax.scan(turn, (keys.sent_on(settings), grads), None, length=turns)
     grad_key, grad_value = (_next(x, settings) for x in others)  # back to the keys' own device
-    grad_key, grad_value = grad_key.astype(key.dtype), grad_value.astype(value.dtype)
-    return grad_query.astype(query.dtype), grad_key, grad_value, grad_sinks[..., None]
+    grad_key, grad_value = grad_key.astype(keys.key.dtype), grad_value.astype(keys.value.dtype)
+    return grad_query.astype(rows.query.dtype), grad_key, grad_value, grad_sinks[..., None]
 
 
-def _add(x: jax.Array, which: jax.Array | int, piece: jax.Array) -> jax.Array:
+def _add(x: Array, which: Which, piece: Array) -> Array:
     return _with(x, which, _piece(x, which) + piece)
+
+
+_ring = splash.attention_kernel("ring", _forward, _backward, "bhs")

@@ -1,4 +1,4 @@
-"""Causal attention in blocks, jax's "splash attention", as two operations of the torch graph.
+"""Causal attention in blocks, jax's "splash attention", as an operation of the torch graph.
 
 Blocks of queries meet blocks of keys, and pairs that the mask empties are skipped. On a TPU scores exist only in VMEM,
 so HBM holds nothing of [sequence, sequence]. Query heads of a group share their key head without copies. The device's
@@ -10,12 +10,12 @@ of value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch import Tensor
 
 from shardwright.models.attention.kernel_layout import KernelLayout
 from shardwright.models.attention.portable import Scoring
@@ -24,12 +24,10 @@ from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.device_kernels import kernels
 
 # configures jax: it must come before jax itself
-from shardwright.models.ops.jax_call import jax_call
+from shardwright.models.ops.jax_call import Array, jax, jax_call, jnp
+from shardwright.models.ops.operation import count_flops, differentiate, operation
 
 # isort: split
-import jax
-import jax.numpy as jnp
-
 # semi-private: splash_attention_kernel.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
@@ -39,6 +37,8 @@ BLOCK = 1024
 COMPUTE = 512
 # lanes of a TPU's vector registers; every block is a multiple of them
 LANES = 128
+
+QueryKeyValue = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True)
@@ -50,103 +50,72 @@ class KernelSettings:
 
 
 def attend(
-    query_BHSD: torch.Tensor,
-    key_BKSD: torch.Tensor,
-    value_BKSE: torch.Tensor,
-    segments_BS: torch.Tensor | None,
-    sinks_H: torch.Tensor | None,
-    settings: KernelSettings,
-) -> torch.Tensor:
-    """Return attention ``[B, H, S, E]`` at any length, differentiable in query, key, value and sinks.
+    tensors: Sequence[Tensor], segments_BS: Tensor | None, sinks_H: Tensor | None, settings: KernelSettings
+) -> Tensor:
+    """Return attention ``[B, H, S, E]`` of query, key and value at any length, differentiable in these and sinks.
 
     The query is multiplied by the scale in its own dtype. In bfloat16 this rounds once more than scaling the scores
     would, unless the scale is a power of two. Segment 0 is padding: rows of zeros, with zero gradients.
     """
+    query_BHSD, key_BKSD, value_BKSE = tensors
     key_BKSD, value_BKSE = settings.layout.shared_heads(query_BHSD.shape[1], key_BKSD, value_BKSE)
     if segments_BS is not None:
         segments_BS = segments_BS.to(torch.int32)
-    out_BHSE, _ = _splash(query_BHSD, key_BKSD, value_BKSE, segments_BS, sinks_H, as_text(settings))
+    more = {word: t for word, t in (("b", segments_BS), ("h", sinks_H)) if t is not None}
+    out_BHSE, _ = _splash([query_BHSD, key_BKSD, value_BKSE, *more.values()], as_text((settings, " ".join(more))))
+    return without_padding(out_BHSE, segments_BS)
+
+
+def without_padding(out_BHSE: Tensor, segments_BS: Tensor | None) -> Tensor:
+    """Set the output of padding to zeros. Kernels treat it as a segment, so that none of their sums is empty."""
     if segments_BS is None:
         return out_BHSE
-    # the kernel treats padding as a segment, so that none of its sums is empty
-    # (no comparison here: torch_xla's scan cannot differentiate a function with bools)
+    # no comparison: torch_xla's scan cannot differentiate a function with bools
     present_BS = segments_BS.abs().clamp(max=1).to(out_BHSE.dtype)
     return out_BHSE * present_BS[:, None, :, None]
 
 
-@torch.library.custom_op("shardwright::splash", mutates_args=())
-def _splash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[B, H, S, E]``, and each row's logsumexp ``[B, H, S]`` for the backward."""
-    settings: KernelSettings = from_text(settings_text)
-    extra, letters = present(segments, sinks)
-    manual = settings.layout.manual(query.shape[1], f"bh bh bh {letters}", "bh bh")
-    tensors = (query, key, value, *extra)
-    out, logsumexp = jax_call(_forward, *tensors, manual=manual, settings=settings, extra=letters)
-    return out, logsumexp
+def attention_kernel(name: str, forward: Callable[..., Any], backward: Callable[..., Any], word: str) -> Any:
+    """Make a kernel of two JAX functions on a device's shards, differentiable in query, key, value and sinks.
 
+    It maps query, key, value and more tensors, and the text of :class:`KernelSettings` and of the words of the more
+    ones (:meth:`KernelLayout.manual`; ``word`` is that of the others), to ``[B, H, S, E]`` and each row's logsumexp
+    ``[B, H, S]``. ``backward`` maps the gradient of the first, both, and the kernel's tensors to the gradients of
+    query, key and value, and each device's part of that of the sinks, ``[B, H, …]``.
+    """
 
-@_splash.register_fake
-def _(query, key, value, segments, sinks, settings_text):
-    rows = query.shape[:-1]
-    return query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)
+    def run(function: Callable[..., Any], tensors: Sequence[Tensor], text: str, count: int, results: int) -> Any:
+        settings, more = from_text(text)
+        manual = settings.layout.manual(tensors[0].shape[1], f"{word} " * count + more, f"{word} " * results)
+        return jax_call(function, *tensors, manual=manual, settings=settings, extra=more)
 
+    def like(tensors: Sequence[Tensor], _: str) -> list[Tensor]:
+        query, _key, value, *_more = tensors
+        rows = query.shape[:-1]
+        return [query.new_empty(*rows, value.shape[-1]), query.new_empty(rows, dtype=torch.float32)]
 
-# the signature is a torch.library schema: tensors one by one
-@torch.library.custom_op("shardwright::splash_backward", mutates_args=())
-def _splash_backward(
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    settings_text: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, and each sequence's part of the sinks' gradient, ``[B, H]``."""
-    settings: KernelSettings = from_text(settings_text)
-    extra, letters = present(segments, sinks)
-    manual = settings.layout.manual(query.shape[1], f"bh bh bh bh bh bh {letters}", "bh bh bh bh")
-    tensors = (grad_out, out, logsumexp, query, key, value, *extra)
-    grads = jax_call(_backward, *tensors, manual=manual, settings=settings, extra=letters)
-    grad_query, grad_key, grad_value, grad_sinks = grads
-    return grad_query, grad_key, grad_value, grad_sinks
+    @operation(name, like)
+    def kernel(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+        return run(forward, tensors, text, 3, 2)
 
+    def gradients_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+        parts = (from_text(text)[0].layout.sequence_shards,) if "s" in word else ()
+        # not empty_like: the gradients are dense whatever the inputs' strides
+        return [*(t.new_empty(t.shape) for t in tensors[3:6]), tensors[2].new_empty(*tensors[2].shape[:2], *parts)]
 
-@_splash_backward.register_fake
-def _(grad_out, out, logsumexp, query, key, value, *_):
-    # not empty_like: the gradients are dense whatever the inputs' strides
-    return *(t.new_empty(t.shape) for t in (query, key, value)), logsumexp.new_empty(logsumexp.shape[:2])
+    @operation(f"{name}_backward", gradients_like)
+    def backward_kernel(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+        return run(backward, tensors, text, 6, 4)
 
+    def gradients(grads: list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
+        *found, parts = backward_kernel([grads[0], *saved], text)
+        more = dict(zip(from_text(text)[1].split(), saved[5:], strict=True))
+        total = parts.sum([0, *range(2, parts.dim())]).to(more["h"].dtype) if "h" in more else None
+        return [*found, *(total if name == "h" else None for name in more)]
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.settings_text = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:
-    sinks = ctx.saved_tensors[-1]
-    *grads, grad_sinks = _splash_backward(grad_out, *ctx.saved_tensors, ctx.settings_text)
-    return *grads, None, None if sinks is None else grad_sinks.sum(0).to(sinks.dtype), None
-
-
-_splash.register_autograd(_differentiate, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.shardwright.splash)
-def _flops(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], _: Any, __: Any, text: str, **___: Any
-) -> int:
-    return causal_flops(query, value, from_text(text).scoring)
+    differentiate(kernel, gradients, saved=lambda tensors, results: [*results, *tensors])
+    count_flops(name, lambda shapes, text: causal_flops(shapes[0], shapes[2], from_text(text)[0].scoring))
+    return kernel
 
 
 def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -> int:
@@ -156,33 +125,19 @@ def causal_flops(query: Sequence[int], value: Sequence[int], scoring: Scoring) -
     return int(2 * batch * heads * length * seen * (width + value[3]))
 
 
-def present(
-    segments: torch.Tensor | None, sinks: torch.Tensor | None, word: str = "b"
-) -> tuple[list[torch.Tensor], str]:
-    """Return the tensors that are given, and their words for :meth:`KernelLayout.manual`: ``word``, "h" or both."""
-    pairs = [(t, letter) for t, letter in ((segments, word), (sinks, "h")) if t is not None]
-    return [t for t, _ in pairs], " ".join(letter for _, letter in pairs)
-
-
 def _forward(
-    query_BHSD: jax.Array, key: jax.Array, value: jax.Array, *optional: jax.Array, settings: KernelSettings, extra: str
-) -> tuple[jax.Array, jax.Array]:
+    query_BHSD: Array, key: Array, value: Array, *optional: Array, settings: KernelSettings, extra: str
+) -> tuple[Array, Array]:
     sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
     return forward((query_BHSD, key, value), segments, sinks, causal(sizes, settings.scoring), settings)
 
 
 def forward(
-    tensors: tuple[jax.Array, jax.Array, jax.Array],
-    segments: SegmentIds | None,
-    sinks: jax.Array | None,
-    mask: Mask,
-    settings: KernelSettings,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the output for query, key and value of one length, and each row's logsumexp.
-
-    A query that meets no block of keys gets an output of NaN and a logsumexp of -inf.
-    """
+    tensors: QueryKeyValue, segments: SegmentIds | None, sinks: Array | None, mask: Mask, settings: KernelSettings
+) -> tuple[Array, Array]:
+    """Return the output for query, key and value of one length, and each row's logsumexp."""
+    # a query that meets no block of keys gets an output of NaN and a logsumexp of -inf
     length, sizes, scoring = tensors[0].shape[2], mask.sizes, settings.scoring
     query, key, value = (_lengthen(x, sizes) for x in (_scaled(tensors[0], scoring.scale), *tensors[1:]))
     with _precision(query):
@@ -191,9 +146,8 @@ def forward(
 
 
 def _backward(
-    grad_out: jax.Array, out: jax.Array, logsumexp: jax.Array, *inputs: jax.Array, settings: KernelSettings, extra: str
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """``inputs`` are those of :func:`_forward`."""
+    grad_out: Array, out: Array, logsumexp: Array, *inputs: Array, settings: KernelSettings, extra: str
+) -> tuple[Array, Array, Array, Array]:
     query_BHSD, key, value, *optional = inputs
     sizes = sizes_of(query_BHSD)
     segments, sinks = _optional(optional, extra, sizes)
@@ -207,13 +161,13 @@ def _backward(
 
 
 def backward(
-    tensors: tuple[jax.Array, jax.Array, jax.Array],
-    rows: tuple[jax.Array, jax.Array],
-    grad_out: jax.Array,
+    tensors: QueryKeyValue,
+    rows: tuple[Array, Array],
+    grad_out: Array,
     segments: SegmentIds | None,
     mask: Mask,
     settings: KernelSettings,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> QueryKeyValue:
     """Return the gradients of query, key and value.
 
     ``rows`` are each query's logsumexp over all keys that it sees, these or others, and the dot product of its output
@@ -229,7 +183,7 @@ def backward(
     return grad_query[:, :, :length], grad_key[:, :, :length], grad_value[:, :, :length]
 
 
-def sizes_of(query_BHSD: jax.Array) -> BlockSizes:
+def sizes_of(query_BHSD: Array) -> BlockSizes:
     """The sizes with the fewest blocks that hold the sequence, and the least padding for that number."""
     length, width = query_BHSD.shape[2:]
     whole = query_BHSD.dtype.itemsize <= 2 and width <= 128
@@ -239,30 +193,29 @@ def sizes_of(query_BHSD: jax.Array) -> BlockSizes:
     return BlockSizes(count * lanes * LANES, lanes * LANES, compute * LANES)
 
 
-def _scaled(query: jax.Array, scale: float) -> jax.Array:
+def _scaled(query: Array, scale: float) -> Array:
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
-def _lengthen(x: jax.Array, sizes: BlockSizes) -> jax.Array:
+def _lengthen(x: Array, sizes: BlockSizes) -> Array:
     """Append zeros to ``x``, ``[…, S, width]``, along S. Under a causal mask no token sees them."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, sizes.length - x.shape[-2]), (0, 0)])
 
 
-def _optional(
-    optional: Sequence[jax.Array], extra: str, sizes: BlockSizes
-) -> tuple[SegmentIds | None, jax.Array | None]:
-    named = dict(zip(extra.split(), optional, strict=True))
+def _optional(more: Sequence[Array], extra: str, sizes: BlockSizes) -> tuple[SegmentIds | None, Array | None]:
+    named = dict(zip(extra.split(), more, strict=True))
     segments, sinks = named.get("b"), named.get("h")
-    return (
-        None if segments is None else segment_ids(segments, segments, sizes),
-        None if sinks is None else sinks.astype(jnp.float32),
-    )
+    ids = None if segments is None else segment_ids(segments, segments, sizes)
+    return ids, None if sinks is None else sinks.astype(jnp.float32)
 
 
-def segment_ids(queries: jax.Array, keys: jax.Array, sizes: BlockSizes) -> SegmentIds:
+def segment_ids(queries: Array, keys: Array, sizes: BlockSizes) -> SegmentIds:
     return SegmentIds(*(_lengthen(x[..., None], sizes)[..., 0] for x in (queries, keys)))
 
 
-def _precision(query: jax.Array) -> Any:
+def _precision(query: Array) -> Any:
     """Full precision for float32 inputs, which a TPU otherwise multiplies as bfloat16."""
     return jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default")
+
+
+_splash = attention_kernel("splash", _forward, _backward, "bh")

@@ -1,8 +1,8 @@
 """Masks of splash attention's kernel in JAX: lists of blocks that meet, and functions of positions.
 
 jax's public function makes its lists by evaluating the mask block by block: 25 s for each of three kernels at 131,072
-tokens, where :func:`_blocks` takes none. The lists are [blocks, blocks] in scalar memory, so without a window the
-compiler refuses sequences of more than about 500 blocks.
+tokens, where :func:`_blocks` takes none. In scalar memory, [blocks, blocks], they allow about 500 blocks without a
+window.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 from shardwright.models.attention.portable import Scoring
 
 # configures jax: it must come before jax itself
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jnp
 
 # isort: split
-import jax.numpy as jnp
-
 # semi-private: splash_attention_mask_info.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
@@ -31,15 +29,13 @@ class BlockSizes(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The keys that queries see: a function of positions, and the nonempty blocks for each block of queries or keys.
-
-    The function takes a key's index among the keys, and a query's entry in ``positions`` of the lists.
-    """
+    """The keys that queries see: the nonempty blocks for each block of queries or keys, and a function of positions."""
 
     sizes: BlockSizes
     queries: MaskInfo
     keys: MaskInfo
-    function: Callable[[jax.Array, jax.Array], jax.Array] | None
+    # of a query's entry in ``positions`` of the lists, and a key's index among the keys
+    function: Callable[[Array, Array], Array] | None
 
 
 def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
@@ -47,11 +43,8 @@ def causal(sizes: BlockSizes, scoring: Scoring) -> Mask:
     return Mask(sizes, _blocks(sizes, scoring, "queries"), _blocks(sizes, scoring, "keys"), _sees(scoring))
 
 
-def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax.Array) -> Mask:
-    """The mask of ``length`` queries over as many keys that all come before them: a window, if there is one.
-
-    ``distance`` is how many tokens the first query comes after the first key, a 0-d int32.
-    """
+def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: Array) -> Mask:
+    """The mask of ``length`` queries over as many keys, all ``distance`` tokens (0-d int32) before: a window or all."""
     count, window = sizes.length // sizes.block, scoring.window
     own = jnp.arange(count, dtype=jnp.int32)
     keys = jnp.broadcast_to(own, (count, count)).astype(jnp.int8 if count <= 128 else jnp.int16)
@@ -59,7 +52,7 @@ def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax
     if window is not None:
         run = (distance + (own[:, None] - own) * sizes.block - (sizes.block - 1) < window).astype(jnp.int8)
 
-    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+    def sees(query: Array, key: Array) -> Array:
         seen = key < length
         return seen if window is None else seen & (query - key < window)
 
@@ -70,10 +63,7 @@ def earlier_keys(sizes: BlockSizes, scoring: Scoring, length: int, distance: jax
 
 
 def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
-    """List, for each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order.
-
-    All lists have one length. A shorter one is filled up in front with its first block, which is not run there.
-    """
+    """List, for each block of ``rows`` ("queries" or "keys"), the blocks of the other kind that it meets, in order."""
     count = sizes.length // sizes.block
     # no token of a chunk lies further back than the chunk's length
     window = min(filter(None, (scoring.window, scoring.chunk)), default=None)
@@ -82,6 +72,7 @@ def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
     own = jnp.arange(count, dtype=jnp.int32)[:, None]
     first, last = (own - reach, own) if rows == "queries" else (own, own + reach)
     first, last = jnp.maximum(first, 0), jnp.minimum(last, count - 1)
+    # all lists have one length: a shorter one is filled up in front with its first block, which is not run there
     met = last - jnp.arange(reach, -1, -1, dtype=jnp.int32)
     fetched = jnp.maximum(met, first).astype(jnp.int8 if count <= 128 else jnp.int16)
     run = (met >= first).astype(jnp.int8)
@@ -91,8 +82,8 @@ def _blocks(sizes: BlockSizes, scoring: Scoring, rows: str) -> MaskInfo:
     return MaskInfo(fetched[None], None, run[None], None, positions)
 
 
-def _sees(scoring: Scoring) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def sees(query: jax.Array, key: jax.Array) -> jax.Array:
+def _sees(scoring: Scoring) -> Callable[[Array, Array], Array]:
+    def sees(query: Array, key: Array) -> Array:
         seen = query >= key
         if scoring.window is not None:
             seen = seen & (query - key < scoring.window)

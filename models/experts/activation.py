@@ -1,8 +1,7 @@
-"""A model's own activation, which is written in torch, as a JAX function.
+"""A model's own activation, which is written in torch, as a JAX function, so that a kernel computes exactly that.
 
-The activation of an experts module is a few pointwise operations (silu, clamp, a product of two halves), and each
-family has its own. It is traced once, on two rows, into a list of ATen operations, which are replayed with JAX's. So a
-JAX kernel computes the model's own function, and an unknown operation is an error, not a guess.
+It is a few pointwise operations (silu, clamp, a product of two halves), and each family has its own. It is traced once,
+on two rows, into a list of ATen operations, which are replayed with JAX's; an unknown operation is an error.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 # semi-private: torch/utils/_python_dispatch.py, torch 2.9
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwright.models.experts import grouped_matmul
-from shardwright.models.ops.jax_call import jax
-
-jnp = jax.numpy
+from shardwright.models.ops.device_kernels import kernels
+from shardwright.models.ops.jax_call import jax, jnp
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,11 @@ class _Value:
 
 @dataclass(frozen=True)
 class Activation:
-    """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps.
+    """A pointwise function of rows, ``[rows, width] -> [rows, width']``, as a hashable list of steps."""
 
-    Each step is an operation, its positional and its keyword arguments; the last gives the result, of ``width``.
-    """
-
+    # operation, positional and keyword arguments; the last gives the result
     steps: tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
-    width: int
+    width: int  # of the result
 
     def __call__(self, x: Any) -> Any:
         """Apply to a JAX array, in its dtype. (In float32, a TPU would keep the whole array in float32.)"""
@@ -55,7 +51,7 @@ class Activation:
         return values[-1]
 
 
-def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activation:
+def trace(function: Callable[[Tensor], Tensor], width: int) -> Activation:
     """Trace ``function`` of a tensor [rows, ``width``], which must treat all rows alike.
 
     Raises:
@@ -85,39 +81,28 @@ def trace(function: Callable[[torch.Tensor], torch.Tensor], width: int) -> Activ
     return Activation(tuple(steps), result.shape[-1])
 
 
-def _plain(args: Any) -> Any:
-    """Replace lists in ``args`` by tuples, which can be hashed."""
+def _plain(args: Any) -> Any:  # lists have no hash
     return tuple(map(_plain, args)) if isinstance(args, list | tuple) else args
 
 
-def _split(x: Any, size: int, dim: int = 0) -> Any:
-    return _pieces(x, size, dim)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _pieces(x: Any, size: int, dim: int) -> Any:
+def _split(x: Any, size: int, dim: int = 0) -> Any:
     return jnp.split(x, list(range(size, x.shape[dim], size)), axis=dim)
 
 
-def _pieces_forward(x: Any, size: int, dim: int) -> tuple[Any, Any]:
-    return _pieces(x, size, dim), x[:1]
-
-
-def _pieces_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
-    """Write each gradient into its place: a TPU would run a concatenation as an operation of its own.
-
-    Nothing else may read a gradient, or the compiler would materialise it and copy it into its place: so the result is
-    allocated after the input's ``first`` row.
-    """
+def _split_backward(size: int, dim: int, first: Any, gradients: Any) -> tuple[Any]:
+    """Write each gradient into its place: a TPU would run a concatenation as an operation of its own."""
     shape = list(gradients[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in gradients)
-    whole = grouped_matmul.unwritten(tuple(shape), gradients[0].dtype, first)
+    # Nothing else may read a gradient, or the compiler would materialise it and copy it into its place: so the result
+    # is allocated after the input's first row.
+    whole = kernels().unwritten(tuple(shape), gradients[0].dtype, first)
     for number, piece in enumerate(gradients):
         whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, number * size, dim)
     return (whole,)
 
 
-_pieces.defvjp(_pieces_forward, _pieces_backward)
+_split.defvjp(lambda x, size, dim: (_split(x, size, dim), x[:1]), _split_backward)
 
 
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
@@ -126,27 +111,19 @@ def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = Non
     return x[tuple(index)]
 
 
+# ATen's operation → JAX's
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
+    **{name: getattr(operator, name) for name in ("getitem", "mul", "neg", "pow")},
+    **{name: getattr(jnp, name) for name in ("exp", "tanh", "square", "minimum", "maximum")},
+    **{name: getattr(jax.nn, name) for name in ("sigmoid", "silu", "relu")},
     "split": _split,
     "slice": _slice,
     "_to_copy": lambda x: x,
     "add": lambda x, y, alpha=1: x + alpha * y,
     "sub": lambda x, y, alpha=1: x - alpha * y,
-    "mul": operator.mul,
     "div": operator.truediv,
-    "neg": operator.neg,
-    "pow": operator.pow,
-    "exp": jnp.exp,
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "square": jnp.square,
     "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
     "clamp": lambda x, min=None, max=None: jnp.clip(x, min, max),
     "clamp_min": jnp.maximum,
     "clamp_max": jnp.minimum,
-    "minimum": jnp.minimum,
-    "maximum": jnp.maximum,
 }

@@ -2,37 +2,33 @@
 
 Each device sorts its (token, choice) pairs by expert, multiplies the sorted rows by their experts' weights
 (`shardwright.models.experts.grouped_matmul`) and gathers every token's k results. Activations move only by gathers, in
-the backward too.
-
-Communication is explicit (`jax.shard_map`), not left to the partitioner:
+the backward too. Communication is explicit (`jax.shard_map`), not left to the partitioner:
 
 - Weights are gathered from their layout just before use, except over the axes that split the experts. Their gradients
-  are reduce-scattered to that layout.
+  are reduce-scattered to that layout. A frozen weight has no gradient, and no product is made for one.
 - Over the axes that split the experts, tokens cross in rounds (`shardwright.models.experts.exchange`). Each device sums
   its experts' outputs for a token, and sends the sum back. So the largest buffer is a round's, whatever the routing: if
   all tokens want one expert, its device takes longer and holds no more.
 
-The factors of LoRA (`shardwright.models.adapters.lora`) are parameters like the others. A frozen weight has no
-gradient, and no product is made for one.
-
 The forward saves only its inputs, and the backward computes the first projection again. With ``keep`` it saves that
-projection's result, and the tokens received from other devices, which are then not sent again. Shapes are static, so
-there is room for a balanced routing's rows and some more; rows beyond are not kept. The second projection is not
-computed again for the router's gradient: that is the product of an expert's output with the output's gradient, and
-equals the product of the second projection's input with the gradient taken back through it.
+projection's result, and the tokens received from other devices, which are then not sent again: a balanced routing's
+rows and some more, for which there is room. The second projection is not computed again for the router's gradient: that
+is the product of an expert's output with the output's gradient, and equals the product of the second projection's input
+with the gradient taken back through it.
 
 Shape suffixes: T tokens, H hidden width, k experts a token.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch import Tensor
 
 from shardwright.models.adapters.lora import SCALE, A, B
 from shardwright.models.experts import activation, dropless_rows
@@ -40,6 +36,7 @@ from shardwright.models.experts.routing import count
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import rings
 from shardwright.models.ops.jax_call import Axes, Manual, Spec, jax_call
+from shardwright.models.ops.operation import count_flops, differentiate, operation
 
 # the attribute of an experts module that holds its activation, traced
 _ACTIVATION = "_shardwright_activation"
@@ -47,34 +44,21 @@ _ACTIVATION = "_shardwright_activation"
 
 @dataclass(frozen=True)
 class Dropless:
-    """The dropless experts function under one layout. It is called like `shardwright.models.experts.capacity.Capacity`.
+    """The dropless experts function under one layout, called like `shardwright.models.experts.capacity.Capacity`."""
 
-    Args:
-        axes, order: as in :class:`~shardwright.models.ops.jax_call.Manual`; no axes: one device.
-        batch_axes: axes that split the tokens outside. Inside, all axes split them, so no two devices do the same work.
-        expert_axes: axes that split dimension 0 of every parameter. Tokens cross them, and weights don't.
-        weight_specs: parameter's name (``gate_up_proj``) -> its partition spec; replicated if not named.
-        keep: save the first projection's result for the backward, instead of computing it again.
-        keep_all: also save the activation's result, and gathered weights.
-        flops_a_byte: a chip's FLOPs per byte between HBM and VMEM: it decides how large tiles and rounds are. 0:
-            unknown.
-        buffer_bytes: bound on a round's rows of hidden width, and on a block's rows of the first projection's width
-            (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once.
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
-    batch_axes: Axes = ()
-    expert_axes: Axes = ()
-    weight_specs: Mapping[str, Spec] = field(default_factory=dict)
+    axes: tuple[tuple[str, int], ...] = ()  # as in `Manual`, and so is the order; none: one device
+    batch_axes: Axes = ()  # they split tokens outside; inside all axes do, so no two devices do the same work
+    expert_axes: Axes = ()  # they split dimension 0 of every parameter; tokens cross them, and weights don't
+    weight_specs: Mapping[str, Spec] = field(default_factory=dict)  # by parameter's name; replicated if not named
     order: tuple[int, ...] | None = None
+    # bound on a round's rows of hidden width, and on a block's rows of the first projection's width
+    # (`shardwright.models.ops.kernel_cost.buffer_bytes`); a few such buffers exist at once
     buffer_bytes: int = 2**31
-    keep: bool = False
-    keep_all: bool = False
-    flops_a_byte: float = 0.0
+    keep: bool = False  # save the first projection's result for the backward, instead of computing it again
+    keep_all: bool = False  # also save the activation's result, and gathered weights
+    flops_a_byte: float = 0.0  # a chip's, between HBM and VMEM: they decide how large tiles and rounds are; 0: unknown
 
-    def __call__(
-        self, experts: Any, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, experts: Any, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         """Map tokens [T, H] with expert indices and routing weights [T, k] to [T, H], in the tokens' dtype.
 
         Raises:
@@ -87,9 +71,10 @@ class Dropless:
         names = _parameter_names(experts)
         parameters = [getattr(experts, name) for name in names]
         specs = tuple(self._spec(name, p.dim()) for name, p in zip(names, parameters, strict=True))
-        sizes = dict(self.axes)
+        first, second = (p.shape[:0:-1] if experts.is_transposed else p.shape[1:] for p in parameters[:2])
+        sizes, widths = dict(self.axes), (first[0], second[1])
         local = dropless_rows.ExpertShards(
-            activation=_activation(experts, parameters[0].shape[1 if not experts.is_transposed else 2]),
+            activation=_activation(experts, widths[0]),
             names=tuple(names),
             out_first=not experts.is_transposed,
             lora_scale=getattr(experts, SCALE, 0.0),
@@ -98,21 +83,21 @@ class Dropless:
             expert_axes=self.expert_axes,
             expert_shards=math.prod(sizes[axis] for axis in self.expert_axes),
             specs=specs,
+            widths=widths,
             buffer_bytes=self.buffer_bytes,
             flops_a_byte=self.flops_a_byte,
             keep=self.keep,
             keep_all=self.keep and self.keep_all,
         )
-        (first, second), held = _widths(parameters, local), len(parameters[0]) // local.expert_shards
-        bytes_a_row = (x_TH.element_size() * width for width in (x_TH.shape[1], first))
+        held = len(parameters[0]) // local.expert_shards
+        bytes_a_row = (x_TH.element_size() * width for width in (x_TH.shape[1], widths[0]))
         planned = local.plan(len(x_TH) // devices, index_Tk.shape[1], held, *bytes_a_row)
         whole = [local.whole_shape(number, parameters[number].shape) for number in local.kept_weights()]
-        shapes = (*local.kept(planned, x_TH.shape[1], first, second), *whole)
-        kept = tuple((rows * devices, *widths) for rows, *widths in shapes)
-        call = as_text(_Call(local, self._manual(specs, local, kept) if self.axes else None, kept))
-        if kept:
-            return _dropless_kept(x_TH, index_Tk, weight_Tk, parameters, call)[0]
-        return _dropless(x_TH, index_Tk, weight_Tk, parameters, call)
+        shapes = (*local.kept(planned, x_TH.shape[1]), *whole)
+        kept = tuple((rows * devices, *others) for rows, *others in shapes)
+        manual = self._manual(specs, local, kept) if self.axes else None
+        tensors, text = [x_TH, index_Tk, weight_Tk, *parameters], as_text((local, manual, kept))
+        return _dropless_kept(tensors, text)[0] if kept else _dropless(tensors, text)
 
     def in_rings(self, longest: int) -> Dropless:
         """Split the axes along which weights are gathered into rings of at most ``longest`` devices."""
@@ -151,10 +136,8 @@ class Dropless:
         trained = [spec for spec, learns in zip(weights, local.trained, strict=True) if learns]
         kept: list[Spec] = [(tokens[0], *[None] * (len(shape) - 1)) for shape in shapes]
         inputs = (tokens, tokens, tokens, held, *weights)
-        return (
-            Manual(self.axes, inputs, (tokens, *kept), self.order),
-            Manual(self.axes, (tokens, *inputs, *kept), (tokens, tokens, *trained), self.order),
-        )
+        backward = Manual(self.axes, (tokens, *inputs, *kept), (tokens, tokens, *trained), self.order)
+        return Manual(self.axes, inputs, (tokens, *kept), self.order), backward
 
 
 def _parameter_names(experts: Any) -> list[str]:
@@ -175,124 +158,57 @@ def _activation(experts: Any, width: int) -> activation.Activation:
     return traced
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The parameters of a kernel call besides its tensors.
-
-    ``manual`` has the layouts of the forward and of the backward; None: one device. ``kept`` are the shapes of the
-    forward's saved arrays, with the devices' shares one after another.
-    """
-
-    local: dropless_rows.ExpertShards
-    manual: tuple[Manual, Manual] | None
-    kept: tuple[tuple[int, ...], ...]
+# A kernel's text has a device's part of the experts, the layouts of the forward and of the backward (None: one device),
+# and the shapes of the forward's saved arrays, with the devices' shares one after another.
+@operation("dropless", lambda tensors, _: tensors[0].new_empty(tensors[0].shape))
+def _dropless(tensors: Sequence[Tensor], text: str) -> Tensor:
+    return _run(dropless_rows.forward, tensors, 3, text)[0]
 
 
-@torch.library.custom_op("shardwright::dropless", mutates_args=())
-def _dropless(
-    x_TH: torch.Tensor,
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    call_text: str,
-) -> torch.Tensor:
-    return _run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text)[0]
+def _kept_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    (local, _, kept), (x_TH, _, _, *parameters) = from_text(text), tensors
+    weights = [parameters[number] for number in local.kept_weights()]
+    like = [*[x_TH] * (len(kept) - len(weights)), *weights]
+    return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, kept, strict=True))]
 
 
-@_dropless.register_fake
-def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
-    return x_TH.new_empty(x_TH.shape)
+@operation("dropless_kept", _kept_like)
+def _dropless_kept(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    """:func:`_dropless`, with the backward's saved arrays behind the output."""
+    return _run(dropless_rows.forward, tensors, 3, text)
 
 
-@torch.library.custom_op("shardwright::dropless_kept", mutates_args=())
-def _dropless_kept(
-    x_TH: torch.Tensor,
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    call_text: str,
-) -> list[torch.Tensor]:
-    """Return the output, and the backward's saved arrays."""
-    return list(_run(dropless_rows.forward, [x_TH], index_Tk, weight_Tk, parameters, call_text))
-
-
-@_dropless_kept.register_fake
-def _(x_TH, index_Tk, weight_Tk, parameters, call_text):
-    call = from_text(call_text)
-    weights = [parameters[number] for number in call.local.kept_weights()]
-    like = [*[x_TH] * (len(call.kept) - len(weights)), *weights]
-    return [x_TH.new_empty(x_TH.shape), *(t.new_empty(shape) for t, shape in zip(like, call.kept, strict=True))]
-
-
-@register_flop_formula(torch.ops.shardwright.dropless_kept)
-def _kept_flops(x: Sequence[int], index: Sequence[int], _: Any, parameters: Sequence[Any], *__: Any, **___: Any) -> int:
-    """The first projection's FLOPs, by which the remat policies choose the values to keep."""
-    return 2 * math.prod(index) * math.prod(parameters[0][1:])
-
-
-def _widths(parameters: Sequence[torch.Tensor], local: dropless_rows.ExpertShards) -> tuple[int, int]:
-    """The width of the first projection's result, and of the second's input."""
-    first, second = (p.shape[1:] if local.out_first else p.shape[:0:-1] for p in parameters[:2])
-    return first[0], second[1]
-
-
-@torch.library.custom_op("shardwright::dropless_backward", mutates_args=())
-def _dropless_backward(
-    grad_TH: torch.Tensor,
-    x_TH: torch.Tensor,
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    parameters: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    call_text: str,
-) -> list[torch.Tensor]:
-    return list(_run(dropless_rows.backward, [grad_TH, x_TH], index_Tk, weight_Tk, [*parameters, *kept], call_text))
-
-
-@_dropless_backward.register_fake
-def _(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, call_text):
-    trained = _trained(parameters, call_text)
+def _backward_like(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    _, x_TH, _, weight_Tk, *parameters = tensors
+    trained = itertools.compress(parameters, from_text(text)[0].trained)
     return [t.new_empty(t.shape) for t in (x_TH, weight_Tk, *trained)]
 
 
-def _trained(parameters: Sequence[torch.Tensor], call_text: str) -> list[torch.Tensor]:
-    return [p for p, trained in zip(parameters, from_text(call_text).local.trained, strict=True) if trained]
+@operation("dropless_backward", _backward_like)
+def _dropless_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    """Map the output's gradient, the forward's tensors and its saved arrays to the gradients of all that have one."""
+    return _run(dropless_rows.backward, tensors, 4, text)
 
 
-def _run(
-    function: Callable[..., Any],
-    rows: list[torch.Tensor],
-    index_Tk: torch.Tensor,
-    weight_Tk: torch.Tensor,
-    shards: Sequence[torch.Tensor],
-    call_text: str,
-) -> tuple[torch.Tensor, ...]:
-    call: _Call = from_text(call_text)
-    device = rows[0].device
+def _run(function: Callable[..., Any], tensors: Sequence[Tensor], tokens: int, text: str) -> list[Tensor]:
+    """Run ``function`` on ``tensors``, of which the first are ``tokens`` tensors of tokens."""
+    (local, manuals, _), device = from_text(text), tensors[0].device
     if device.type != "xla":
         raise ValueError(f"dropless experts run on XLA devices, and these tokens are on {device}")
-    manual = call.manual[function is dropless_rows.backward] if call.manual else None
+    manual = manuals[function is dropless_rows.backward] if manuals else None
     # tells a device which experts it holds: its position in the mesh does not follow from its id
-    experts = torch.arange(len(shards[0]), dtype=torch.int32, device=device)
-    return jax_call(function, *rows, index_Tk, weight_Tk, experts, *shards, manual=manual, local=call.local)
+    experts = torch.arange(len(tensors[tokens]), dtype=torch.int32, device=device)
+    return jax_call(function, *tensors[:tokens], experts, *tensors[tokens:], manual=manual, local=local)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x_TH, index_Tk, weight_Tk, parameters, ctx.call_text = inputs
-    kept = [] if isinstance(output, torch.Tensor) else output[1:]
-    ctx.save_for_backward(x_TH, index_Tk, weight_Tk, *parameters, *kept)
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor | list[torch.Tensor]) -> tuple[Any, ...]:
-    grad_TH = grad if isinstance(grad, torch.Tensor) else grad[0]
-    x_TH, index_Tk, weight_Tk, *rest = ctx.saved_tensors
-    trained = from_text(ctx.call_text).local.trained
-    parameters, kept = rest[: len(trained)], rest[len(trained) :]
-    grads = _dropless_backward(grad_TH, x_TH, index_Tk, weight_Tk, parameters, kept, ctx.call_text)
-    grad_x, grad_weight, *found = grads
+def _gradients(grad: Tensor | list[Tensor], saved: Sequence[Tensor], text: str) -> list[Tensor | None]:
+    grad_TH = grad if isinstance(grad, Tensor) else grad[0]
+    grad_x, grad_weight, *found = _dropless_backward([grad_TH, *saved], text)
     gradients = iter(found)
-    return grad_x, None, grad_weight, [next(gradients) if learns else None for learns in trained], None
+    return [grad_x, None, grad_weight, *(next(gradients) if t else None for t in from_text(text)[0].trained)]
 
 
-for _operation in (_dropless, _dropless_kept):
-    _operation.register_autograd(_differentiate, setup_context=_save_inputs)
+differentiate(_dropless, _gradients)
+differentiate(_dropless_kept, _gradients, saved=lambda tensors, results: [*tensors, *results[1:]])
+# the first projection's, by which the remat policies choose the values to keep
+count_flops("dropless_kept", lambda shapes, _: 2 * math.prod(shapes[1]) * math.prod(shapes[3][1:]))

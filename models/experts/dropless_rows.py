@@ -1,7 +1,7 @@
-"""The work of dropless experts on one device, in JAX: sort, multiply, combine.
+"""The work of `shardwright.models.experts.dropless` on one device, in JAX: sort, multiply, combine.
 
-See `shardwright.models.experts.dropless`. Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I
-are the widths of the first projection's result and of the activation's.
+Shape suffixes: as in `shardwright.models.experts.row_blocks`, but F and I are the widths of the first projection's
+result and of the activation's.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import Any
 from shardwright.models.adapters.lora import A, B
 from shardwright.models.experts import activation, exchange, grouped_matmul
 from shardwright.models.experts.exchange import Round
-from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, Sums, in_order
+from shardwright.models.experts.row_blocks import Block, BlockPlan, SortedRows, in_order
 from shardwright.models.ops.collectives import exchange_sum
-from shardwright.models.ops.jax_call import Axes, exchanges_beside, gathers_beside, jax
+from shardwright.models.ops.device_kernels import kernels
+from shardwright.models.ops.jax_call import Array, Axes, exchanges_beside, gathers_beside, jax, jnp, lax
 from shardwright.models.ops.kernel_cost import is_fast
 
-jnp, lax = jax.numpy, jax.lax
+Arrays = tuple[Array, ...]
+# the kept results of the first projection, and perhaps of the activation, and the round that they are of
+Kept = tuple[Arrays, Round]
 
-# a jax.Array, when it is traced
-Array = Any
+# the sum of each parameter's gradients [E, …]; None for a parameter without one, or without one yet
+Sums = Sequence[Array | None]
 
 # With several rounds a block has room for 1/8 more rows than a balanced routing gives.
 _SPARE = 8
@@ -30,27 +33,18 @@ _SPARE = 8
 
 @dataclass(frozen=True)
 class ExpertShards:
-    """A device's part of the experts, except its arrays. Fields not listed are those of `Dropless`.
-
-    Args:
-        names: of the parameters, in order: the two projections, their biases, factors of LoRA.
-        out_first: weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H].
-        lora_scale: factor on the product of two LoRA factors.
-        trained: of each parameter, whether it has a gradient.
-        axes: all axes of the mesh.
-        expert_shards: how many devices there are along the expert axes.
-        specs: the axes of each dimension of each parameter.
-    """
+    """A device's part of the experts, except its arrays; see also `shardwright.models.experts.dropless.Dropless`."""
 
     activation: activation.Activation
-    names: tuple[str, ...]
-    out_first: bool
+    names: tuple[str, ...]  # of the parameters: the two projections, their biases, factors of LoRA
+    out_first: bool  # weights are stored [E, F, H] and [E, H, I]; else [E, H, F] and [E, I, H]
     lora_scale: float
-    trained: tuple[bool, ...]
-    axes: Axes
+    trained: tuple[bool, ...]  # whether a parameter has a gradient
+    axes: Axes  # all of the mesh
     expert_axes: Axes
-    expert_shards: int
-    specs: tuple[tuple[Axes, ...], ...]
+    expert_shards: int  # devices along the expert axes
+    specs: tuple[tuple[Axes, ...], ...]  # the axes of each dimension of each parameter
+    widths: tuple[int, int]  # F and I
     buffer_bytes: int
     flops_a_byte: float
     keep: bool = False
@@ -85,20 +79,15 @@ class ExpertShards:
         return lax.psum(gradient, rest) if rest else gradient
 
     def turned(self, spec: tuple[Axes, ...]) -> bool:
-        """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered.
-
-        A TPU lays the result of such a gather out with the other dimension as the minor one. A kernel that expects
-        the last to be the minor one would begin with a transposed copy.
-        """
+        """Whether `whole` swaps a weight's last two dimensions: if the last is the only one that is gathered."""
+        # a TPU lays the result of such a gather out with the other dimension as the minor one: a kernel that expects
+        # the last there would begin with a transposed copy
         return [dim for dim, _ in self._gathered(spec)] == [2]
 
     def contract_last(self, number: int) -> bool:
         """Whether `whole` gives weight ``number`` as [E, out, in]; else as [E, in, out]."""
         out_first = self.out_first or self.names[number].endswith((A, B))
         return out_first != self.turned(self.specs[number])
-
-    def place(self, name: str) -> int | None:
-        return self.names.index(name) if name in self.names else None
 
     def _gathered(self, spec: tuple[Axes, ...]) -> list[tuple[int, Axes]]:
         """(dimension, axes) of each dimension that `whole` gathers."""
@@ -108,9 +97,7 @@ class ExpertShards:
     def plan(self, tokens: int, top_k: int, experts: int, hidden_bytes: int, first_bytes: int) -> BlockPlan:
         """Plan the crossing of a device's tokens to its ``experts``, and how many rows are multiplied at once.
 
-        A block holds the rows of a balanced routing and some more, or an equal part of them, if the buffer is too small
-        for all. More rows than that take more blocks, or more rounds where one is planned. ``hidden_bytes`` and
-        ``first_bytes`` are those of a row of hidden width and of the first projection's.
+        The bytes are those of a row of hidden width and of the first projection's.
         """
         fit = self.buffer_bytes // first_bytes
         crossing = self._crossing(tokens, top_k, experts, self.buffer_bytes // hidden_bytes // top_k, fit)
@@ -118,10 +105,11 @@ class ExpertShards:
         balanced = crossing.window * top_k if self.expert_axes else rows
         tiles = grouped_matmul.tiles_for(min(balanced, max(fit, 1)), experts, self.flops_a_byte)
         tile = tiles.rows
+        more = balanced + balanced // _SPARE
         if crossing.slots is not None and crossing.rounds == 1:
-            expected = min(exchange.random_pairs(balanced, top_k, self.expert_shards), rows)
-        else:
-            expected = min(balanced + balanced // _SPARE, rows) if self.expert_axes else rows
+            more = exchange.random_pairs(balanced, top_k, self.expert_shards)
+        expected = min(more, rows) if self.expert_axes else rows
+        # more rows than expected take more blocks, or more rounds where one is planned
         blocks = -(-expected // max(fit // tile * tile, tile))
         block = -(-expected // (blocks * tile)) * tile
         at_once = blocks == 1 and crossing.rounds == 1 and (crossing.slots is not None or block >= rows)
@@ -138,34 +126,27 @@ class ExpertShards:
         return BlockPlan(replace(crossing, pairs=block // self.expert_shards), block, tiles, at_once=True)
 
     def _crossing(self, tokens: int, top_k: int, experts: int, most: int, fit: int) -> exchange.ExchangePlan:
-        """Plan the crossing of a device's tokens to the experts: one round, if its rows fit into one block.
-
-        Several rounds each read and write the sums of all gradients. They pay where there would be several blocks
-        anyway; but a bandwidth-limited chip gets the fewest rounds that leave each one block. A device can hold
-        ``most`` tokens in a round, and ``fit`` rows of the first projection's width.
-        """
+        """Plan the crossing where a device holds ``most`` tokens of a round, and ``fit`` rows of the first result."""
         shards, fast = self.expert_shards, is_fast(self.flops_a_byte)
         if fast and shards > 1:
             most = min(most, fit * shards // top_k * 15 // 16)
         plan = partial(exchange.plan, tokens, top_k, shards, experts, max(most, 1))
         crossing = plan(overlaps=False)
         one = crossing.slots is not None and exchange.random_pairs(tokens * top_k, top_k, shards) <= fit
+        # Several rounds each read and write the sums of all gradients. They pay where there would be several blocks
+        # anyway; but a bandwidth-limited chip gets the fewest rounds that leave each one block.
         return plan(overlaps=True) if exchanges_beside() and not fast and not one else crossing
 
-    def kept(self, planned: BlockPlan, hidden: int, first: int, second: int) -> list[tuple[int, int]]:
-        """The shapes of a device's saved arrays: received tokens, if tokens cross, and values of their rows.
-
-        ``hidden``, ``first`` and ``second`` are the widths of tokens, of the first projection's result, and of the
-        second's input.
-        """
+    def kept(self, planned: BlockPlan, hidden: int) -> list[tuple[int, int]]:
+        """The shapes of a device's saved arrays: received tokens [R, hidden], if they cross, and values of rows."""
         rounds = planned.crossing.rounds
         came = [(rounds * planned.crossing.rows, hidden)] if self.expert_shards > 1 else []
-        widths = [first, second] if self.keep_all else [first]
+        widths = self.widths if self.keep_all else self.widths[:1]
         return [*came, *((rounds * planned.room, width) for width in widths)] if self.keep else []
 
-    def came_and_made(self, kept: Sequence[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def came_and_made(self, kept: Sequence[Array]) -> tuple[Arrays, Arrays]:
         """Split saved arrays into received tokens, if they cross, and values of their rows."""
-        crosses = 1 if self.expert_shards > 1 else 0
+        crosses = int(self.expert_shards > 1)
         return tuple(kept[:crosses]), tuple(kept[crosses:])
 
     def kept_weights(self) -> list[int]:
@@ -181,8 +162,7 @@ class ExpertShards:
 def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards: Array, local: ExpertShards) -> Any:
     """Return the experts' output for this device's tokens, [T, H], from ``held``, the numbers [E] of its experts.
 
-    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, for each planned round
-    (`shardwright.models.experts.exchange.Round`), and the parameters of :meth:`ExpertShards.kept_weights`.
+    With ``local.keep`` also the arrays of :meth:`ExpertShards.kept`, and the :meth:`ExpertShards.kept_weights`.
     """
     parameters = [local.whole(shard, spec) for shard, spec in zip(shards, local.specs, strict=True)]
     planned = _plan(x_TH, index_Tk, parameters, local)
@@ -193,58 +173,53 @@ def forward(x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *shards
             parameters = lax.optimization_barrier(parameters)
         else:
             x_TH, parameters = lax.optimization_barrier((x_TH, parameters))
+    projections = _projections(parameters, local)
 
-    def compute(kept: tuple[Array, ...], tokens: tuple[Array, ...], round_: Round | None) -> tuple[Any, tuple[Array]]:
+    def compute(kept: Arrays, tokens: Arrays, round_: Round | None) -> tuple[Any, tuple[Array]]:
         x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         if round_ is None or not kept:
-            y, _ = _experts(x, rows, parameters, local, None)
+            y, _ = _experts(x, rows, projections, None)
         else:
             came, made = local.came_and_made(kept)
-            y, made = _experts(x, rows, parameters, local, (made, round_))
+            y, made = _experts(x, rows, projections, (made, round_))
             kept = (*(round_.put(c, x) for c in came), *made)
         return kept, (rows.combine(y, weight).astype(x.dtype),)
 
-    axes = (local.expert_axes, local.axes)
-    tensors = (x_TH, index_Tk, weight_Tk)
-    shapes = local.kept(planned, x_TH.shape[1], *_widths(parameters, local))
-    room = tuple(grouped_matmul.unwritten(shape, x_TH.dtype, held) for shape in shapes)
+    room = tuple(kernels().unwritten(shape, x_TH.dtype, held) for shape in local.kept(planned, x_TH.shape[1]))
+    tensors, axes = (x_TH, index_Tk, weight_Tk), (local.expert_axes, local.axes)
     kept, (y_TH,) = exchange.in_rounds(compute, room, tensors, (x_TH,), held, planned.crossing, axes)
     return (y_TH, *kept, *(parameters[number] for number in local.kept_weights())) if local.keep else y_TH
 
 
 def backward(
     grad_TH: Array, x_TH: Array, index_Tk: Array, weight_Tk: Array, held: Array, *given: Array, local: ExpertShards
-) -> tuple[Array, ...]:
-    """Return the gradients of the tokens, of the routing weights and of each trained parameter.
-
-    ``given`` are this device's shard of each parameter; then, with ``local.keep``, the arrays that the forward kept.
-    """
+) -> Arrays:
+    """Return the gradients of the tokens, of the routing weights and of each trained parameter."""
+    # this device's shard of each parameter, and what the forward kept: values of rows, and whole parameters
     weights = local.kept_weights()
     shards, kept = given[: len(local.names)], given[len(local.names) : len(given) - len(weights)]
     whole = dict(zip(weights, given[len(given) - len(weights) :], strict=True))
-    parameters = [
-        whole[n] if n in whole else local.whole(shard, spec)
-        for n, (shard, spec) in enumerate(zip(shards, local.specs, strict=True))
-    ]
+    pairs = enumerate(zip(shards, local.specs, strict=True))
+    parameters = [whole[n] if n in whole else local.whole(shard, spec) for n, (shard, spec) in pairs]
     planned = _plan(x_TH, index_Tk, parameters, local)
     if planned.rest is not None and not gathers_beside():
         grad_TH, x_TH, parameters = lax.optimization_barrier((grad_TH, x_TH, parameters))
+    projections = _projections(parameters, local)
     # a frozen parameter has neither sum nor result; a sum that is complete at once needs no zeros to be added to
-    summed = [None if planned.at_once else trained for trained in local.trained]
+    summed = [trained and not planned.at_once for trained in local.trained]
     zeros = [jnp.zeros(p.shape, jnp.float32) if add else None for p, add in zip(parameters, summed, strict=True)]
 
-    def compute(sums: Sums, tokens: tuple[Array, ...], round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
+    def compute(sums: Sums, tokens: Arrays, round_: Round | None) -> tuple[Sums, tuple[Array, Array]]:
         grad, x, index, weight = tokens
         rows = in_order(index, held, planned.of(round_), not local.expert_axes)
         given = None if round_ is None or not kept else (made, round_)
-        grad_rows, grad_row_weights, sums = _experts_backward(grad, x, weight, rows, parameters, sums, local, given)
+        (grad_rows, grad_weights), sums = _experts_backward((grad, x, weight), rows, projections, sums, given)
         grad_x = rows.combine(grad_rows).astype(x.dtype)
-        return sums, (grad_x, rows.of_choices(grad_row_weights).astype(weight.dtype))
+        return sums, (grad_x, rows.of_choices(grad_weights).astype(weight.dtype))
 
+    tensors, like = (grad_TH, x_TH, index_Tk, weight_Tk), (x_TH, weight_Tk)
     axes = (local.expert_axes, local.axes)
-    tensors = (grad_TH, x_TH, index_Tk, weight_Tk)
-    like = (x_TH, weight_Tk)
     came, made = local.came_and_made(kept)
     sums, (grad_x, grad_weight) = exchange.in_rounds(compute, zeros, tensors, like, held, planned.crossing, axes, *came)
     gradients = [
@@ -254,14 +229,8 @@ def backward(
 
 
 def _plan(x_TH: Array, index_Tk: Array, parameters: Sequence[Array], local: ExpertShards) -> BlockPlan:
-    itemsize, (tokens, top_k) = x_TH.dtype.itemsize, index_Tk.shape
-    first, _ = _widths(parameters, local)
-    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, first * itemsize)
-
-
-def _widths(parameters: Sequence[Array], local: ExpertShards) -> tuple[int, int]:
-    first, second = (local.contract_last(number) for number in (0, 1))
-    return parameters[0].shape[1 if first else 2], parameters[1].shape[2 if second else 1]
+    (tokens, top_k), itemsize = index_Tk.shape, x_TH.dtype.itemsize
+    return local.plan(tokens, top_k, len(parameters[0]), x_TH.shape[1] * itemsize, local.widths[0] * itemsize)
 
 
 class _Projection:
@@ -269,8 +238,8 @@ class _Projection:
 
     def __init__(self, parameters: Sequence[Array], local: ExpertShards, number: int) -> None:
         self.parameters, self.local, self.number = parameters, local, number
-        name = local.names[number]
-        self.bias, self.a, self.b = (local.place(name + suffix) for suffix in ("_bias", A, B))
+        numbers = {name: n for n, name in enumerate(local.names)}
+        self.bias, self.a, self.b = (numbers.get(local.names[number] + suffix) for suffix in ("_bias", A, B))
 
     def forward(self, block: Block, x_B: Array) -> Array:
         y_B = self._times(block, x_B, self.number)
@@ -293,8 +262,7 @@ class _Projection:
             self._add(block, sums, self.b, self._scaled(grad_B), self._times(block, x_B, self.a))
             self._add(block, sums, self.a, self._low(block, grad_B), x_B)
 
-    def _low(self, block: Block, grad_B: Array) -> Array:
-        """The gradient of the value between the factors."""
+    def _low(self, block: Block, grad_B: Array) -> Array:  # the gradient of the value between the factors
         return self._times(block, self._scaled(grad_B), self.b, back=True)
 
     def _scaled(self, x_B: Array) -> Array:
@@ -314,49 +282,34 @@ def _projections(parameters: Sequence[Array], local: ExpertShards) -> tuple[_Pro
 
 
 def _experts(
-    x_TH: Array,
-    rows: SortedRows,
-    parameters: Sequence[Array],
-    local: ExpertShards,
-    kept: tuple[tuple[Array, ...], Round] | None,
-) -> tuple[Array, tuple[Array, ...]]:
-    """Return the held experts' output for their rows, [R, H], arbitrary in rows that don't matter, and the rooms.
+    x_TH: Array, rows: SortedRows, projections: tuple[_Projection, _Projection], kept: Kept | None
+) -> tuple[Array, Arrays]:
+    """The held experts' output for their rows, [R, H], and the rooms of ``kept``, which are room for values of rows."""
+    first, second = projections
+    dtype = first.parameters[0].dtype
 
-    ``kept`` is room for the results of the first projection, and perhaps the activation, and the round; or None.
-    """
-    dtype = parameters[0].dtype
-
-    def body(
-        block: Block, parameters: Sequence[Array], carry: tuple[Array, tuple[Array, ...]], sums: Sums
-    ) -> tuple[tuple[Array, tuple[Array, ...]], Sums]:
+    def body(block: Block, carry: tuple[Array, Arrays]) -> tuple[Array, Arrays]:
         y_RH, rooms = carry
-        first, second = _projections(parameters, local)
         h_BF = first.forward(block, block.gather(x_TH).astype(dtype))
-        a_BI = local.activation(h_BF)
+        a_BI = first.local.activation(h_BF)
         if kept is not None:
             rooms = tuple(block.keep(room, made, kept[1]) for room, made in zip(rooms, (h_BF, a_BI), strict=False))
-        return (block.put(y_RH, second.forward(block, a_BI)), rooms), sums
+        return block.put(y_RH, second.forward(block, a_BI)), rooms
 
-    y_RH = grouped_matmul.unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
-    return rows.fold(body, (y_RH, () if kept is None else kept[0]), parameters)[0]
+    y_RH = kernels().unwritten((len(rows.token_R), x_TH.shape[1]), dtype, rows.end_E)
+    return rows.fold(body, (y_RH, () if kept is None else kept[0]))
 
 
 def _experts_backward(
-    grad_TH: Array,
-    x_TH: Array,
-    weight_Tk: Array,
+    tokens: tuple[Array, Array, Array],  # the output's gradients, tokens and weights
     rows: SortedRows,
-    parameters: Sequence[Array],
+    projections: tuple[_Projection, _Projection],
     sums: Sums,
-    local: ExpertShards,
-    kept: tuple[tuple[Array, ...], Round] | None,
-) -> tuple[Array, Array, Sums]:
-    """Return the gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added.
-
-    A sum is None for a parameter that has none yet. ``kept`` are the forward's results of the first projection, and
-    perhaps of the activation, and the round; or None. Values that were not kept are computed again.
-    """
-    dtype = parameters[0].dtype
+    kept: Kept | None,
+) -> tuple[tuple[Array, Array], Sums]:
+    """The gradients of each row's token [R, H] and routing weight [R], and ``sums`` with the parameters' added."""
+    (grad_TH, x_TH, weight_Tk), (first, second) = tokens, projections
+    dtype, activate = first.parameters[0].dtype, first.local.activation
     weight_N = weight_Tk.T.reshape(-1)
 
     def made(number: int, block: Block, make: Callable[[Array], Array], given: Array) -> Array:
@@ -364,15 +317,12 @@ def _experts_backward(
             return make(given)
         return block.kept(kept[0][number], kept[1], make, given)
 
-    def body(
-        block: Block, parameters: Sequence[Array], carry: tuple[Array, Array], sums: Sums
-    ) -> tuple[tuple[Array, Array], Sums]:
-        grad_rows, grad_row_weights = carry
-        first, second = _projections(parameters, local)
+    def body(block: Block, carry: tuple[tuple[Array, Array], Sums]) -> tuple[tuple[Array, Array], Sums]:
+        (grad_rows, grad_row_weights), sums = carry
         weight_B1 = block.weights(weight_N)[:, None]
         x_BH, grad_BH = (block.gather(t).astype(dtype) for t in (x_TH, grad_TH))
         h_BF = made(0, block, partial(first.forward, block), x_BH)
-        a_BI = made(1, block, local.activation, h_BF)
+        a_BI = made(1, block, activate, h_BF)
         new = list(sums)
         second.add_gradients(block, new, _scale(grad_BH, weight_B1), a_BI)
         (grad_BH, a_BI), new = _after((grad_BH, a_BI), new)
@@ -380,10 +330,10 @@ def _experts_backward(
         grad_BI = second.back(block, grad_BH)
         grad_weight_B = _row_products(grad_BI, a_BI)
         if second.bias is not None:
-            grad_weight_B += _row_products(grad_BH, block.bias(parameters[second.bias]))
+            grad_weight_B += _row_products(grad_BH, block.bias(second.parameters[second.bias]))
         # the barrier makes the compiler compute the activation again: otherwise it keeps the two computations' common
         # values, several float32 arrays of the first projection's width
-        _, back = jax.vjp(local.activation, lax.optimization_barrier(h_BF))
+        _, back = jax.vjp(activate, lax.optimization_barrier(h_BF))
         (grad_BF,) = back(_scale(grad_BI, weight_B1))
         first.add_gradients(block, new, grad_BF, x_BH)
         grad_BF, new = _after(grad_BF, new)
@@ -391,25 +341,20 @@ def _experts_backward(
         return (grad_rows, block.put(grad_row_weights, grad_weight_B)), new
 
     R = len(rows.token_R)
-    grad_rows = grouped_matmul.unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
-    (grad_rows, grad_row_weights), sums = rows.fold(body, (grad_rows, jnp.zeros(R, jnp.float32)), parameters, sums)
-    return grad_rows, grad_row_weights, sums
+    grad_rows = kernels().unwritten((R, x_TH.shape[1]), dtype, rows.end_E)
+    return rows.fold(body, ((grad_rows, jnp.zeros(R, jnp.float32)), sums))
 
 
 def _after(x: Any, gradients: Any) -> Any:
-    """Order computations from ``x`` after the weights' ``gradients``; return both.
-
-    Until then weights cross beside compute, and from then on the gradients' sums over devices do. Left to itself the
-    compiler puts the products that make gradients last, and nothing beside the sums.
-    """
+    """Order computations from ``x`` after the weights' ``gradients``; return both."""
+    # Until then weights cross beside compute, and from then on the gradients' sums over devices. The compiler itself
+    # would put the products that make gradients last, and nothing beside the sums.
     return lax.optimization_barrier((x, gradients)) if gathers_beside() else (x, gradients)
 
 
 def _row_products(a_BI: Array, b_BI: Array) -> Array:
-    """The inner product of each pair of rows, [B] float32."""
     return (a_BI.astype(jnp.float32) * b_BI.astype(jnp.float32)).sum(1)
 
 
 def _scale(x_BI: Array, weight_B1: Array) -> Array:
-    """Multiply ``x`` by ``weight`` in float32, with the result in the dtype of ``x``."""
     return (x_BI.astype(jnp.float32) * weight_B1.astype(jnp.float32)).astype(x_BI.dtype)

@@ -1,18 +1,17 @@
 """The exchange of tokens with the devices that hold their experts, and of the experts' outputs back, in JAX.
 
-Tokens cross in rounds, each with a window of a device's tokens. There are two forms:
+Tokens cross in rounds, each with a window of a device's tokens. There are two forms, where n devices share the experts:
 
 - *gathered*: every device gets the whole window, and the sum of the devices' outputs is scattered back: for each token
-  n-1 rows cross each way, where n devices share the experts;
+  n-1 rows cross each way;
 - *by need*: an all-to-all takes a token only to devices that hold an expert it chose, once to each. With k choices
   spread evenly that are n·(1 - (1 - 1/n)^k) devices. Shapes are static, so a round has a number of slots for each pair
   of devices. A window ends where the next token would find no slot. So it is exact for any routing: if all tokens want
   one device, windows are shorter and rounds are more.
 
-:func:`plan` takes the form that sends less. With several rounds, the next round's tokens come in, and the last round's
-results go back, while one round is computed. A single planned round
-(`shardwright.models.experts.dropless_rows.ExpertShards.plan`) stands before the loop, where the compiler overlaps the
-exchange with the rest of the layer, and tokens without a slot cross in smaller rounds.
+With several rounds, the next round's tokens come in, and the last round's results go back, while one round is computed.
+A single planned round (`shardwright.models.experts.dropless_rows.ExpertShards.plan`) stands before the loop, and tokens
+without a slot cross in smaller rounds.
 
 Shape suffixes: T tokens of this device, W tokens of a window, k experts a token, n devices that share the experts,
 C slots for each of them, M = n*C.
@@ -25,12 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.models.ops.jax_call import Axes, jax
+from shardwright.models.ops.jax_call import Array, Axes, jnp, lax
 
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
+Arrays = tuple[Array, ...]
 # the start and the end of a window of a device's tokens
 Window = tuple[Array, Array]
 
@@ -48,42 +44,23 @@ _DEVIATIONS = 4
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """The crossing of a device's tokens.
+    """The crossing of a device's tokens."""
 
-    Args:
-        rounds: the least number; more only if windows must be shorter.
-        window: tokens of a window (W).
-        slots: the most tokens that a window sends to each device (C); None: the window is gathered.
-        rows: tokens that a device gets in a round.
-        pairs: the most (token, choice) pairs that a window has for each device; None: any number.
-        rest: the crossing, in smaller windows, of tokens without room in the one planned round, of which nothing is
-            kept. None: they cross like the others.
-    """
-
-    rounds: int
-    window: int
-    slots: int | None
-    rows: int
-    pairs: int | None = None
+    rounds: int  # the least number; more only if windows must be shorter
+    window: int  # tokens of a window (W)
+    slots: int | None  # the most tokens that a window sends to each device (C); None: the window is gathered
+    rows: int  # tokens that a device gets in a round
+    pairs: int | None = None  # the most (token, choice) pairs that a window has for each device; None: any number
+    # the crossing, in smaller windows, of tokens without room in the one planned round, of which nothing is kept; None:
+    # they cross like the others
     rest: ExchangePlan | None = None
 
 
-def plan(
-    tokens: int,
-    top_k: int,
-    shards: int,
-    experts: int,
-    most: int,
-    *,
-    overlaps: bool = True,
-) -> ExchangePlan:
+def plan(tokens: int, top_k: int, shards: int, experts: int, most: int, *, overlaps: bool) -> ExchangePlan:
     """Choose the form that sends less, with as many rounds as pay.
 
-    Args:
-        tokens, experts: of a device.
-        shards: how many devices share the experts.
-        most: tokens that a device can hold in a round.
-        overlaps: whether devices exchange tokens beside their products, so that rounds pay.
+    A device has so many ``tokens`` and ``experts``, shares the experts with ``shards`` in all, and can hold ``most``
+    tokens in a round. Rounds pay if an exchange ``overlaps`` with products.
     """
     rounds = -(-tokens * shards // most)
     if overlaps and shards > 1:
@@ -115,40 +92,29 @@ def _slots(window: int, top_k: int, shards: int) -> int:
 
 
 def random_pairs(balanced: int, top_k: int, shards: int) -> int:
-    """The room for pairs on a device that gets ``balanced`` of them in a balanced routing.
-
-    In a random routing no sender then exceeds its equal part of the room.
-    """
+    """The room on a device that gets ``balanced`` pairs: in a random routing no sender exceeds its equal part of it."""
     return max(balanced + math.ceil(_DEVIATIONS * math.sqrt(balanced * shards)), top_k * shards)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round, and its part of an array that keeps values of each planned round, one after another.
+    """A round, and its part of an array that keeps values of each planned round, one after another."""
 
-    Rounds beyond the plan come first, so that planned ones overwrite their values. ``place`` is the number among the
-    planned rounds, 0 for one beyond the plan; ``more`` tells the latter, and is None if there can be none.
-    """
-
-    place: Array
-    more: Array | None
+    # Rounds beyond the plan come first, so that planned ones overwrite their values.
+    place: Array  # the number among the planned rounds, 0 for one beyond the plan
+    more: Array | None  # whether it is beyond the plan; None: there can be none
 
     def put(self, kept: Array, value: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(kept, value.astype(kept.dtype), self.place * len(value), 0)
 
-    def take(self, kept: Array, rows: int) -> Array:
-        return lax.dynamic_slice_in_dim(kept, self.place * rows, rows)
-
 
 def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Array) -> Array:
-    """Return ``kept``, or ``make(given)`` if ``needed`` (None: never).
-
-    It is a loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader
-    of the program that none is planned. The barrier makes ``given`` depend on the turn: else the compiler would hoist
-    the work out of the loop, and always do it.
-    """
+    """Return ``kept``, or ``make(given)`` if ``needed`` (None: never)."""
     if needed is None:
         return kept
+    # A loop of one turn or none, since a conditional's result would be a copy. Its first comparison shows a reader of
+    # the program that none is planned. The barrier makes ``given`` depend on the turn, or the compiler would hoist the
+    # work out of the loop.
     end = 1 + needed.astype(jnp.int32)
 
     def once(state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -161,13 +127,13 @@ def again(needed: Array | None, make: Callable[..., Array], given: Any, kept: Ar
 def in_rounds(
     compute: Callable[..., Any],
     carry: Any,
-    tensors: tuple[Array, ...],
-    like: tuple[Array, ...],
+    tensors: Arrays,
+    like: Arrays,
     held: Array,
     planned: ExchangePlan,
     axes: tuple[Axes, Axes],
     came: Array | None = None,
-) -> tuple[Any, tuple[Array, ...]]:
+) -> tuple[Any, Arrays]:
     """Return ``carry`` after all rounds, and the results for this device's tokens.
 
     Args:
@@ -175,35 +141,32 @@ def in_rounds(
             for a token are summed over its devices. In ``planned.rest`` the round is None.
         tensors: [T, width] each; the last two are routing indices and weights.
         like: for each result an array of its shape and dtype for this device's tokens.
-        held: the numbers of the experts held here.
-        axes: those that split the experts, and all of the mesh.
+        held, axes: the numbers of the experts held here; the axes that split the experts, and all.
         came: the received values, if kept, of the tensor before these two in the planned rounds: it is not sent again.
     """
-    make = _Gathered if planned.slots is None else _ByNeed
-    exchange = make(tensors, held, planned, *axes)
+    exchange = (_Gathered if planned.slots is None else _ByNeed)(tensors, held, planned, *axes)
     zero = jnp.int32(0)
     first = (zero, exchange.stop(zero))
     every = range(len(tensors))
     old = every[-3:-2] if came is not None else ()
 
-    def send(window: Window) -> tuple[Array, ...]:
+    def send(window: Window) -> Arrays:
         return exchange.send(window, [number for number in every if number not in old])
 
-    def work(carry: Any, sent: tuple[Array, ...], window: Window, round_: Round) -> Any:
+    def work(carry: Any, sent: Arrays, window: Window, round_: Round) -> Any:
         if came is not None:
-            kept = round_.take(came, planned.rows)
+            kept = lax.dynamic_slice_in_dim(came, round_.place * planned.rows, planned.rows)
             x = again(round_.more, lambda mine: exchange.send(mine, old)[0], window, kept)
             sent = (*sent[:-2], x, *sent[-2:])
         return compute(carry, sent, round_)
 
-    if planned.rounds == 1 and planned.slots is None:
-        carry, results = work(carry, send(first), first, Round(zero, None))
-        return carry, tuple(r[: len(t)] for r, t in zip(exchange.back(results, first), like, strict=True))
+    def cut(out: Arrays) -> Arrays:
+        return tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
 
-    def empty(rows: int) -> tuple[Array, ...]:
+    def empty(rows: int) -> Arrays:
         return tuple(jnp.zeros((rows, t.shape[1]), t.dtype) for t in like)
 
-    def put(out: tuple[Array, ...], results: tuple[Array, ...], window: Window, exchange: Any = exchange) -> Any:
+    def put(out: Arrays, results: Arrays, window: Window, exchange: Any = exchange) -> Any:
         """Write a window's results into ``out``; the next window overwrites those behind its end."""
         back = exchange.back(results, window)
         return tuple(lax.dynamic_update_slice_in_dim(o, b, window[0], 0) for o, b in zip(out, back, strict=True))
@@ -221,7 +184,7 @@ def in_rounds(
         carry, results = work(carry, send(now), now, round_of(number))
         return number + 1, following(now), carry, put(out, results, now)
 
-    def rest_of(planned: ExchangePlan, carry: Any, out: tuple[Array, ...]) -> Any:
+    def rest_of(planned: ExchangePlan, carry: Any, out: Arrays) -> Any:
         """Return ``carry`` and ``out`` after the tokens without room in the first window."""
         exchange = _ByNeed(tensors, held, planned, *axes)
         count = exchange.rounds(first[1])
@@ -250,10 +213,11 @@ def in_rounds(
         carry, results = work(carry, sent, now, round_of(number))
         return number + 1, ahead, carry, out, now, coming, results
 
-    if planned.rest is not None:
-        # the planned round stands before the loop, so that its exchange overlaps with the rest of the layer
+    if planned.rest is not None or (planned.rounds == 1 and planned.slots is None):
+        # the planned round stands before any loop, so that its exchange overlaps with the rest of the layer
         carry, results = work(carry, send(first), first, Round(zero, None))
-        return rest_of(planned.rest, carry, exchange.back(results, first))
+        out = exchange.back(results, first)
+        return (carry, cut(out)) if planned.rest is None else rest_of(planned.rest, carry, out)
 
     # The first comparison implies the second: it shows a reader of the program the planned number of turns of a loop
     # whose length depends on data.
@@ -270,7 +234,7 @@ def in_rounds(
         state = (*state, (zero, zero), send(first), empty(planned.rows))
         _, _, carry, out, last, _, made = lax.while_loop(more, overlapped, state)
         out = put(out, made, last)
-    return carry, tuple(o[: len(t)] for o, t in zip(out, like, strict=True))
+    return carry, cut(out)
 
 
 class _Gathered:
@@ -282,10 +246,8 @@ class _Gathered:
         # with overlapping rounds a window behind the last is sent too
         windows = planned.rounds + (planned.rounds > 1)
         fills = [0] * (len(tensors) - 2) + [len(held) * self.shards, 0]  # index of an expert that no device has
-        self.tensors = [
-            jnp.pad(t, ((0, windows * planned.window - len(t)), (0, 0)), constant_values=fill)
-            for t, fill in zip(tensors, fills, strict=True)
-        ]
+        rows, filled = windows * planned.window, zip(tensors, fills, strict=True)
+        self.tensors = [jnp.pad(t, ((0, rows - len(t)), (0, 0)), constant_values=fill) for t, fill in filled]
 
     def rounds(self, _: Array) -> Array:
         return jnp.int32(self.planned.rounds)
@@ -293,11 +255,11 @@ class _Gathered:
     def stop(self, start: Array) -> Array:
         return start + self.planned.window
 
-    def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
+    def send(self, window: Window, numbers: Sequence[int]) -> Arrays:
         parts = (lax.dynamic_slice_in_dim(self.tensors[i], window[0], self.planned.window) for i in numbers)
         return tuple(lax.all_gather(t, self.across, axis=0, tiled=True) if self.across else t for t in parts)
 
-    def back(self, results: tuple[Array, ...], _: Window) -> tuple[Array, ...]:
+    def back(self, results: Arrays, _: Window) -> Arrays:
         if not self.across:
             return results
         if self.planned.rounds == 1:
@@ -312,9 +274,8 @@ class _ByNeed:
 
     def __init__(self, tensors: Sequence[Array], held: Array, planned: ExchangePlan, across: Axes, every: Axes) -> None:
         self.tensors, self.across, self.every = tensors, across, every
-        self.window, self.slots = planned.window, planned.slots or 0
+        self.window, self.slots, self.pairs = planned.window, planned.slots or 0, planned.pairs
         self.shards = planned.rows // self.slots
-        self.pairs = planned.pairs
         self.tokens, self.top_k = tensors[-2].shape
         self.nobody = len(held) * self.shards
         # behind the tokens is a window of tokens that need nobody
@@ -338,7 +299,7 @@ class _ByNeed:
             fit_Wn &= self._counts(self.pairs_before_Tn, start) <= self.pairs
         return jnp.minimum(start + fit_Wn.all(1).sum(dtype=jnp.int32), self.tokens)
 
-    def send(self, window: Window, numbers: Sequence[int]) -> tuple[Array, ...]:
+    def send(self, window: Window, numbers: Sequence[int]) -> Arrays:
         number_W1 = lax.iota(jnp.int32, self.window)[:, None]
         number_Wn = jnp.where(self._needs(window), number_W1, self.window)
         # each device's tokens in their order; the others are behind them
@@ -350,7 +311,7 @@ class _ByNeed:
             parts[indices] = jnp.where(number_M[:, None] < self.window, parts[indices], self.nobody)
         return tuple(_all_to_all(t, self.across) for t in parts.values())
 
-    def back(self, results: tuple[Array, ...], window: Window) -> tuple[Array, ...]:
+    def back(self, results: Arrays, window: Window) -> Arrays:
         arrived = [_all_to_all(r, self.across) for r in results]
         rows = self._rows(window)
 
@@ -358,7 +319,7 @@ class _ByNeed:
             found = (jnp.where(has[:, None], at(r, row), 0).astype(jnp.float32) for row, has in rows)
             return sum(found, start=jnp.zeros((), jnp.float32)).astype(r.dtype)
 
-        return tuple(total(r) for r in arrived)
+        return tuple(map(total, arrived))
 
     def _rows(self, window: Window) -> list[tuple[Array, Array]]:
         """(row among the returned, whether there is one) of each token of a window, for each device it can go to."""
@@ -389,12 +350,10 @@ class _ByNeed:
 
 
 def _before(count_Tn: Array) -> Array:
-    """The sums of ``count`` over all earlier tokens, [T + 1, n]."""
     return jnp.pad(jnp.cumsum(count_Tn, 0, dtype=jnp.int32), ((1, 0), (0, 0)))
 
 
 def _all_to_all(x: Array, axes: Axes) -> Array:
-    """Send the rows' n equal parts, part i to device i; the part received from device i is part i of the result."""
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 

@@ -6,18 +6,18 @@ module holds its kernel (:func:`bind`), so models with different layouts can liv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from shardwright.models.experts.capacity import Capacity
-from shardwright.models.experts.dense import dense
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.experts.input_scaling import ScaledExperts
+from shardwright.models.experts.projections import dense
 
 # the attribute of an experts module that holds its kernel
 _KERNEL = "_shardwright_experts_kernel"
@@ -33,25 +33,18 @@ def choose(model: PreTrainedModel, name: str) -> None:
 
 
 def bind(model: nn.Module, names: Iterable[str], kernel: Capacity | Dropless) -> None:
-    """Make the experts modules ``names`` of ``model`` run ``kernel``. A copy of the model keeps it.
-
-    The model must also be told the kernel's name (:func:`choose`). An unbound module runs the kernel of that name for
-    one device, ``capacity`` with a capacity factor of 1.25.
-    """
+    """Make the experts modules ``names`` of ``model``, and of its copies, run ``kernel``, once it is chosen by name."""
     for name in names:
         setattr(model.get_submodule(name), _KERNEL, kernel)
 
 
-def _bound(name: str, default: Capacity | Dropless) -> Callable[..., torch.Tensor]:
-    def run(experts: Any, *args: torch.Tensor) -> torch.Tensor:
-        kernel = getattr(experts, _KERNEL, default)
-        if type(kernel) is not type(default):
-            raise ValueError(f"experts {name!r} on a module that is bound to {type(kernel).__name__}: bind it anew")
-        return kernel(experts, *args)
-
-    return run
+def _bound(name: str, default: Capacity | Dropless, experts: Any, *args: Tensor) -> Tensor:
+    kernel = getattr(experts, _KERNEL, default)
+    if type(kernel) is not type(default):
+        raise ValueError(f"experts {name!r} on a module that is bound to {type(kernel).__name__}: bind it anew")
+    return kernel(experts, *args)
 
 
 ALL_EXPERTS_FUNCTIONS.register("dense", dense)
-ALL_EXPERTS_FUNCTIONS.register("capacity", _bound("capacity", Capacity(factor=1.25)))
-ALL_EXPERTS_FUNCTIONS.register("dropless", _bound("dropless", Dropless()))
+ALL_EXPERTS_FUNCTIONS.register("capacity", partial(_bound, "capacity", Capacity(factor=1.25)))
+ALL_EXPERTS_FUNCTIONS.register("dropless", partial(_bound, "dropless", Dropless()))

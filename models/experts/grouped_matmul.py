@@ -10,17 +10,15 @@ Shape suffixes: R rows (a multiple of the tile), K and N widths, G groups.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+
+from shardwright.models.ops.device_kernels import kernels
 
 # configures jax: it must come before jax itself
-from shardwright.models.ops.device_kernels import kernels
+from shardwright.models.ops.jax_call import Array
 from shardwright.models.ops.kernel_cost import Tiles, tile_width, tiles
 
 # isort: split
 from jax.experimental.layout import Layout, with_layout_constraint
-
-# a jax.Array, when it is traced
-Array = Any
 
 
 def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
@@ -35,8 +33,8 @@ def tiles_for(rows: int, groups: int, flops_a_byte: float) -> Tiles:
 def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_last: bool) -> Array:
     """Multiply the rows of each group g by ``w[g]``, [G, N, K] if ``contract_last``, else [G, K, N]: [R, N].
 
-    The result has the dtype of ``x``. ``sizes_G`` are the groups' numbers of rows, in order, from row 0. The result for
-    rows behind the last group is arbitrary and must not be used.
+    The result has the dtype of ``x``. ``sizes_G`` are the groups' numbers of rows, in order, from row 0; the result for
+    rows behind the last group is arbitrary.
     """
     K, N = x_RK.shape[1], w_G.shape[1 if contract_last else 2]
     tiling = (tile.rows, tile_width(K, tile.gmm[0]), tile_width(N, tile.gmm[1]))
@@ -46,19 +44,10 @@ def multiply(x_RK: Array, w_G: Array, sizes_G: Array, tile: Tiles, *, contract_l
 def outer(a_RK: Array, b_RN: Array, sizes_G: Array, tile: Tiles, into_GKN: Array | None) -> Array:
     """Return ``into[g]`` plus the sum, over the rows of each group g, of the outer products of ``a`` and ``b``.
 
-    The result has the dtype of ``into``, or of ``a`` if that is None. Products are summed in float32. Rows behind the
-    last group are not read.
+    Sums are float32, the result has the dtype of ``into``, or else of ``a``. Rows behind the last group are not read.
     """
     tiling = (tile.rows, tile_width(a_RK.shape[1], tile.tgmm[0]), tile_width(b_RN.shape[1], tile.tgmm[1]))
     return kernels().grouped_outer(a_RK, b_RN, sizes_G, tiling, into_GKN)
-
-
-def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """An array of arbitrary entries, for callers that write every entry they read. A TPU writes no zeros.
-
-    ``after``, any small array of the loop that uses the result, keeps it inside the loop, where no turn copies it.
-    """
-    return kernels().unwritten(shape, dtype, after)
 
 
 def row_major(x: Array) -> Array:

@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # semi-private: transformers/integrations/moe.py, transformers 5.23
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -46,23 +46,21 @@ class ScaledExperts(nn.Module):
     _apply_gate = _default_apply_gate
     implementation = "dense"  # a name that `shardwright.models.experts.experts_interface` registers
 
-    def forward(self, x_TH: torch.Tensor, index_Tk: torch.Tensor, weight_Tk: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
         run: Any = ALL_EXPERTS_FUNCTIONS[self.implementation]
-        result: torch.Tensor = run(self, x_TH, index_Tk, weight_Tk)
-        return result
+        return run(self, x_TH, index_Tk, weight_Tk)
 
 
 class ScaledBlock(nn.Module):
     """The block's forward: a shared expert, and each token's k experts on the token times the sigmoid of its score."""
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        this: Any = self
-        x_TH = hidden_states.reshape(-1, this.hidden_dim)
-        logits_TE = nn.functional.linear(x_TH, this.router.weight)
-        value_Tk, index_Tk = torch.topk(logits_TE, this.top_k, dim=1)
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        x_TH = hidden_states.reshape(-1, self.hidden_dim)
+        logits_TE = nn.functional.linear(x_TH, self.router.weight)
+        value_Tk, index_Tk = torch.topk(logits_TE, self.top_k, dim=1)
         score_Tk = torch.sigmoid(value_Tk.float()).to(x_TH.dtype)
-        out_TH = this.shared_expert(x_TH)
+        out_TH = self.shared_expert(x_TH)
         one_T1 = torch.ones_like(score_Tk[:, :1])
         for score_T1, index_T1 in zip(score_Tk.split(1, dim=1), index_Tk.split(1, dim=1), strict=True):
-            out_TH = out_TH + this.experts(x_TH * score_T1, index_T1, one_T1)
+            out_TH = out_TH + self.experts(x_TH * score_T1, index_T1, one_T1)
         return out_TH, logits_TE

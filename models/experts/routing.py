@@ -1,8 +1,7 @@
 """Observation of routers: the load of each expert, and losses beside those of the model's family.
 
-Experts functions report where tokens went (:func:`count`). Hooks observe routers (:func:`watch`), and find logits where
-transformers' own output collector finds them. Both record small sums in the layer, and leave the sum over devices to
-the reader: nothing crosses devices in a layer.
+Experts functions report where tokens went (:func:`count`); hooks observe routers (:func:`watch`). Both record small
+sums in the layer, and leave the sum over devices to the reader: nothing crosses devices in a layer.
 
 Shape suffixes: T tokens, k experts a token, E experts, R rows, S tokens of a row, G groups of tokens (one a batch
 shard).
@@ -10,13 +9,14 @@ shard).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -30,7 +30,7 @@ _Z, _SHARE, _PICKED = "router z", "router share", "router picked"
 _COUNTED = "_shardwright_counted"
 
 # a tensor whose dimension 0 the batch is split along -> the same in that layout
-SplitRows = Callable[[torch.Tensor], torch.Tensor]
+SplitRows = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,20 @@ class Counted:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Losses that are added to the model's own in training, each summed over layers.
+    """Losses that are added to the model's own in training, each summed over layers."""
 
-    Args:
-        z: coefficient of the router z-loss, the mean square of logsumexp over a token's logits (ST-MoE,
-            arXiv:2202.08906, equation 5).
-        balance: coefficient of the balance loss (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): E times the sum
-            over experts of their share of choices × their mean normalised score. Choices are the k highest scores,
-            without the selection bias.
-        batch_wide: the shares and means are the micro-batch's; else each row's, and the loss is the mean over rows.
-    """
-
+    # coefficient of the mean square of logsumexp over a token's logits (ST-MoE, arXiv:2202.08906, equation 5)
     z: float = 0.0
+    # coefficient of E times the sum over experts of their share of choices × their mean normalised score (DeepSeek-V3,
+    # arXiv:2412.19437, equations 17 to 20); choices are the k highest scores, without the selection bias
     balance: float = 0.0
-    batch_wide: bool = False
+    batch_wide: bool = False  # shares and means are the micro-batch's; else each row's, and the loss their mean
 
     @property
     def any(self) -> bool:
         return bool(self.z or self.balance)
 
-    def values(self, recorded: Mapping[str, Sequence[torch.Tensor]], real_RS: torch.Tensor) -> dict[str, torch.Tensor]:
+    def values(self, recorded: Mapping[str, Sequence[Tensor]], real_RS: Tensor) -> dict[str, Tensor]:
         """Return ``z`` and ``balance``, without their coefficients, of the watched routers.
 
         ``recorded`` has tensors [R, …] by name, or [layers, R, …] of a stack; ``real_RS`` is 1 for a token, else 0.
@@ -88,7 +82,7 @@ def mark(model: nn.Module, names: Sequence[str], groups: int, split_rows: SplitR
         setattr(model.get_submodule(name), _COUNTED, Counted(name, groups, split_rows))
 
 
-def count(experts: Any, index_Tk: torch.Tensor, dropped_Tk: torch.Tensor | None = None) -> None:
+def count(experts: Any, index_Tk: Tensor, dropped_Tk: Tensor | None = None) -> None:
     """Record the number of (token, choice) pairs for each expert, [G, E], and of dropped ones, [G], without padding."""
     how: Counted = getattr(experts, _COUNTED, Counted())
     chosen_TkE = index_Tk.unsqueeze(-1) == torch.arange(experts.num_experts, device=index_Tk.device)
@@ -97,8 +91,8 @@ def count(experts: Any, index_Tk: torch.Tensor, dropped_Tk: torch.Tensor | None 
         _record_groups(how, DROPPED, dropped_Tk.to(torch.float32).sum(1))
 
 
-def _record_groups(how: Counted, what: str, values_T: torch.Tensor) -> None:
-    """Record the sums of ``values_T`` [T, …] over the tokens of each group."""
+def _record_groups(how: Counted, what: str, values_T: Tensor) -> None:
+    """Record the sums of ``values_T`` [T, …] over each group."""
     real_RS = real_tokens()
     if real_RS is not None:
         values_T = values_T * real_RS.reshape(-1, *[1] * (values_T.dim() - 1))
@@ -108,12 +102,9 @@ def _record_groups(how: Counted, what: str, values_T: torch.Tensor) -> None:
 
 
 def selection_biases(model: nn.Module, experts: Sequence[str]) -> dict[str, str]:
-    """Map each bias that routers add to scores for selection only to the experts module that they choose for, by name.
-
-    It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
-    and not trained by gradients (a buffer in most families, a frozen parameter in some). No module of ``experts`` is
-    stacked.
-    """
+    """Map each bias that routers add to scores for selection only to the name of the experts that they choose for."""
+    # It is known by its structure: beside or below the module that holds the experts, with one number an expert, saved,
+    # and not trained by gradients (a buffer in most families, a frozen parameter in some). No module is stacked.
     saved = model.state_dict().keys()
     frozen = {name: t for name, t in model.named_parameters() if not t.requires_grad}
     vectors = {**{name: t for name, t in model.named_buffers() if name in saved}, **frozen}
@@ -165,24 +156,20 @@ def watch(model: nn.Module, split_rows: SplitRows) -> None:
 
 
 def _record_router(
-    scoring: _Scoring, recorded: torch.Tensor, values: tuple[Any, ...], real_RS: torch.Tensor, split_rows: SplitRows
+    scoring: _Scoring, recorded: Tensor, values: tuple[Any, ...], real_RS: Tensor, split_rows: SplitRows
 ) -> None:
     R, S = real_RS.shape
     logits = scoring.before(recorded).to(torch.float32)
     logits_TE = logits.reshape(R * S, -1)
     scores_TE = scoring.scores(logits).reshape(R * S, -1)
     scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-    chosen = next(v for v in values if isinstance(v, torch.Tensor) and not v.is_floating_point())
+    chosen = next(v for v in values if isinstance(v, Tensor) and not v.is_floating_point())
     index_Tk = scores_TE.detach().topk(chosen.shape[-1], dim=-1).indices
     picked_TE = (index_Tk.unsqueeze(-1) == torch.arange(scores_TE.shape[-1], device=index_Tk.device)).sum(1)
     real_RS1 = real_RS.unsqueeze(-1)
-    for name, values_T in (
-        (_Z, logits_TE.logsumexp(-1, keepdim=True).square()),
-        (_SHARE, scores_TE),
-        (_PICKED, picked_TE.to(torch.float32)),
-    ):
-        sums = (values_T.reshape(R, S, -1) * real_RS1).sum(1)
-        record(name, split_rows(sums))
+    z_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
+    for name, values_T in ((_Z, z_T1), (_SHARE, scores_TE), (_PICKED, picked_TE.to(torch.float32))):
+        record(name, split_rows((values_T.reshape(R, S, -1) * real_RS1).sum(1)))
 
 
 class _Scoring(TorchFunctionMode):
@@ -190,41 +177,38 @@ class _Scoring(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._function: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._gathered: torch.Tensor | None = None
+        self._function: Callable[[Tensor], Tensor] | None = None
+        self._made: list[tuple[Tensor, Tensor]] = []
+        self._gathered: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _SCORES:
             self._function = self._function or _SCORES[func]
             self._made.append((args[0], result))
-        elif func in (torch.gather, torch.Tensor.gather):
+        elif func in (torch.gather, Tensor.gather):
             self._gathered = args[0]
         return result
 
-    def before(self, recorded: torch.Tensor) -> torch.Tensor:
+    def before(self, recorded: Tensor) -> Tensor:
         """Return the logits: ``recorded`` itself, or if those are scores, the tensor that they were made from."""
         return next((given for given, made in self._made if made is recorded), recorded)
 
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+    def scores(self, logits: Tensor) -> Tensor:
         """Return the router's scores of ``logits``, without the selection bias."""
         if self._function is None and self._gathered is not None and self._gathered.shape == logits.shape:
             return self._gathered.to(torch.float32)  # the router's own scoring function
         return (self._function or _softmax)(logits)
 
 
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.softmax(-1)
-
-
-_SCORES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
-    **dict.fromkeys((torch.softmax, torch.Tensor.softmax, F.softmax), _softmax),
-    **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.logsigmoid), torch.sigmoid),
+_softmax = functools.partial(torch.softmax, dim=-1)
+_SCORES: dict[Any, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _softmax),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.logsigmoid), torch.sigmoid),
 }
 
 
-def weights_of_all(index_Tk: torch.Tensor, weight_Tk: torch.Tensor, E: int) -> torch.Tensor:
+def weights_of_all(index_Tk: Tensor, weight_Tk: Tensor, E: int) -> Tensor:
     """The weight that each token gives to each of E experts, [T, E]: 0 for one that it does not choose."""
     chosen_TkE = (index_Tk.unsqueeze(-1) == torch.arange(E, device=index_Tk.device)).to(weight_Tk.dtype)
     return (weight_Tk.unsqueeze(-1) * chosen_TkE).sum(1)

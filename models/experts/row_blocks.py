@@ -9,41 +9,25 @@ E experts held by a device, R rows in whole blocks, B rows of a block, F width o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardwright.models.experts import exchange, grouped_matmul
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jnp, lax
 from shardwright.models.ops.kernel_cost import Tiles
-
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
-# see `SortedRows.fold`
-Sums = Sequence[Any]
-Body = Callable[["Block", Sequence[Any], Any, Sums], tuple[Any, Sums]]
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The plan of a device's multiplications.
+    """The plan of a device's multiplications."""
 
-    Args:
-        crossing: how tokens get to the experts.
-        block: rows that are multiplied at once.
-        at_once: whether a single block is multiplied, or at least planned.
-        room: the rows of a round, in whole blocks, for whose kept values there is room.
-        rest: the plan for the tokens without room in the planned round.
-    """
-
-    crossing: exchange.ExchangePlan
-    block: int
+    crossing: exchange.ExchangePlan  # how tokens get to the experts
+    block: int  # rows that are multiplied at once
     tile: Tiles
-    at_once: bool
-    room: int = 0
-    rest: BlockPlan | None = None
+    at_once: bool  # whether a single block is multiplied, or at least planned
+    room: int = 0  # the rows of a round, in whole blocks, for whose kept values there is room
+    rest: BlockPlan | None = None  # for the tokens without room in the planned round
 
     def of(self, round_: exchange.Round | None) -> BlockPlan:
         """The plan of a planned round, or of the rest (None)."""
@@ -67,39 +51,27 @@ def in_order(index_Tk: Array, held: Array, planned: BlockPlan, all_held: bool) -
 
 @dataclass
 class SortedRows:
-    """Rows sorted by expert, those of the experts held here first: only these matter.
+    """Rows sorted by expert, those of the experts held here first: only these matter."""
 
-    Args:
-        token_R: the token of each row; any token in a row behind the last pair.
-        choice_R: the number of each row's pair in the choice-major list of pairs; any number behind the last pair.
-        row_kT: the inverse: the row of each pair; behind the last row that matters, if its expert is not held here.
-        end_E: where each expert's rows end. The last entry is the number of rows that matter.
-        all_held: whether every row matters. Then the number of blocks is static.
-    """
-
-    token_R: Array
-    choice_R: Array
-    row_kT: Array
-    end_E: Array
+    token_R: Array  # any token behind the last pair
+    choice_R: Array  # the number of each row's pair in the choice-major list of pairs; any behind the last pair
+    row_kT: Array  # the inverse: the row of each pair; behind the last that matters, if its expert is not held here
+    end_E: Array  # where each expert's rows end; the last entry is the number of rows that matter
     planned: BlockPlan
-    all_held: bool
+    all_held: bool  # whether every row matters; then the number of blocks is static
 
-    def fold(self, body: Body, carry: Any, parameters: Sequence[Array], sums: Sums = ()) -> tuple[Any, Sums]:
-        """``carry, sums`` after ``carry, sums = body(block, parameters, carry, sums)`` for each block that matters.
-
-        ``parameters`` and ``sums`` are [E, …] each; a sum is None for a parameter without one, or without one yet.
-        """
+    def fold(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
+        """``carry`` after ``carry = body(block, carry)`` for each block that matters."""
         block = self.planned.block
         if len(self.token_R) == block:
-            return body(Block(self, jnp.int32(0)), parameters, carry, sums)
+            return body(Block(self, jnp.int32(0)), carry)
         count = len(self.token_R) // block if self.all_held else -(-self.end_E[-1] // block)
 
-        def turn(i: Array, state: tuple[Any, Sums]) -> tuple[Any, Sums]:
+        def turn(i: Array, carry: Any) -> Any:
             # if values are kept, from the last: those without room are overwritten
-            start = (count - 1 - i if self.planned.room else i) * block
-            return body(Block(self, start), parameters, *state)
+            return body(Block(self, (count - 1 - i if self.planned.room else i) * block), carry)
 
-        return lax.fori_loop(0, count, turn, (carry, sums))
+        return lax.fori_loop(0, count, turn, carry)
 
     def of_choices(self, value_R: Array) -> Array:
         """The value of each pair, [T, k]; 0 if its expert is not held here."""
@@ -167,11 +139,9 @@ class Block:
         return jnp.take(bias_E, self.expert_B, axis=0, mode="clip")
 
     def outer(self, sums_E: Array | None, out_B: Array, in_B: Array, *, contract_last: bool) -> Array:
-        """Add these rows' part of a weight's gradient, [E, out, in] if ``contract_last``, to ``sums``.
-
-        Without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards.
-        """
+        """Add these rows' part of a weight's gradient, [E, out, in] if ``contract_last``, to ``sums``."""
         pair = (out_B, in_B) if contract_last else (in_B, out_B)
+        # without sums it is in the dtype of the rows, rounded once, as the sums would be afterwards
         return grouped_matmul.outer(*pair, self.sizes_E, self.rows.planned.tile, sums_E)
 
     def add_rows(self, sums_E: Array | None, grad_B: Array) -> Array:
@@ -183,26 +153,20 @@ class Block:
 
 
 def _sorted(expert_N: Array, E: int) -> tuple[Array, Array]:
-    """The expert and the number of each pair, sorted by both.
-
-    They are sorted as one number, if that fits: libtpu compiles the sort of one array in a tenth of the time of two
-    arrays, or of a stable sort, to which it adds a second array.
-    """
+    """The expert and the number of each pair, sorted by both."""
     N = len(expert_N)
     number_N = lax.iota(jnp.int32, N)
     if jnp.iinfo(jnp.int32).max < (E + 1) * N:
         expert_S, number_S = lax.sort((expert_N, number_N), num_keys=2, is_stable=False)
         return expert_S, number_S
+    # libtpu compiles the sort of one array in a tenth of the time of two, or of a stable sort, which gets a second
     both_S = lax.sort(expert_N * N + number_N, is_stable=False)
     return both_S // N, both_S % N
 
 
 def _places(expert_N: Array, E: int) -> tuple[Array, Array]:
-    """The place of each pair among the sorted, N where its expert is not held, and the end of each expert's rows.
-
-    It is counted: to compile another sort takes longer.
-    """
-    mine_NE = expert_N[:, None] == jnp.arange(E)
+    """The place of each pair among the sorted, N where its expert is not held, and the end of each expert's rows."""
+    mine_NE = expert_N[:, None] == jnp.arange(E)  # counted: to compile another sort takes longer
     until_NE = jnp.cumsum(mine_NE, 0, dtype=jnp.int32)
     end_E = jnp.cumsum(until_NE[-1])
     place_N = jnp.where(mine_NE, end_E - until_NE[-1] + until_NE - 1, 0).sum(1, dtype=jnp.int32)

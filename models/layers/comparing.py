@@ -39,10 +39,8 @@ def described(value: Any, depth: int = 0) -> Any:
         items = [(str(key), described(inner, depth + 1)) for key, inner in value.items()]
         return None if any(inner is None for _, inner in items) else ("mapping", tuple(items))
     if isinstance(value, tuple | list | set | frozenset):
-        inner = [
-            described(entry, depth + 1)
-            for entry in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)
-        ]
+        entries = sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        inner = [described(entry, depth + 1) for entry in entries]
         return None if any(entry is None for entry in inner) else (type(value).__name__, tuple(inner))
     return None
 

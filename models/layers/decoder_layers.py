@@ -2,8 +2,8 @@
 
 It works for any transformers decoder that calls its layers in a loop, whatever the list is called. In the new list the
 layers of a run are one, with parameters stacked along a new dimension 0. Its name is its slice of the old list:
-``model.layers.3:61``, ``model.layers.0:24:2``, or ``model.layers.*`` for all. So `named_parameters` yields the names in
-a recipe's lines. The decoder still gets one callable for each layer (:mod:`shardwright.models.layers.layer_run`).
+``model.layers.3:61``, ``model.layers.0:24:2``, or ``model.layers.*`` for all; so are the names in a recipe's lines. The
+decoder still gets one callable for each layer (:mod:`shardwright.models.layers.layer_run`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.models.layers.grouping import Grouping, Repetition, group
 from shardwright.models.layers.layer_run import LayerPart, LayerRun, Prepare
@@ -42,10 +42,8 @@ def stack_layers(model: nn.Module) -> Grouping:
     Raises:
         ValueError: the decoder has no layer list or can't be followed; says why. The model is then unchanged.
     """
-    name = find_layers(model)
-    found = group(model, name)
-    layers = list(model.get_submodule(name).children())
-    _replace(model, name, DecoderLayers(name, layers, found))
+    found = group(model, find_layers(model))
+    _replace(model, found)
     return found
 
 
@@ -55,27 +53,20 @@ def wrap_layers(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no list of layers.
     """
-    name = find_layers(model)
-    layers = list(model.get_submodule(name).children())
-    _replace(model, name, DecoderLayers(name, layers, None))
+    _replace(model, None)
 
 
 def number_layers(model: nn.Module) -> None:
-    """Make each layer of ``model`` draw from a key of its own, as stacked or wrapped layers do.
-
-    In a model without a layer list, draws are numbered through the whole model.
-    """
+    """Make each layer of ``model`` draw from a key of its own, as stacked or wrapped layers do."""
+    # in a model without a layer list, draws are numbered through the whole model
     with contextlib.suppress(ValueError):
         for index, layer in enumerate(model.get_submodule(find_layers(model)).children()):
-            layer.register_forward_pre_hook(lambda *_, index=index: randomness.enter_layer(index))
-            layer.register_forward_hook(lambda *_: randomness.leave_layer(), always_call=True)
+            layer.register_forward_pre_hook(lambda *_, index=index: randomness.set_layer(index))
+            layer.register_forward_hook(lambda *_: randomness.set_layer(None), always_call=True)
 
 
 class DecoderLayers(nn.ModuleList):
-    """The layer list ``name`` of a decoder, which yields a callable for each of its layers.
-
-    Where ``grouping`` stacks layers, which are on meta, the first of each stack is changed; None: none are stacked.
-    """
+    """The layer list ``name`` of a decoder, which yields a callable for each of its layers."""
 
     def __init__(self, name: str, layers: Sequence[nn.Module], grouping: Grouping | None) -> None:
         super().__init__()
@@ -87,14 +78,14 @@ class DecoderLayers(nn.ModuleList):
             for j in range(run.period):
                 members = layers[run.start + j : run.stop : run.period]
                 key = _slice(run, j, len(layers))
+                # changes the first layer of the stack
                 stacked = _stack(members, grouping) if grouping and run.count > 1 else frozenset()
                 self.add_module(key, members[0])
                 shape = grouping.seen[run.start + j].shape if grouping else None
                 parts.append(LayerPart(f"{name}.{key}", members[0], stacked, shape))
             self.runs.append(LayerRun(parts, run.start, run.count))
-            self._callables += [
-                _Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(layers[run.start : run.stop])
-            ]
+            members = layers[run.start : run.stop]
+            self._callables += [_Callable(self.runs[-1], offset, layer) for offset, layer in enumerate(members)]
 
     def configure(self, prepare: Prepare, remat: str | float) -> None:
         """Set the function applied to parameters just before use (a cast, a layout), and the remat policy."""
@@ -103,10 +94,8 @@ class DecoderLayers(nn.ModuleList):
 
     @property
     def values(self) -> list[tuple[Value, int]]:
-        """The values that trained layers could keep for their backward, each with its number of layers.
-
-        It is empty before a step is traced, and under a policy that does not choose among values.
-        """
+        """The values that trained layers could keep for their backward, each with its number of layers."""
+        # none before a step is traced, nor under a policy that does not choose among values
         return [(value, run.count) for run in self.runs for value in run.values]
 
     @property
@@ -180,10 +169,12 @@ def _stack(layers: Sequence[nn.Module], grouping: Grouping) -> frozenset[str]:
     return frozenset(stacked)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (not a.is_meta and not b.is_meta and torch.equal(a, b))
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace(model: nn.Module, grouping: Grouping | None) -> None:
+    name = find_layers(model)
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    layers = list(model.get_submodule(name).children())
+    setattr(model.get_submodule(parent), child, DecoderLayers(name, layers, grouping))

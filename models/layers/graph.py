@@ -1,75 +1,60 @@
-"""A function of tensors, traced once by AOTAutograd into a forward and a backward graph.
-
-The split of the joint graph decides remat (:mod:`shardwright.models.layers.remat`).
-"""
+"""A function of tensors, traced once by AOTAutograd into a forward and a backward graph."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import aot_function, make_boxed_func
+from torch import Tensor
 
 from shardwright.models.layers.remat import VALUES, Value
 
-Flat = list[torch.Tensor]
+Flat = list[Tensor]
 
 
 class LayerGraph:
-    """The graphs of ``function``, which maps a list of tensors to a list of tensors.
-
-    The backward computes gradients for those of ``inputs`` that require one. ``partition`` splits the joint graph.
-
-    Attributes:
-        saved: how many tensors the forward keeps for the backward.
-        aliases: position among the saved tensors → position of the input that it is, unchanged.
-        differentiable: whether each output has a gradient; integers, and outputs of no input that requires one, have
-            none.
-        values: the values that the forward could keep, if the remat policy chooses among them.
-    """
+    """The graphs of ``function`` of tensors to tensors; its backward gives gradients to ``inputs`` that require one."""
 
     def __init__(
-        self, function: Callable[[Flat], Flat], inputs: Sequence[torch.Tensor], partition: Callable[..., Any]
+        self, function: Callable[[Flat], Flat], inputs: Sequence[Tensor], partition: Callable[..., Any]
     ) -> None:
         like = [torch.empty_like(t, requires_grad=t.requires_grad) for t in inputs]
         found: dict[str, torch.fx.GraphModule] = {}
 
-        def keep(name: str) -> Callable[..., Any]:
-            def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
-                found[name] = module
-                return make_boxed_func(module)
+        def keep(name: str, module: torch.fx.GraphModule, _: Any) -> Any:
+            found[name] = module
+            return make_boxed_func(module)
 
-            return compiler
-
-        def without_aliases(*given: torch.Tensor) -> Flat:
+        def without_aliases(*given: Tensor) -> Flat:
             # AOTAutograd leaves an output that is an input out of the graph
             seen = {id(t) for t in given}
             return [t.clone() if id(t) in seen else t for t in function(list(given))]
 
-        traced = aot_function(
-            without_aliases, fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=partition
-        )
+        forward, backward = functools.partial(keep, "forward"), functools.partial(keep, "backward")
+        traced = aot_function(without_aliases, forward, backward, partition)
         with torch.enable_grad():
             outputs = traced(*like)
-            self.differentiable = [t.requires_grad for t in outputs]
+            self.differentiable = [t.requires_grad for t in outputs]  # not integers, nor outputs of no such input
             ends = [t for t in outputs if t.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
         self._forward, self._backward, self._outputs = found["forward"], found["backward"], len(outputs)
+        # that the forward could keep, if the remat policy chooses among them
         self.values: tuple[Value, ...] = self._forward.meta.get(VALUES, ())
         with torch.no_grad():
             saved = self.forward(like)[1]
-        self.saved = len(saved)
+        self.saved = len(saved)  # the tensors that the forward keeps for the backward
+        # position among the saved tensors → position of the input that it is, unchanged
         where = {id(t): index for index, t in enumerate(like)}
         self.aliases = {index: where[id(t)] for index, t in enumerate(saved) if id(t) in where}
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[Flat, Flat]:
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Flat, Flat]:
         """Return the outputs, and the tensors that the backward needs."""
         results = self._forward(*inputs)
         return list(results[: self._outputs]), list(results[self._outputs :])
 
-    def backward(
-        self, saved: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the gradient of each input, or None, from those of the differentiable outputs."""
         return self._backward(*saved, *gradients)

@@ -8,8 +8,7 @@ the layer never reads it.
 from __future__ import annotations
 
 import functools
-import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +38,12 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The division of a decoder's layers into runs.
-
-    ``floats`` are attributes that become data, because they differ between layers that are else alike. ``apart`` maps
-    the number of a layer to the reason why it is not run with any other.
-    """
+    """The division of a decoder's layers into runs."""
 
     runs: tuple[Repetition, ...]
     seen: tuple[Seen, ...]
-    floats: frozenset[Where]
-    apart: dict[int, str]
+    floats: frozenset[Where]  # attributes that become data, because they differ between layers that are else alike
+    apart: dict[int, str]  # number of a layer → why it is not run with any other
 
 
 def group(model: nn.Module, name: str) -> Grouping:
@@ -63,7 +58,7 @@ def group(model: nn.Module, name: str) -> Grouping:
     for index, layer in enumerate(layers):
         alike[tuple(_structure(layer, numbers=False))].append(index)
     differing = {where for group in alike.values() for where in _differing([layers[i] for i in group])}
-    floats = frozenset(w for w in differing if all(_is(float, layer, w) for layer in layers if _has(layer, w)))
+    floats = frozenset(w for w in differing if all(type(_get(layer, w)) is float for layer in layers if _has(layer, w)))
     integers = differing - floats
     for stacked in dict.fromkeys((floats, frozenset())):  # some families can't use a tensor in place of a float
         try:
@@ -88,27 +83,21 @@ def group(model: nn.Module, name: str) -> Grouping:
     return Grouping(tuple(runs), tuple(seen), stacked, apart)
 
 
-def cut(signatures: Sequence[Any], chains: Sequence[Any]) -> list[Repetition]:
-    """Divide layers into runs with the fewest layers to trace.
+def cut(signatures: Sequence[Any], chains: Sequence[Any], low: int = 0, high: int | None = None) -> list[Repetition]:
+    """Divide the layers from ``low`` to ``high`` into runs with the fewest layers to trace.
 
     ``signatures`` are equal for layers that are alike. ``chains`` tell how each layer takes the output of the one
     before; None: they can't be in one run.
     """
-    return list(_cut(signatures, chains, 0, len(signatures)))
-
-
-def _cut(signatures: Sequence[Any], chains: Sequence[Any], low: int, high: int) -> Iterator[Repetition]:
+    high = len(signatures) if high is None else high
     best = max(
         (run for period in range(1, (high - low) // 2 + 1) for run in _runs(signatures, chains, (low, high), period)),
         key=lambda run: (run.period * (run.count - 1), -run.period, -run.start),
         default=None,
     )
     if best is None:
-        yield from (Repetition(index, 1, 1) for index in range(low, high))
-        return
-    yield from _cut(signatures, chains, low, best.start)
-    yield best
-    yield from _cut(signatures, chains, best.stop, high)
+        return [Repetition(index, 1, 1) for index in range(low, high)]
+    return [*cut(signatures, chains, low, best.start), best, *cut(signatures, chains, best.stop, high)]
 
 
 def _runs(
@@ -182,12 +171,8 @@ def _shared(model: nn.Module, name: str) -> dict[int, str]:
     for full, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(full)
     depth = name.count(".") + 1
-    return {
-        int(full.split(".")[depth]): f"it shares {full}"
-        for tied in names.values()
-        for full in tied
-        if len(tied) > 1 and full.startswith(f"{name}.")
-    }
+    shared = (full for tied in names.values() for full in tied if len(tied) > 1 and full.startswith(f"{name}."))
+    return {int(full.split(".")[depth]): f"it shares {full}" for full in shared}
 
 
 def _structure(layer: nn.Module, *, numbers: bool) -> Iterator[tuple[Where, Any]]:
@@ -207,12 +192,12 @@ def _structure(layer: nn.Module, *, numbers: bool) -> Iterator[tuple[Where, Any]
 
 def _differing(layers: Sequence[nn.Module]) -> Iterator[Where]:
     """Yield the numbers that differ between ``layers``, which have the same modules."""
-    values: dict[Where, Counter[Any]] = defaultdict(Counter)
+    values: dict[Where, set[Any]] = defaultdict(set)
     for layer in layers:
         for path, module in layer.named_modules():
             for key, value in attributes(module).items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
-                    values[path, key][type(value), value] += 1
+                    values[path, key].add((type(value), value))
     yield from (where for where, found in values.items() if len(found) > 1)
 
 
@@ -221,8 +206,4 @@ def _has(layer: nn.Module, where: Where) -> bool:
 
 
 def _get(layer: nn.Module, where: Where) -> Any:
-    return operator.attrgetter(where[1])(layer.get_submodule(where[0]))
-
-
-def _is(kind: type, layer: nn.Module, where: Where) -> bool:
-    return type(_get(layer, where)) is kind
+    return getattr(layer.get_submodule(where[0]), where[1])

@@ -1,7 +1,6 @@
 """A barrier that prepares each layer's weights only once the layer's input is there, for layers that run one by one.
 
-Weights depend on nothing, so a TPU's compiler may gather those of many layers at once where a layer computes little, as
-in decoding a token.
+Else a TPU's compiler may gather those of many layers at once where a layer computes little, as in decoding a token.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.models.layers.decoder_layers import find_layers
 from shardwright.models.layers.layer_run import Prepare
@@ -36,22 +35,17 @@ def _run(
     forward: Callable[..., Any],
     prefix: str,
     prepare: Prepare,
-    hidden_states: torch.Tensor,
+    hidden_states: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     weights = dict(layer.named_parameters())
-    hidden_states, *behind = _barrier([hidden_states, *weights.values()])
+    behind = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in (hidden_states, *weights.values())]
+    xm.optimization_barrier_(behind)
+    hidden_states, *behind = behind
     prepared = prepare({prefix + key: weight for key, weight in zip(weights, behind, strict=True)})
     # semi-private: torch/nn/utils/stateless.py, torch 2.9: `torch.func.functional_call` without the call
     with torch.nn.utils.stateless._reparametrize_module(
         layer, {name.removeprefix(prefix): tensor for name, tensor in prepared.items()}
     ):
         return forward(hidden_states, *args, **kwargs)
-
-
-def _barrier(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors``; none is available before all of them are."""
-    copies = [torch.ops.aten.view_copy(tensor, tensor.shape) for tensor in tensors]
-    xm.optimization_barrier_(copies)
-    return copies

@@ -19,38 +19,30 @@ from shardwright.models.ops.device_kernels import kernels
 VALUES = "values"  # key in the `meta` of a split layer's forward
 
 
-def _partition_with(policy: Callable[[torch.fx.Node], CheckpointPolicy]) -> Callable[..., Any]:
-    """A partitioner that saves exactly the nodes that ``policy`` marks."""
+def _saving(chosen: Callable[[torch.fx.Node], bool]) -> Callable[..., Any]:
+    """A partitioner that saves exactly the nodes that are ``chosen``."""
 
-    def partition(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         for node in joint.graph.nodes:
             # semi-private: torch/_functorch/partitioners.py, torch 2.9 (the tags of selective checkpointing)
             if node.op == "call_function" and "tangents" not in node.name:
-                node.meta["recompute"] = policy(node)
-                node.meta["ac_graph_id"] = 0
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+                kept = CheckpointPolicy.MUST_SAVE if chosen(node) else CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta |= {"recompute": kept, "ac_graph_id": 0}
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     return partition
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a layer's forward that the backward uses: the result of a matrix product or a kernel.
+    """A value of a layer's forward that the backward uses: the result of a matrix product or a kernel."""
 
-    Args:
-        module: its module, as ``model.layers.*.self_attn.q_proj``.
-        kind: the operation, as ``mm`` or ``attention``.
-        shape, bytes: of its largest result, and of all, on all devices together.
-        flops: the cost of computing it again.
-        kept: from the forward; else it is computed again.
-    """
-
-    module: str
-    kind: str
-    shape: tuple[int, ...]
-    bytes: int
-    flops: int
-    kept: bool = False
+    module: str  # its module, as ``model.layers.*.self_attn.q_proj``
+    kind: str  # the operation, as ``mm`` or ``attention``
+    shape: tuple[int, ...]  # of its largest result
+    bytes: int  # of all its results, on all devices together
+    flops: int  # the cost of computing it again
+    kept: bool = False  # from the forward; else it is computed again
 
 
 def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
@@ -80,16 +72,13 @@ def _values(joint: torch.fx.GraphModule) -> dict[torch.fx.Node, Value]:
     return found
 
 
+@dataclass(frozen=True)
 class Keep:
-    """A partitioner that keeps ``share`` of the bytes of all values, those with the most FLOPs a byte first.
+    """A partitioner that keeps ``share`` of the bytes of all values, those with the most FLOPs a byte first."""
 
-    The forward's ``meta`` lists all values under :data:`VALUES`, in the layer's order.
-    """
+    share: float
 
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def __call__(self, joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+    def __call__(self, joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         values = _values(joint)
         room = self.share * sum(value.bytes for value in values.values())
         chosen: set[torch.fx.Node] = set()
@@ -97,38 +86,26 @@ class Keep:
             if value.bytes <= room:
                 room -= value.bytes
                 chosen.add(node)
-        forward, backward = self._split(joint, inputs, chosen, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        forward.meta[VALUES] = tuple(replace(value, kept=node in chosen) for node, value in values.items())
-        return forward, backward
-
-    def _split(self, joint: torch.fx.GraphModule, inputs: Any, chosen: set[torch.fx.Node], **kwargs: Any) -> Any:
-        if not chosen:
-            return _recompute_everything(joint, inputs, **kwargs)
         # several results of one operation can be kept, but the partitioner asks the operation
         saved = chosen | {user for node in chosen if _is_many(node) for user in node.users}
-
-        def policy(node: torch.fx.Node) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if node in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return _partition_with(policy)(joint, inputs, **kwargs)
+        split = _saving(saved.__contains__) if chosen else _recompute_everything
+        forward, backward = split(joint, inputs, **kwargs)
+        # all values, in the layer's order
+        forward.meta[VALUES] = tuple(replace(value, kept=node in chosen) for node, value in values.items())
+        return forward, backward
 
 
 def _is_many(node: torch.fx.Node) -> bool:
     return isinstance(node.meta["val"], tuple | list)
 
 
-def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+def _recompute_everything(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
     """A partitioner that saves only the layer's inputs."""
     with functorch_config.patch(activation_memory_budget=0.0):
-        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
 _MATMULS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-
-
-def _save_matmuls(node: torch.fx.Node) -> CheckpointPolicy:
-    matmul = getattr(node.target, "overloadpacket", None) in _MATMULS
-    return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _offload(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
@@ -156,7 +133,7 @@ REMAT: dict[str, Callable[..., Any]] = {
     "full": _recompute_everything,
     "auto": _recompute_everything,  # until a share is found
     "offload": _offload,
-    "save_matmuls": _partition_with(_save_matmuls),
+    "save_matmuls": _saving(lambda node: getattr(node.target, "overloadpacket", None) in _MATMULS),
 }
 
 

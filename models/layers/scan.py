@@ -12,24 +12,25 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+# semi-private: torch/utils/_pytree.py, torch 2.9
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwright.models.layers.graph import Flat, LayerGraph
 from shardwright.models.layers.layer_inputs import Input, Sorted
 from shardwright.models.ops.while_loop import Known, run_turns
 
-Gradients = list[torch.Tensor | None]
+Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One layer of a run's period, with the inputs of its graph.
-
-    ``outputs`` are the numbers of the layer's output tensors that the graph returns first, before side outputs.
-    """
+    """One layer of a run's period."""
 
     graph: LayerGraph
-    inputs: Sequence[Input]
-    outputs: Sequence[int]
+    inputs: Sequence[Input]  # of its graph
+    outputs: Sequence[int]  # the numbers of the layer's output tensors that the graph returns, before side outputs
 
 
 def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> tuple[Flat, list[Flat]]:
@@ -38,64 +39,47 @@ def run_stages(stages: Sequence[Stage], tensors: Sorted, known: Known | None) ->
     Return the last layer's outputs (if scanned, those that go around the loop), and each layer's side outputs.
     """
     program = _Program(stages, tensors, known)
-    flat = [*tensors.slots, *tensors.learned, *tensors.fixed, *(t for own in tensors.own for t in own)]
-    results = list(_Run.apply(program, *flat))
-    last, sides = results[: program.returned], results[program.returned :]
-    return last, program.by_stage(sides)
+    flat, program.given = tree_flatten((tensors.slots, tensors.learned, tensors.fixed, tensors.own))
+    last, sides = tree_unflatten(_Run.apply(program, *flat), program.results)
+    return last, sides
 
 
 class _Program:
-    """The forward and backward of one turn, on the flat tensors of :func:`run_stages`."""
+    """The forward and backward of one turn, and the specs of its tensors and of its results."""
+
+    given: Any
+    results: Any
 
     def __init__(self, stages: Sequence[Stage], tensors: Sorted, known: Known | None) -> None:
-        self.stages, self.known, self.loop = stages, known, tuple(tensors.loop)
+        self.stages, self.known, self.slots = stages, known, len(tensors.slots)
         self.scanned = known is not None
-        self.returned = len(self.loop) if self.scanned else len(stages[-1].outputs)
-        self._lengths = [len(tensors.slots), len(tensors.learned), len(tensors.fixed), *map(len, tensors.own)]
+        self.last = tuple(tensors.loop) if self.scanned else stages[-1].outputs  # numbers of the returned tensors
 
-    def split(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
-        parts, at = [], 0
-        for length in self._lengths:
-            parts.append(list(flat[at : at + length]))
-            at += length
-        return parts[0], parts[1], parts[2], parts[3:]
-
-    def by_stage(self, sides: Flat) -> list[Flat]:
-        counts = [len(stage.graph.differentiable) - len(stage.outputs) for stage in self.stages]
-        given = iter(sides)
-        return [[next(given) for _ in range(count)] for count in counts]
-
-    def forward(self, slots: Flat, learned: Flat, fixed: Flat, own: list[Flat]) -> tuple[Flat, Flat, list[Flat]]:
-        """Run one turn: return the last layer's outputs, side outputs, and the tensors that each stage keeps."""
+    def forward(self, slots: Flat, learned: Flat, fixed: Flat, own: list[Flat]) -> tuple[Flat, list[Flat], list[Flat]]:
+        """Run one turn: return the last layer's outputs, and each stage's side outputs and kept tensors."""
         sides, kept = [], []
-        chain: dict[int, torch.Tensor] = {}
+        chain: dict[int, Tensor] = {}
         for stage, mine in zip(self.stages, own, strict=True):
-            sources = {"slot": slots, "chain": chain, "learned": learned, "fixed": fixed, "own": mine}
-            results, saved = stage.graph.forward([sources[i.source][i.index] for i in stage.inputs])  # type: ignore[index]
+            sources: Any = {"slot": slots, "chain": chain, "learned": learned, "fixed": fixed, "own": mine}
+            results, saved = stage.graph.forward([sources[i.source][i.index] for i in stage.inputs])
             chain = dict(zip(stage.outputs, results, strict=False))
-            sides += results[len(stage.outputs) :]
+            sides.append(results[len(stage.outputs) :])
             kept.append([t for at, t in enumerate(saved) if self._given_again(stage, at) is None])
-        last = [chain[k] for k in (self.loop if self.scanned else self.stages[-1].outputs)]
-        return last, sides, kept
+        return [chain[k] for k in self.last], sides, kept
 
     def backward(
         self,
         gradients: tuple[Gradients, Gradients, Sequence[Sequence[Any]]],
         given: tuple[Flat, Flat, list[Flat], list[Flat]],
     ) -> tuple[Gradients, Gradients, list[Gradients]]:
-        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own.
-
-        ``gradients`` are of the last layer's outputs, of ``learned`` so far, and of each stage's side outputs;
-        ``given`` are ``learned``, ``fixed``, each stage's own, and the tensors that its forward kept.
-        """
-        last, of_learned, of_sides = gradients
+        """Run one turn: return the gradients of the slots, of ``learned``, and of each stage's own."""
+        last, of_learned, of_sides = gradients  # of_learned: so far
         learned, fixed, own, kept = given
-        names = self.loop if self.scanned else self.stages[-1].outputs
-        of_chain: dict[int, torch.Tensor | None] = {}
-        for k, gradient in zip(names, last, strict=True):
+        of_chain: dict[int, Tensor | None] = {}
+        for k, gradient in zip(self.last, last, strict=True):
             of_chain[k] = _sum(of_chain.get(k), gradient)
         of_own: list[Gradients] = [[None] * len(mine) for mine in own]
-        of_slots: Gradients = [None] * self._lengths[0]
+        of_slots: Gradients = [None] * self.slots
         of_learned = list(of_learned)
         for j in reversed(range(len(self.stages))):
             stage = self.stages[j]
@@ -126,75 +110,61 @@ class _Program:
 
 
 class _Run(torch.autograd.Function):
-    """A program's forward and backward.
-
-    torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are. Here `prepare` has done so already.
-    """
-
+    # torch_xla's own `Scan` needs jax, to lay gradients out as the parameters are; here `prepare` has done so already
     @staticmethod
-    def forward(ctx, program: _Program, *flat: torch.Tensor):  # type: ignore[override]
-        slots, learned, fixed, own = program.split(flat)
+    def forward(ctx, program: _Program, *flat: Tensor):  # type: ignore[override]
+        slots, learned, fixed, own = given = tree_unflatten(flat, program.given)
+
+        def turn(carry: Any, x: list[Flat]) -> tuple[Any, Any]:
+            slots, learned, fixed = carry
+            last, sides, kept = program.forward(slots, learned, fixed, x)
+            return (last, learned, fixed), (sides, kept)
+
         with torch.no_grad():
             if program.scanned:
-
-                def turn(carry: Any, x: list[Flat]) -> tuple[Any, Any]:
-                    slots, learned, fixed = carry
-                    last, sides, kept = program.forward(slots, learned, fixed, x)
-                    return (last, learned, fixed), (sides, kept)
-
                 (last, _, _), (sides, kept) = run_turns(turn, (slots, learned, fixed), own, known=program.known)
             else:
                 last, sides, kept = program.forward(slots, learned, fixed, own)
-        ctx.program, ctx.counts = program, [len(part) for part in kept]
-        ctx.save_for_backward(*flat, *(t for part in kept for t in part))
-        return (*last, *sides)
+        ctx.program = program
+        saved, ctx.saved = tree_flatten((given, kept))
+        ctx.save_for_backward(*saved)
+        results, program.results = tree_flatten((last, sides))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[override]
         program: _Program = ctx.program
-        flat = list(ctx.saved_tensors)
-        kept_flat = iter(flat[sum(program._lengths) :])
-        kept = [[next(kept_flat) for _ in range(count)] for count in ctx.counts]
-        slots, learned, fixed, own = program.split(flat)
-        last, sides = list(gradients[: program.returned]), program.by_stage(list(gradients[program.returned :]))
+        (slots, learned, fixed, own), kept = tree_unflatten(ctx.saved_tensors, ctx.saved)
+        last, sides = tree_unflatten(gradients, program.results)
         of_learned: Gradients = [torch.zeros_like(t) if t.is_floating_point() else None for t in learned]
+
+        def turn(carry: Any, x: Any) -> tuple[Any, Any]:
+            (of_last, of_learned, learned, fixed), (of_sides, own, kept) = carry, x
+            gradients, given = (of_last, of_learned, of_sides), (learned, fixed, own, kept)
+            of_slots, of_learned, of_own = program.backward(gradients, given)
+            pairs = zip(of_last, of_slots, strict=True)
+            whole = [torch.zeros_like(g) if new is None and g is not None else new for g, new in pairs]
+            return (whole, of_learned, learned, fixed), of_own
+
         with torch.no_grad():
-            if not program.scanned:
-                of_slots, of_learned, of_own = program.backward(
-                    (last, [None] * len(learned), sides), (learned, fixed, own, kept)
-                )
+            if program.scanned:
+                last = [g if t.is_floating_point() else None for g, t in zip(last, slots, strict=True)]
+                carry, xs = (last, of_learned, learned, fixed), (sides, own, kept)
+                (of_slots, of_learned, _, _), of_own = run_turns(turn, carry, xs, reverse=True, known=program.known)
             else:
-                zeros = [torch.zeros_like(t) if t.is_floating_point() else None for t in slots]
-                last = [g if zero is not None else None for g, zero in zip(last, zeros, strict=True)]
-
-                def turn(carry: Any, x: Any) -> tuple[Any, Any]:
-                    of_last, of_learned, learned, fixed = carry
-                    of_sides, own, kept = x
-                    of_slots, of_learned, of_own = program.backward(
-                        (of_last, of_learned, of_sides), (learned, fixed, own, kept)
-                    )
-                    whole = [
-                        torch.zeros_like(g) if new is None and g is not None else new
-                        for g, new in zip(of_last, of_slots, strict=True)
-                    ]
-                    return (whole, of_learned, learned, fixed), of_own
-
-                (of_slots, of_learned, _, _), of_own = run_turns(
-                    turn, (last, of_learned, learned, fixed), (sides, own, kept), reverse=True, known=program.known
-                )
-        return None, *of_slots, *of_learned, *([None] * len(fixed)), *(g for part in of_own for g in part)
+                given = (learned, fixed, own, kept)
+                of_slots, of_learned, of_own = program.backward((last, [None] * len(learned), sides), given)
+        return None, *tree_flatten((of_slots, of_learned, [None] * len(fixed), of_own))[0]
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
 def _barrier(saved: Flat, gradients: Flat) -> tuple[Flat, Flat]:
-    """Copies of the tensors behind a barrier.
-
-    Without it the compiler would merge the backward's recomputation with the forward, and undo remat; and it might
-    recompute several layers before the first one's gradients are there, and hold all of it.
-    """
+    """Copies of the tensors behind a barrier."""
+    # Without it the compiler would merge the backward's recomputation with the forward, and undo remat; and it might
+    # recompute several layers before the first one's gradients are there, and hold all of it.
     copies = [t.clone() for t in (*saved, *gradients)]
     xm.optimization_barrier_(copies)
     return copies[: len(saved)], copies[len(saved) :]

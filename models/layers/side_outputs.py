@@ -1,9 +1,9 @@
 """Values that a layer gives besides its output: router logits for the auxiliary loss, the load of its experts.
 
-There are two channels. Ours (:func:`record`) carries the values of our kernels and hooks. Transformers' own output
-collector carries the tensors that a caller asks a model for, with ``output_router_logits`` and the like. Both are lists
-that a forward pass appends to. A scanned layer cannot append to them, because it is traced once for all layers:
-:func:`collect` makes them return values of the layer, and :func:`replay` appends them outside.
+There are two channels: ours (:func:`record`), and transformers' output collector, for tensors that a caller asks a
+model for, with ``output_router_logits`` and the like. Both are lists that a forward pass appends to. A scanned layer
+cannot append to them, because it is traced once for all layers: :func:`collect` makes them return values of the layer,
+and :func:`replay` appends them outside.
 
 A layer also has one input besides its arguments: the mask of padding (:func:`real_tokens`).
 """
@@ -15,30 +15,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
+from torch import Tensor
 
 # semi-private: transformers/utils/output_capturing.py, transformers 5.23 (the collector behind `capture_outputs`)
 from transformers.utils.output_capturing import _active_collector
 
-_metrics: ContextVar[dict[str, list[torch.Tensor]] | None] = ContextVar("side_metrics", default=None)
-
+_metrics: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("side_metrics", default=None)
 _joined: ContextVar[tuple[str, ...]] = ContextVar("joined", default=())
-
-_real: ContextVar[torch.Tensor | None] = ContextVar("real_tokens", default=None)
+_real: ContextVar[Tensor | None] = ContextVar("real_tokens", default=None)
 
 # channel -> name -> values appended while one layer ran
-SideOutputs = dict[str, dict[str, list[torch.Tensor]]]
+SideOutputs = dict[str, dict[str, list[Tensor]]]
 
 
-def record(name: str, value: torch.Tensor) -> None:
+def record(name: str, value: Tensor) -> None:
     """Report a tensor of this layer, whose gradient is kept; ignored outside :func:`collect_metrics`."""
-    channel = _metrics.get()
-    if channel is not None:
+    if (channel := _metrics.get()) is not None:
         channel.setdefault(name, []).append(value)
 
 
 @contextlib.contextmanager
-def given(real: torch.Tensor | None) -> Iterator[None]:
+def given(real: Tensor | None) -> Iterator[None]:
     """Inside, :func:`real_tokens` returns ``real``: [rows, S], 1 for a token and 0 for padding; None: no padding."""
     token = _real.set(real)
     try:
@@ -47,13 +44,13 @@ def given(real: torch.Tensor | None) -> Iterator[None]:
         _real.reset(token)
 
 
-def real_tokens() -> torch.Tensor | None:
+def real_tokens() -> Tensor | None:
     return _real.get()
 
 
-def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.Tensor]]]:
+def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[Tensor]]]:
     """Run a forward pass. Return its result and the recorded values by name; those of a stack have layers in front."""
-    metrics: dict[str, list[torch.Tensor]] = {}
+    metrics: dict[str, list[Tensor]] = {}
     token = _metrics.set(metrics)
     try:
         return run(), metrics
@@ -63,11 +60,8 @@ def collect_metrics(run: Callable[[], Any]) -> tuple[Any, dict[str, list[torch.T
 
 @contextlib.contextmanager
 def joined(*names: str) -> Iterator[None]:
-    """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …].
-
-    With one tensor a layer, the graph of their reader would grow with depth. The load-balancing loss can read one
-    tensor instead, because it treats all rows alike.
-    """
+    """Inside, :func:`replay` appends the outputs ``names`` of stacked layers as one tensor, [tokens * layers, …]."""
+    # with one tensor a layer the graph of their reader would grow with depth; the load-balancing loss treats rows alike
     token = _joined.set(names)
     try:
         yield
@@ -82,7 +76,7 @@ def wanted() -> tuple[str, ...]:
 
 def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
     """Run one layer with empty collectors. Return its result and the values that it appended."""
-    captured: dict[str, list[torch.Tensor]] = {name: [] for name in wanted()}
+    captured: dict[str, list[Tensor]] = {name: [] for name in wanted()}
     token = _active_collector.set(captured)
     try:
         result, metrics = collect_metrics(run)
@@ -92,11 +86,8 @@ def collect(run: Callable[[], Any]) -> tuple[Any, SideOutputs]:
 
 
 def replay(sides: Sequence[SideOutputs], count: int) -> None:
-    """Append the values of :func:`collect` to the active collectors; those of transformers in layer order.
-
-    ``sides`` are those of each layer of a period. With a ``count`` of turns above 1, tensors are stacked along
-    dimension 0.
-    """
+    """Append the values of :func:`collect`, for each layer of a period, to the active collectors, in layer order."""
+    # with more than one turn tensors are stacked along dimension 0
     captured, metrics = _active_collector.get(), _metrics.get()
     for name in dict.fromkeys(name for side in sides for name in side["captured"] if captured is not None):
         assert captured is not None

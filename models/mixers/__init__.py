@@ -1,5 +1,4 @@
 """Layers that mix tokens by a recurrence: linear attention, state spaces, short convolutions.
 
-Each is a JAX function that runs over a row in segments, with memory linear in the row and a loop whose body is compiled
-once. :func:`bind.bind` puts them in the place of transformers' own torch functions.
+Each is a JAX function that runs over a row in segments; :func:`bind.bind` puts them in the place of transformers' own.
 """

@@ -3,7 +3,7 @@
 transformers' mixers call functions of their modeling file (transformers 5.23: every file has its own copy, wrapped by
 `use_kernel_func_from_hub_with_fallback` of integrations/hub_kernels.py, whose alternatives are the packages `kernels`,
 `fla` and `mamba_ssm`). A bound module gets a forward of its own: the class's code, with those names bound to our
-functions. Neither transformers nor an unbound model changes.
+functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.models.mixers import functions
 
@@ -43,26 +43,20 @@ def bind(model: nn.Module) -> None:
 
 
 def _with_names(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    """Copy ``function`` with other values for some of its global names."""
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    known = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 def _lightning(
     self: Any,
-    hidden_states: torch.Tensor,
+    hidden_states: Tensor,
     position_embeddings: Any,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Tensor | None,
     past_key_values: Any = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The forward of lightning attention (arXiv:2501.08313) with one loop over its blocks, not a copy for each."""
     if past_key_values is not None:
         raise ValueError("past_key_values is for generation: a training step has whole rows alone")

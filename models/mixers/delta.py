@@ -13,10 +13,8 @@ from __future__ import annotations
 import functools
 
 from shardwright.models.mixers import sums
-from shardwright.models.mixers.segments import Array, over_segments
-from shardwright.models.ops.jax_call import jax
-
-jnp, lax = jax.numpy, jax.lax
+from shardwright.models.mixers.segments import over_segments
+from shardwright.models.ops.jax_call import Array, jnp, lax
 
 _CHUNK = 64
 _CHUNKS = 8  # in a segment: they are solved side by side and share one kept state
@@ -44,7 +42,6 @@ def delta_rule(v_BTHV: Array, q_BTGK: Array, k_BTGK: Array, g: Array, beta_BTH: 
 
 
 def _segment(state: Array, arrays: tuple[Array, ...], *, chunk: int, normalise: bool) -> tuple[Array, Array]:
-    """Return the state behind a segment, and its outputs [B, S, G, R, V]."""
     dtype, (B, S) = arrays[0].dtype, arrays[0].shape[:2]
 
     def chunks(array: Array) -> Array:  # [B, S, G, …, X] -> [N, B, G, …, C, X]
@@ -78,15 +75,12 @@ def _pairs(q: Array, k: Array, g: Array) -> Array:
 
 
 def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
-    """:func:`_pairs` with a decay for each channel.
-
-    Queries of the second half meet keys of the first half by way of the token between them, so that no exponent is
-    above 0; each half recurses.
-    """
+    """:func:`_pairs` with a decay for each channel."""
     C = q.shape[-2]
     if C <= sums.LEAF:
         decay = jnp.exp(sums.between(jnp.swapaxes(g, -1, -2)))  # KCC
         return jnp.einsum("...ck,...dk,...kcd->...cd", q, k, decay)
+    # queries of the second half meet keys of the first by way of the token between them: no exponent is above 0
     late = q[..., C // 2 :, :] * jnp.exp(sums.until(g[..., C // 2 :, :], -2))
     early = k[..., : C // 2, :] * jnp.exp(sums.after(g[..., : C // 2, :], -2))
     inner = _pairs_of_channels(*(sums.halves(a, -2) for a in (q, k, g)))
@@ -94,12 +88,9 @@ def _pairs_of_channels(q: Array, k: Array, g: Array) -> Array:
 
 
 def _inverse(a: Array) -> Array:
-    """The inverse of 1 + ``a``, for ``a`` strictly lower triangular: [..., C, C], C a power of 2.
-
-    Small blocks use the series 1 − a + a² …, larger ones the inverses of their halves. The series over a whole chunk
-    would cancel: its terms can grow like binomial coefficients.
-    """
+    """The inverse of 1 + ``a``, for ``a`` strictly lower triangular: [..., C, C], C a power of 2."""
     C = a.shape[-1]
+    # 1 − a + a² …; over a whole chunk the series would cancel: its terms can grow like binomial coefficients
     if C <= sums.LEAF:
         power, result = -a, jnp.eye(C, dtype=a.dtype) - a
         for _ in range(max(C.bit_length() - 2, 0)):

@@ -8,10 +8,10 @@ Shape suffixes: B rows, T tokens, S tokens of a segment, D channels, N numbers o
 
 from __future__ import annotations
 
-from shardwright.models.mixers.segments import Array, over_segments
-from shardwright.models.ops.jax_call import jax
+from typing import Any
 
-jnp, lax = jax.numpy, jax.lax
+from shardwright.models.mixers.segments import over_segments
+from shardwright.models.ops.jax_call import Array, jnp, lax
 
 _SEGMENT = 128
 _LEAST = -1e38  # the maximum over no tokens
@@ -45,10 +45,10 @@ def linear_recurrence(x_BTD: Array, a_BTD: Array) -> Array:
 def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
     """RWKV-4's mean of the values so far, weighted by exp(k), each token's weight decayed; [B, T, D] in float32.
 
-    Sums are kept divided by exp of the largest exponent in them. ``decay_D``, at most 0, is the change of an exponent
-    with each token; ``first_D`` is added to the token's own exponent.
+    ``decay_D``, at most 0, is the change of an exponent with each token; ``first_D`` is added to the token's own.
     """
 
+    # sums are kept divided by exp of the largest exponent in them
     def combine(early: tuple[Array, ...], late: tuple[Array, ...]) -> tuple[Array, ...]:
         (fall, most, *sums), (fall2, most2, *sums2) = early, late
         top = lax.stop_gradient(jnp.maximum(most + fall2, most2))
@@ -71,13 +71,11 @@ def wkv(v_BTD: Array, k_BTD: Array, decay_D: Array, first_D: Array) -> Array:
 
 
 def short_convolution(x_BDT: Array, weight_DK: Array, *bias_D: Array) -> Array:
-    """Each channel's causal convolution, as a sum of shifted rows: [B, D, T].
-
-    XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's.
-    """
+    """Each channel's causal convolution, as a sum of shifted rows: [B, D, T]."""
+    # XLA's partitioner may gather the whole batch for the gradient of a convolution's weight, but not of a product's
     K, T = weight_DK.shape[1], x_BDT.shape[2]
     filled = jnp.pad(x_BDT, ((0, 0), (0, 0), (K - 1, 0)))
-    total = sum(filled[:, :, i : i + T].astype(jnp.float32) * weight_DK[:, i, None] for i in range(K))
+    total: Any = sum(filled[:, :, i : i + T].astype(jnp.float32) * weight_DK[:, i, None] for i in range(K))
     for bias in bias_D:
         total = total + bias[:, None]
     return total.astype(x_BDT.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
@@ -19,31 +20,31 @@ from shardwright.models.mixers.segments import apply
 
 
 def gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: ([batch, tokens, heads, width], no state)."""
     _refuse_states(others)
     return apply(delta_rule, value, query, key, g, beta, normalise=use_qk_l2norm_in_kernel), None
 
 
 def mamba2_chunk_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Mamba-2's state space: [batch, tokens, heads, width], in the dtype of ``hidden_states`` as on a GPU."""
     _refuse_states(others)
     step = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
@@ -52,17 +53,17 @@ def mamba2_chunk_scan(
 
 
 def mamba_selective_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     **others: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Mamba's selective scan: [batch, channels, tokens], in the dtype of ``hidden_states`` as on a GPU."""
     _refuse_states(others)
     x, B, C = (t.transpose(1, 2) for t in (hidden_states, B, C))
@@ -72,12 +73,8 @@ def mamba_selective_scan(
 
 
 def causal_conv1d_fn(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **others: Any,
-) -> torch.Tensor:
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+) -> Tensor:
     """Each channel's causal convolution, [batch, channels, tokens]."""
     _refuse_states(others)
     out = apply(short_convolution, hidden_states, weight, *(() if bias is None else (bias,)))
@@ -85,41 +82,28 @@ def causal_conv1d_fn(
 
 
 def rwkv_linear_attention(
-    time_decay: torch.Tensor,
-    time_first: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    state: Any = None,
-    return_state: bool = False,
-) -> tuple[torch.Tensor, None]:
+    time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, state: Any = None, return_state: bool = False
+) -> tuple[Tensor, None]:
     """RWKV-4's attention: ([batch, tokens, channels], no state)."""
     _refuse_states({"initial_state": state, "return_final_states": return_state})
     return apply(wkv, value, key, -torch.exp(time_decay.float()), time_first), None
 
 
 def rnn_scan(
-    hidden_states: torch.Tensor,
-    recurrent_gate: torch.Tensor,
-    reset: torch.Tensor,
-    recurrent_states: torch.Tensor | None,
-) -> tuple[torch.Tensor, None]:
+    hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: Tensor | None
+) -> tuple[Tensor, None]:
     """The RG-LRU's recurrence, a method of its module: ([batch, tokens, channels], no state)."""
     _refuse_states({"initial_state": recurrent_states})
     return apply(linear_recurrence, hidden_states, recurrent_gate * ~reset), None
 
 
-def lightning_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slope: torch.Tensor
-) -> torch.Tensor:
-    """Linear attention with a constant decay for each head: [batch, tokens, heads, width].
-
-    ``slope`` is the decay of a token's weight with each later token, as a logarithm: one number for each head.
-    """
+def lightning_attention(query: Tensor, key: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """Linear attention, [batch, tokens, heads, width], with a constant decay for each head, of logarithm ``-slope``."""
     decay = -slope.float().reshape(-1).expand(value.shape[:3])
     return apply(decayed_attention, value, query, key, decay, torch.ones_like(decay))
 
 
-def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """The step sizes of a state space, [batch, tokens, heads], in float32 as on a GPU."""
     dt = dt.float() if bias is None else dt.float() + bias.float()
     return F.softplus(dt) if softplus else dt

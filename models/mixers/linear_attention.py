@@ -10,10 +10,8 @@ of a group, N width of keys (the state's size), P width of values.
 from __future__ import annotations
 
 from shardwright.models.mixers import sums
-from shardwright.models.mixers.segments import Array, over_segments
-from shardwright.models.ops.jax_call import jax
-
-jnp = jax.numpy
+from shardwright.models.mixers.segments import over_segments
+from shardwright.models.ops.jax_call import Array, jnp
 
 _SEGMENT = 128  # tokens
 
@@ -21,8 +19,7 @@ _SEGMENT = 128  # tokens
 def decayed_attention(v_BTHP: Array, q_BTGN: Array, k_BTGN: Array, g_BTH: Array, scale_BTH: Array) -> Array:
     """Return every token's output, [B, T, H, P], computed in float32.
 
-    ``g_BTH`` is the logarithm of each token's decay, at most 0; ``scale_BTH`` a factor on its value (Mamba's step
-    size).
+    ``g`` is the logarithm of each token's decay, at most 0; ``scale`` a factor on its value (Mamba's step size).
     """
     B, T, H, P = v_BTHP.shape
     G, N = k_BTGN.shape[2:]
@@ -34,7 +31,6 @@ def decayed_attention(v_BTHP: Array, q_BTGN: Array, k_BTGN: Array, g_BTH: Array,
 
 
 def _step(state_BGRNP: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return the state behind a segment, and its outputs [B, S, G, R, P]."""
     dtype = arrays[0].dtype
     v_BSGRP, q_BSGN, k_BSGN, g, scale = (a.astype(jnp.float32) for a in arrays)
     v_BSGRP = v_BSGRP * scale[..., None]

@@ -11,38 +11,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.models.ops.jax_call import jax, jax_call
-
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
+from shardwright.models.ops.jax_call import Array, jax, jax_call, jnp, lax
+from shardwright.models.ops.operation import differentiate, operation
 
 
-def apply(function: Callable[..., Array], *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+def apply(function: Callable[..., Array], *tensors: Tensor, **options: Any) -> Tensor:
     """Return ``function(*arrays, **options)``, with gradients for every tensor.
 
     ``function`` is a module-level JAX function, whose result has the shape and dtype of its first argument.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    return _mix(name, as_text(tuple(options.items())), list(tensors))
+    return _mix(list(tensors), as_text((name, tuple(options.items()))))
 
 
 def over_segments(
-    step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]],
-    state: Array,
-    arrays: Sequence[Array],
-    length: int,
+    step: Callable[[Any, tuple[Array, ...]], tuple[Any, Array]], state: Any, arrays: Sequence[Array], length: int
 ) -> Array:
     """Run ``step`` from segment to segment of each row, and join its outputs: [B, T, …].
 
-    Args:
-        step: (state, arrays of one segment) -> (state, output of the segment [B, length, …]). The backward computes its
-            intermediate values again, and keeps one state a segment.
-        state: before the first token; float32.
-        arrays: each [B, T, …]. Rows are filled with zeros to a multiple of ``length``.
+    It maps the state (float32) and the ``arrays`` [B, T, …] of one segment to the next state and the segment's output.
+    Rows are filled with zeros to a multiple of ``length``. The backward computes intermediate values again, and keeps
+    one state a segment.
     """
     tokens = arrays[0].shape[1]
     count = -(-tokens // length)
@@ -61,36 +53,20 @@ def _gradients(*arrays: Array, kernel: Callable[..., Array], **options: Any) -> 
     return pull(gradient)
 
 
-@torch.library.custom_op("shardwright::mix", mutates_args=())
-def _mix(function: str, options: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return jax_call(pkgutil.resolve_name(function), *tensors, **dict(from_text(options)))[0]
+def _dense(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-@_mix.register_fake
-def _(function: str, options: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+@operation("mix", lambda tensors, _: _dense(tensors[0]))
+def _mix(tensors: Sequence[Tensor], text: str) -> Tensor:
+    function, options = from_text(text)
+    return jax_call(pkgutil.resolve_name(function), *tensors, **dict(options))[0]
 
 
-@torch.library.custom_op("shardwright::mix_backward", mutates_args=())
-def _mix_backward(
-    function: str, options: str, tensors: Sequence[torch.Tensor], gradient: torch.Tensor
-) -> list[torch.Tensor]:
-    kernel = pkgutil.resolve_name(function)
-    return list(jax_call(_gradients, *tensors, gradient, kernel=kernel, **dict(from_text(options))))
+@operation("mix_backward", lambda tensors, _: [_dense(t) for t in tensors[:-1]])
+def _mix_backward(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
+    function, options = from_text(text)
+    return jax_call(_gradients, *tensors, kernel=pkgutil.resolve_name(function), **dict(options))
 
 
-@_mix_backward.register_fake
-def _(function: str, options: str, tensors: Sequence[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-
-
-def _save(ctx: Any, inputs: tuple[str, str, Sequence[torch.Tensor]], output: torch.Tensor) -> None:
-    ctx.function, ctx.options, tensors = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, list[torch.Tensor]]:
-    return None, None, _mix_backward(ctx.function, ctx.options, list(ctx.saved_tensors), gradient)
-
-
-_mix.register_autograd(_differentiate, setup_context=_save)
+differentiate(_mix, lambda gradient, tensors, text: _mix_backward([*tensors, gradient], text))

@@ -6,10 +6,7 @@ float32, nor has its gradient.
 
 from __future__ import annotations
 
-from shardwright.models.mixers.segments import Array
-from shardwright.models.ops.jax_call import jax
-
-jnp = jax.numpy
+from shardwright.models.ops.jax_call import Array, jnp
 
 LEAF = 8  # tokens; smaller blocks would fill a TPU worse than they save work
 
@@ -21,7 +18,9 @@ def until(g: Array, axis: int = -1) -> Array:
 
 def after(g: Array, axis: int = -1) -> Array:
     """At each token, the sum of ``g`` behind it."""
-    return jnp.flip(jnp.cumsum(jnp.flip(_later(g, axis), axis), axis=axis), axis)
+    tail = jnp.zeros_like(jnp.take(g, jnp.array([0]), axis=axis))
+    later = jnp.concatenate((jnp.split(g, [1], axis=axis)[1], tail), axis=axis)  # one token to the front
+    return jnp.flip(jnp.cumsum(jnp.flip(later, axis), axis=axis), axis)
 
 
 def between(g: Array) -> Array:
@@ -48,9 +47,3 @@ def joined(diagonal: Array, corner: Array, above: float = 0.0) -> Array:
     first, second = diagonal[..., 0, :, :], diagonal[..., 1, :, :]
     top = jnp.concatenate((first, jnp.full_like(first, above)), axis=-1)
     return jnp.concatenate((top, jnp.concatenate((corner, second), axis=-1)), axis=-2)
-
-
-def _later(g: Array, axis: int) -> Array:
-    """Move ``g`` one token to the front, with a zero behind it."""
-    tail = jnp.zeros_like(jnp.take(g, jnp.array([0]), axis=axis))
-    return jnp.concatenate((jnp.split(g, [1], axis=axis)[1], tail), axis=axis)

@@ -1,8 +1,7 @@
 """The choice of kernels by device, the only code of this package that differs by device.
 
-A TPU gets :mod:`shardwright.models.ops.tpu_kernels`, every other device the same functions in
-:mod:`shardwright.models.ops.plain_kernels`. The callers run alike on all, so a check on virtual devices checks the
-code that a TPU runs.
+All callers run alike, so a check on virtual devices, which get :mod:`shardwright.models.ops.plain_kernels`, checks the
+code that a TPU runs with :mod:`shardwright.models.ops.tpu_kernels`.
 """
 
 from __future__ import annotations

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+from shardwright.models.ops.operation import operation
 
 
-@torch.library.custom_op("shardwright::apart", mutates_args=())
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``x`` that the compiler fuses with none of its readers.
-
-    A reader that wants another dimension order transposes the copy. Without the barrier XLA makes the matrix product
-    produce that order, by swapping its operands.
-    """
+@operation("apart", torch.empty_like)
+def apart(x: Tensor) -> Tensor:
+    """Return a copy of ``x`` that the compiler fuses with none of its readers."""
+    # A reader that wants another dimension order transposes the copy. Without the barrier XLA makes the matrix product
+    # produce that order, by swapping its operands.
     copy = [torch.ops.aten.view_copy(x, x.shape)]
     if x.device.type == "xla":
         xm.optimization_barrier_(copy)
     return copy[0]
-
-
-@apart.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from torch import Tensor
 
 # jax shares the process with torch_xla's runtime, which owns the accelerator: jax must not open it a second time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,52 +35,47 @@ from jax._src.lib import xla_client
 # The partitioner here is GSPMD, whose annotations are torch_xla's.
 jax.config.update("jax_use_shardy_partitioner", False)
 
+Array = jax.Array
+jnp, lax = jax.numpy, jax.lax
 Axes = tuple[str, ...]
 # for each dimension of a tensor: None, the mesh axis that splits it, or several in mesh order
 Spec = tuple[str | Axes | None, ...]
+
+# of arrays, each with its dtype
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 # platform, and compiler flags; not a ContextVar: autograd builds backwards on threads of its own
 _target: list[tuple[str, str]] = []
 _ASYNCHRONOUS = "xla_tpu_enable_async_all_to_all=true"
 _SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_all_gather=true"
 
-_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int32: "int32",
-    torch.int8: "int8",
-    torch.bool: "bool",
-}
+_DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16", "int32", "int8", "bool")}
+
+
+def lowered_for() -> tuple[str, str]:
+    """The platform (``tpu`` or ``cpu``) and flags that the graph is being built for: kernels depend on both."""
+    if _target:
+        platform, flags = _target[-1]
+    else:
+        platform, flags = str(xr.device_type()).lower(), os.environ.get("LIBTPU_INIT_ARGS", "")
+    # virtual devices stand in for a v5p or a v6e
+    return platform, _ASYNCHRONOUS if platform == "cpu" else flags
 
 
 def target() -> str:
-    """The platform that the graph is being built for: ``tpu`` or ``cpu``."""
-    return _target[-1][0] if _target else str(xr.device_type()).lower()
+    """The platform that the graph is being built for."""
+    return lowered_for()[0]
 
 
 def exchanges_beside() -> bool:
     """Whether the compiler overlaps an all-to-all with compute."""
-    return _ASYNCHRONOUS in _flags()
+    return _ASYNCHRONOUS in lowered_for()[1]
 
 
 def gathers_beside() -> bool:
-    """Whether the compiler gives all-gathers to the sparse cores, which overlap them with compute.
-
-    libtpu 0.0.21 does so only with a gather or a reduce-scatter along one dimension of the torus.
-    """
-    return _SPARSE_CORES in _flags()
-
-
-def _flags() -> str:
-    if target() == "cpu":  # virtual devices stand in for a v5p or a v6e
-        return _ASYNCHRONOUS
-    return _target[-1][1] if _target else os.environ.get("LIBTPU_INIT_ARGS", "")
-
-
-def lowered_for() -> tuple[str, str]:
-    """The platform and compiler flags that the graph is being built for: kernels depend on both."""
-    return target(), _flags()
+    """Whether the compiler gives all-gathers to the sparse cores, which overlap them with compute."""
+    # libtpu 0.0.21 does so only with a gather or a reduce-scatter along one dimension of the torus
+    return _SPARSE_CORES in lowered_for()[1]
 
 
 @contextlib.contextmanager
@@ -94,31 +90,22 @@ def lowering_for(platform: str, compiler_flags: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Manual:
-    """The layouts for running a function on each device's own shards, with its own collectives (`jax.shard_map`).
+    """The layouts for running a function on each device's own shards, with its own collectives (`jax.shard_map`)."""
 
-    Args:
-        axes: (name, size) of every mesh axis, in mesh order.
-        inputs: a partition spec for each tensor.
-        outputs: a partition spec for each output. Along an axis that none of them names, the outputs must be equal.
-        order: the device ids in mesh order; None: 0, 1, 2, …
-    """
-
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # (name, size) of every mesh axis, in mesh order
     inputs: tuple[Spec, ...]
-    outputs: tuple[Spec, ...]
-    order: tuple[int, ...] | None = None
+    outputs: tuple[Spec, ...]  # along an axis that none of them names, the outputs must be equal
+    order: tuple[int, ...] | None = None  # the device ids in mesh order; None: 0, 1, 2, …
 
 
 def jax_call(
-    function: Callable[..., Any], *tensors: torch.Tensor, manual: Manual | None = None, **static: Any
-) -> tuple[torch.Tensor, ...]:
-    """Return ``function(*arrays, **static)`` for XLA tensors, always as a tuple of outputs.
+    function: Callable[..., Any], *tensors: Tensor, manual: Manual | None = None, **static: Any
+) -> list[Tensor]:
+    """Return ``function(*arrays, **static)`` for XLA tensors, as a list of outputs, without gradients.
 
-    It is not differentiable. Call it inside a ``torch.library.custom_op``, so that AOTAutograd sees one node.
-
-    Args:
-        function: a module-level JAX function, lowered once for each set of shapes, dtypes and (hashable) options.
-        manual: layouts to run it on each device's shards; None: it runs on whole arrays, which the partitioner splits.
+    Call it inside an operation (:mod:`shardwright.models.ops.operation`). ``function`` is a module-level JAX function,
+    lowered once for each set of shapes, dtypes and (hashable) options. Without ``manual`` it runs on whole arrays,
+    which the partitioner splits.
     """
     # jax has no 64-bit integers here (Pallas kernels break with them)
     tensors = tuple(t.to(torch.int32) if t.dtype == torch.int64 else t for t in tensors)
@@ -126,7 +113,7 @@ def jax_call(
     computation = _computation(function, shapes, manual, tuple(sorted(static.items())), target())
     # semi-private: torch_xla/core/xla_op_registry.py, torch_xla 2.9
     out = torch_xla._XLAC._xla_user_computation("xla::jax_call", list(tensors), computation)
-    return tuple(out) if isinstance(out, list | tuple) else (out,)
+    return list(out) if isinstance(out, list | tuple) else [out]
 
 
 # A function that is lowered again gets new channel numbers, which make the step a new graph: the bound is far above the
@@ -134,15 +121,13 @@ def jax_call(
 @functools.lru_cache(maxsize=1024)
 def _computation(
     function: Callable[..., Any],
-    shapes: tuple[tuple[tuple[int, ...], str], ...],
+    shapes: Shapes,
     manual: Manual | None,
     static: tuple[tuple[str, Any], ...],
     platform: str,
 ) -> Any:
-    run = functools.partial(function, **dict(static))
-
     def flat(*arrays: Any) -> tuple[Any, ...]:
-        result = run(*arrays)
+        result = function(*arrays, **dict(static))
         return tuple(result) if isinstance(result, list | tuple) else (result,)
 
     if manual is not None:
@@ -161,7 +146,10 @@ def _computation(
     lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=mlir.LoweringParameters(for_export=True))
     text = str(lowered.compiler_ir())
     if manual is not None:
-        text = _own_channels(_reorder(text, manual.order) if manual.order else text)
+        text = _reorder(text, manual.order) if manual.order else text
+        # no two collectives of a step may share a channel
+        handle = r"(#stablehlo\.channel_handle<handle = )\d+"
+        text = re.sub(handle, lambda match: match[1] + str(next(_channels)), text)
     # semi-private: jaxlib/xla_client.py, jaxlib 0.7.1; torch_xla/core/xla_builder.py, torch_xla 2.9
     module = xla_client._xla.mlir.mlir_module_to_xla_computation(text, use_tuple_args=False, return_tuple=True)
     return torch_xla._XLAC._xla_op_computation_from_module_proto(
@@ -170,11 +158,6 @@ def _computation(
 
 
 _channels = itertools.count(1_000_000)
-
-
-def _own_channels(text: str) -> str:
-    """Renumber the collectives of a StableHLO module: no two collectives of a step may share a channel."""
-    return re.sub(r"(#stablehlo\.channel_handle<handle = )\d+", lambda match: match[1] + str(next(_channels)), text)
 
 
 def _reorder(text: str, order: tuple[int, ...]) -> str:

@@ -1,9 +1,7 @@
-"""The cost of our kernels on a TPU: FLOPs, and bytes between HBM and VMEM. Pure arithmetic on shapes.
+"""The cost of our kernels on a TPU: FLOPs, and bytes between HBM and VMEM, which the compiler does not know.
 
-The compiler knows neither for a Pallas kernel, so an estimate of a step's time takes both from here. FLOPs count all
-that is computed: in attention every block that the mask does not skip whole, in a grouped product every row.
-
-Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
+FLOPs count all that is computed: in attention every block that the mask does not skip whole, in a grouped product every
+row. Shape letters are those of shardwright.models.attention.splash and shardwright.models.experts.grouped_matmul.
 """
 
 from __future__ import annotations
@@ -17,23 +15,18 @@ _LANES = 128  # a row's logsumexp is written once for every lane of a vector
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of one run of a kernel on one chip.
+    """The cost of one run of a kernel on one chip."""
 
-    ``kind`` is ``attention_forward``, ``attention_backward``, ``gmm``, ``tgmm``, or ``unwritten``, which takes nothing;
-    ``width`` the narrowest dimension of its matrix products that the kernel can't choose, such as a head's.
-    """
-
-    kind: str
+    kind: str  # attention_forward, attention_backward, gmm, tgmm, or unwritten, which takes nothing
     flops: float
     hbm_bytes: float
-    width: int
+    width: int  # the narrowest dimension of its matrix products that the kernel can't choose, such as a head's
 
 
 def met_blocks(count: int, reach: int | None) -> int:
     """Count the pairs of a query block and a key block that attention computes, for ``count`` blocks of each.
 
-    A query block sees ``reach`` blocks before its own under a causal mask; without a window ``count - 1``. None: there
-    is no mask (two pieces of a row, one before the other).
+    A query block sees ``reach`` blocks before its own; None: there is no mask (two pieces, one before the other).
     """
     if reach is None:
         return count**2
@@ -54,14 +47,14 @@ class Heads:
 def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> Work:
     """The cost of a kernel of splash attention: ``forward``, ``dq`` (query's gradient) or ``dkv`` (key's and value's).
 
-    In the forward and in ``dq`` a query block stays in VMEM while the key and value blocks it needs pass by; in ``dkv``
-    a key and value block stays. A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
+    A block has ``block`` tokens; for ``reach`` see :func:`met_blocks`.
     """
     blocks = heads.rows * met_blocks(heads.length // block, reach)
     query, value = _PRODUCTS[phase]
     flops = 2.0 * blocks * block**2 * (query * heads.width + value * heads.value_width)
     both = (heads.width + heads.value_width) * heads.itemsize
     tokens = heads.rows * heads.length
+    # in the forward and in dq a query block stays in VMEM while the key and value blocks it needs pass by
     stays = {"forward": both, "dq": both + heads.width * heads.itemsize, "dkv": 2 * both}[phase]
     # logsumexps are float32; the backward reads them, and another number a row, with each block of queries
     rows = {"forward": tokens * _LANES * 4, "dq": tokens * 8, "dkv": blocks * block * 8}[phase]
@@ -72,25 +65,19 @@ def attention_work(phase: str, heads: Heads, block: int, reach: int | None) -> W
 
 @dataclass(frozen=True)
 class Tiles:
-    """The largest tiles of a grouped product: rows, and for each kernel two widths.
-
-    ``gmm`` has those along the contracted dimension and along the result's columns, ``tgmm`` those along the result's
-    two dimensions. Its float32 sums take VMEM too.
-    """
+    """The largest tiles of a grouped product: rows, and for each kernel two widths."""
 
     rows: int
-    gmm: tuple[int, int]
-    tgmm: tuple[int, int]
+    gmm: tuple[int, int]  # along the contracted dimension and the result's columns
+    tgmm: tuple[int, int]  # along the result's two dimensions; float32 sums take VMEM too
 
 
 _NARROW, _WIDE = Tiles(512, (1024, 1024), (512, 1024)), Tiles(1024, (512, 2048), (1024, 1024))
 
 
 def is_fast(flops_a_byte: float) -> bool:
-    """Whether a chip of so many FLOPs per HBM byte is limited by memory bandwidth with narrow tiles.
-
-    A tile of 512 × 1,024 has 341 FLOPs for each byte that it reads; v6e does 560, the others at most 240.
-    """
+    """Whether a chip of so many FLOPs per HBM byte is limited by memory bandwidth with narrow tiles."""
+    # a tile of 512 × 1,024 has 341 FLOPs for each byte that it reads; v6e does 560, the others at most 240
     return flops_a_byte > 512 * 1024 / (512 + 1024)
 
 
@@ -100,12 +87,10 @@ def tiles(flops_a_byte: float) -> Tiles:
 
 
 def buffer_bytes(flops_a_byte: float) -> int:
-    """The bound on the largest row buffer of a layer's experts, for a chip.
-
-    Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
-    experts' gradients. A bandwidth-limited chip gets a larger bound: Mixtral's layer with 8 sequences of 4,096 is then
-    one block, which takes less memory than the sums and a smaller block.
-    """
+    """The bound on the largest row buffer of a layer's experts, for a chip."""
+    # Rows beyond one buffer are multiplied block by block, and each block reads and writes the float32 sums of all
+    # experts' gradients. With the larger bound of a bandwidth-limited chip Mixtral's layer of 8 sequences of 4,096 is
+    # one block, which takes less memory than the sums and a smaller block.
     return 2**32 if is_fast(flops_a_byte) else 2**31
 
 
@@ -117,11 +102,9 @@ def tile_width(width: int, most: int) -> int:
 
 
 def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most: Tiles) -> Work:
-    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group.
-
-    The rows, including those behind the last group, are read again for each tile of columns, and a whole matrix in each
-    of at most ``visits`` pairs of a row tile and a group.
-    """
+    """The cost of multiplying [rows, inner] by the matrix [inner, outer] of each row's group."""
+    # all rows are read again for each tile of columns, and a whole matrix in each of at most ``visits`` pairs of a row
+    # tile and a group
     columns = -(-outer // tile_width(outer, most.gmm[1]))
     moved = rows * inner * columns + visits * inner * outer + rows * outer
     return Work("gmm", 2.0 * rows * inner * outer, float(moved * itemsize), min(inner, outer))
@@ -129,8 +112,7 @@ def gmm_work(rows: int, inner: int, outer: int, visits: int, itemsize: int, most
 
 def tgmm_work(rows: int, inner: int, outer: int, groups: int, itemsize: int, sum_itemsize: int, most: Tiles) -> Work:
     """The cost of adding, for each group, its rows' outer products [inner, outer] to the existing sums."""
-    lines, columns = (
-        -(-width // tile_width(width, widest)) for width, widest in zip((inner, outer), most.tgmm, strict=True)
-    )
+    widths = zip((inner, outer), most.tgmm, strict=True)
+    lines, columns = (-(-width // tile_width(width, widest)) for width, widest in widths)
     moved = rows * (inner * columns + outer * lines) * itemsize + 2 * groups * inner * outer * sum_itemsize
     return Work("tgmm", 2.0 * rows * inner * outer, float(moved), min(inner, outer))

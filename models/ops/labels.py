@@ -9,39 +9,37 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 IGNORE = -100  # torch's cross entropy, and so every transformers model, leaves out targets of this label
 
 
-def targets(labels: torch.Tensor) -> torch.Tensor:
+def targets(labels: Tensor) -> Tensor:
     """Return the next token's label at each position of ``labels`` [..., S]; -100 where it is not scored."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE)
 
 
-def segment_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def segment_targets(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the targets of a packed batch, where every token of a segment is one, its prompt included. [..., S]"""
     tokens, segments = batch["input_ids"], batch["segment_ids"]
     follows = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)
     return F.pad(torch.where(follows, tokens[..., 1:], IGNORE), (0, 1), value=IGNORE)
 
 
-def scored_tokens(labels: torch.Tensor) -> torch.Tensor:
+def scored_tokens(labels: Tensor) -> Tensor:
     """Count the scored targets of ``labels`` [..., S], as a 0-d float: neither the first token nor labels of -100."""
     return (labels[..., 1:] != IGNORE).to(torch.float32).sum()
 
 
-def token_logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the float32 log-probability of each of ``targets`` [B, S] under ``logits`` [B, S, V]; 0 where it is -100.
-
-    It uses the operation of the token loss.
-    """
-    flat = F.cross_entropy(
-        logits.to(torch.float32).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
-    )
+def token_logps(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the float32 log-probability of each of ``targets`` [B, S] under ``logits`` [B, S, V]; 0 for -100."""
+    # the operation of the token loss
+    flat = logits.to(torch.float32).flatten(0, -2)
+    flat = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="none")
     return -flat.view(targets.shape)
 
 
-def segment_sums(values: torch.Tensor, segments: torch.Tensor, count: int) -> torch.Tensor:
+def segment_sums(values: Tensor, segments: Tensor, count: int) -> Tensor:
     """Sum ``values`` [..., S] over each of the segments 1 to ``count``. [..., count]"""
     numbers = torch.arange(1, count + 1, device=segments.device)
     return (values.unsqueeze(-1) * (segments.unsqueeze(-1) == numbers)).sum(-2)

@@ -4,10 +4,8 @@ A weight's gradient is a sum over tokens, and tokens are split over the batch ax
 tensor that is still to be summed over devices, so it communicates in every iteration of a loop over micro-batches. A
 *partial gradient* is the unfinished sum as a tensor of its own, [D, *parameter shape], with one entry for each of D
 batch shards, laid out over the batch axes. Adding two of them needs no communication; the one reduction is the sum over
-D after the loop.
-
-The price is memory: each device holds two gradients that the batch axes do not split, the running sum and that of one
-micro-batch. Each takes 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
+D after the loop. The price is memory: each device holds two gradients that the batch axes do not split, the running sum
+and a micro-batch's, of 4 bytes a parameter, divided by the sizes of the other mesh axes that split the parameter.
 
 The model's code is not changed: :func:`functional_call` intercepts its operations. Where a parameter enters one whose
 gradient is known here (:data:`_HANDLERS`, :func:`expert_linear`, :func:`expert_bias`), its gradient goes to its partial
@@ -24,29 +22,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops import scopes
 from shardwright.models.ops.arguments_as_text import as_text, from_text
 from shardwright.models.ops.collectives import exchange_sum
-from shardwright.models.ops.jax_call import Manual, jax, jax_call
+from shardwright.models.ops.jax_call import Array, Manual, jax, jax_call, jnp
+from shardwright.models.ops.operation import operation
 
 # name -> tensor
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 # appended to a parameter's name to name its partial gradient's leaf
 SUFFIX = " by batch shard"
 
 # id of a parameter in use -> its partial gradient's leaf
-_active: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("partial_gradients", default=MappingProxyType({}))
+_active: ContextVar[Mapping[int, Tensor]] = ContextVar("partial_gradients", default=MappingProxyType({}))
 
 
 def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
     """``torch.func.functional_call`` that sends weight gradients to partial gradients where it can.
 
     ``tensors`` are parameters by name; and for each one with a partial gradient a leaf [D, *parameter shape], under its
-    name with :data:`SUFFIX`. The leaf's gradient is the partial gradient; its values are never read. An operation on a
+    name with :data:`SUFFIX`, whose gradient is the partial gradient and whose values are never read. An operation on a
     number of rows that D does not divide sends its gradient to the parameter.
     """
     parameters = {name: t for name, t in tensors.items() if not name.endswith(SUFFIX)}
@@ -61,110 +60,87 @@ def functional_call(module: nn.Module, tensors: Tensors, args: Any = (), kwargs:
         _active.reset(token)
 
 
-def of(parameters: Tensors) -> dict[str, torch.Tensor]:
+def of(parameters: Tensors) -> dict[str, Tensor]:
     """The leaves of ``parameters`` in the running :func:`functional_call`, by name with :data:`SUFFIX`."""
     return {name + SUFFIX: _active.get()[id(p)] for name, p in parameters.items() if id(p) in _active.get()}
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The plan of summing a partial gradient over its batch shards.
+    """The plan of summing a partial gradient over its batch shards."""
 
-    Args:
-        name: the parameter's. Each parameter has collectives of its own.
-        dim: the dimension of the batch shards.
-        scatter: (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order.
-        add: mesh axes to all-reduce over.
-        manual: the layouts of the partial gradient and of the sum.
-        exchanged: whether :func:`~shardwright.models.ops.collectives.exchange_sum` replaces a reduce-scatter.
-    """
-
-    name: str
-    dim: int
-    scatter: tuple[tuple[str, int], ...]
-    add: tuple[str, ...]
-    manual: Manual
-    exchanged: bool = False
+    name: str  # the parameter's; each has collectives of its own
+    dim: int  # of the batch shards
+    scatter: tuple[tuple[str, int], ...]  # (mesh axis, dimension of the sum) for each reduce-scatter, in mesh order
+    add: tuple[str, ...]  # mesh axes to all-reduce over
+    manual: Manual  # the layouts of the partial gradient and of the sum
+    exchanged: bool = False  # whether `shardwright.models.ops.collectives.exchange_sum` replaces a reduce-scatter
 
 
-def total(partial: torch.Tensor, how: Sum) -> torch.Tensor:
+def total(partial: Tensor, how: Sum) -> Tensor:
     """Sum ``partial``, on XLA devices, over its batch shards with the collectives of ``how``."""
     return _total(partial, as_text(how))
 
 
-def expert_linear(x_ENH: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+def expert_linear(x_ENH: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     """Project each expert's N rows, to [E, N, F]. ``weight`` is [E, F, H], or [E, H, F] if ``transposed``."""
     return _apply(_EXPERT_TRANSPOSED if transposed else _EXPERT, x_ENH, weight)
 
 
-def expert_bias(y_ENF: torch.Tensor, bias_EF: torch.Tensor) -> torch.Tensor:
+def expert_bias(y_ENF: Tensor, bias_EF: Tensor) -> Tensor:
     """Add each expert's bias to its N rows, [E, N, F]."""
     return _apply(_EXPERT_BIAS, y_ENF, bias_EF)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """An operation y = f(x, w) that treats each row of x by itself, and its gradients.
+    """An operation y = f(x, w) that treats each row of x by itself, and its gradients, from (gradient of y, x, w).
 
-    Args:
-        grad_x: (gradient of y, x, w) -> gradient of x.
-        grad_w: (gradient of y, x, w), with rows split into [D, rows/D] -> the partial gradient of w, [D, *w.shape].
-        rows: the dimension of x and y that holds the rows.
-        rank: the least rank of x that the rule applies to.
+    For the gradient of w rows are split into [D, rows/D]: the result is the partial gradient, [D, *w.shape].
     """
 
-    forward: Callable[..., torch.Tensor]
-    grad_x: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    grad_w: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    rows: int = 0
-    rank: int = 2
+    forward: Callable[..., Tensor]
+    grad_x: Callable[[Tensor, Tensor, Tensor], Tensor]
+    grad_w: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rows: int = 0  # the dimension of x and y that holds the rows
+    rank: int = 2  # the least of x
 
 
-def _sum_rows(t: torch.Tensor) -> torch.Tensor:
-    """[D, ..., H] -> [D, H]."""
-    return t.sum(dim=tuple(range(1, t.dim() - 1)))
+def _sum_rows(t_DxH: Tensor) -> Tensor:
+    return t_DxH.sum(dim=tuple(range(1, t_DxH.dim() - 1)))
 
 
-def _embedding_grad(g_DtH: torch.Tensor, ids_Dt: torch.Tensor, w_VH: torch.Tensor) -> torch.Tensor:
-    return _add_rows(g_DtH.flatten(1, -2), ids_Dt.flatten(1), len(w_VH))
-
-
-@torch.library.custom_op("shardwright::total", mutates_args=())
-def _total(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
-    how: Sum = from_text(sum_text)
-    static = {"dim": how.dim, "scatter": how.scatter, "add": how.add, "name": how.name, "exchanged": how.exchanged}
-    with scopes.scope(how.name.rpartition(".")[0]):
-        return jax_call(_sum_shards, partial, manual=how.manual, **static)[0]
-
-
-@_total.register_fake
-def _(partial: torch.Tensor, sum_text: str) -> torch.Tensor:
+def _total_like(partial: Tensor, sum_text: str) -> Tensor:
     dim = from_text(sum_text).dim
     return partial.new_empty((*partial.shape[:dim], *partial.shape[dim + 1 :]))
 
 
-def _sum_shards(
-    x: jax.Array, *, dim: int, scatter: tuple[tuple[str, int], ...], add: tuple[str, ...], name: str, exchanged: bool
-) -> jax.Array:
-    """Sum on one device. ``name`` only keeps the computations of two parameters separate."""
-    x = x.squeeze(dim)  # this device has one entry
-    if exchanged:
-        for axis, scattered in scatter:
+@operation("total", _total_like)
+def _total(partial: Tensor, sum_text: str) -> Tensor:
+    how: Sum = from_text(sum_text)
+    with scopes.scope(how.name.rpartition(".")[0]):
+        return jax_call(_sum_shards, partial, manual=how.manual, how=how)[0]
+
+
+def _sum_shards(x: Array, *, how: Sum) -> Array:
+    x = x.squeeze(how.dim)  # this device has one entry
+    if how.exchanged:
+        for axis, scattered in how.scatter:
             x = exchange_sum(x, (axis,), scattered)
-        return jax.lax.psum(x, add) if add else x
+        return jax.lax.psum(x, how.add) if how.add else x
     last = x.ndim - 1
     # libtpu turns a reduce-scatter along the minor dimension into an all-reduce, so another dimension is made minor
-    turned = last > 0 and any(scattered == last for _, scattered in scatter)
+    turned = last > 0 and any(scattered == last for _, scattered in how.scatter)
     x = x.swapaxes(last - 1, last) if turned else x
-    for axis, scattered in scatter:
+    for axis, scattered in how.scatter:
         where = {last - 1: last, last: last - 1}.get(scattered, scattered) if turned else scattered
         x = jax.lax.psum_scatter(x, axis, scatter_dimension=where, tiled=True)
-    x = jax.lax.psum(x, add) if add else x
+    x = jax.lax.psum(x, how.add) if how.add else x
     return x.swapaxes(last - 1, last) if turned else x
 
 
-@torch.library.custom_op("shardwright::add_rows", mutates_args=())
-def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
+@operation("add_rows", lambda x, _, V: x.new_empty((len(x), V, x.shape[-1]), dtype=torch.float32))
+def _add_rows(rows_DtH: Tensor, ids_Dt: Tensor, V: int) -> Tensor:
     """Add up each shard's rows by id, in float32: [D, V, H]."""
     if rows_DtH.device.type == "xla":
         # a batched scatter of rows: torch's takes an index as large as the rows, and the partitioner gathers all of it
@@ -174,13 +150,8 @@ def _add_rows(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Ten
     return torch.zeros((D, V, H), device=rows_DtH.device).scatter_add(1, index, rows_DtH.to(torch.float32))
 
 
-@_add_rows.register_fake
-def _(rows_DtH: torch.Tensor, ids_Dt: torch.Tensor, V: int) -> torch.Tensor:
-    return rows_DtH.new_empty((len(rows_DtH), V, rows_DtH.shape[-1]), dtype=torch.float32)
-
-
-def _scatter_add(rows_DtH: jax.Array, ids_Dt: jax.Array, V: int) -> jax.Array:
-    empty = jax.numpy.zeros((V, rows_DtH.shape[-1]), jax.numpy.float32)
+def _scatter_add(rows_DtH: Array, ids_Dt: Array, V: int) -> Array:
+    empty = jnp.zeros((V, rows_DtH.shape[-1]), jnp.float32)
     return jax.vmap(lambda rows_tH, ids_t: empty.at[ids_t].add(rows_tH.astype(empty.dtype)))(rows_DtH, ids_Dt)
 
 
@@ -199,14 +170,16 @@ def _expert_rule(weight: str) -> _Rule:
 _LINEAR = _Rule(F.linear, lambda g, x, w: g @ w, lambda g, x, w: torch.einsum("d...o,d...i->doi", g, x))
 _SCALE = _Rule(torch.mul, lambda g, x, w: g * w, lambda g, x, w: _sum_rows(g * x))
 _SHIFT = _Rule(torch.add, lambda g, x, w: g, lambda g, x, w: _sum_rows(g))
-_EMBEDDING = _Rule(F.embedding, lambda g, x, w: g, _embedding_grad, rank=1)
+_EMBEDDING = _Rule(
+    F.embedding, lambda g, x, w: g, lambda g, x, w: _add_rows(g.flatten(1, -2), x.flatten(1), len(w)), rank=1
+)
 _EXPERT, _EXPERT_TRANSPOSED = _expert_rule("efh"), _expert_rule("ehf")
 _EXPERT_BIAS = _Rule(
     lambda x, w: x + w.unsqueeze(1), lambda g, x, w: g, lambda g, x, w: g.sum(2).transpose(0, 1), rows=1, rank=3
 )
 
 
-def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _apply(rule: _Rule, x: Tensor, weight: Tensor) -> Tensor:
     """Run ``rule.forward(x, weight)``; the weight's gradient goes to its partial gradient, if that exists and fits."""
     partial = _active.get().get(id(weight))
     if partial is None or x.dim() < rule.rank or x.shape[rule.rows] % len(partial):
@@ -215,16 +188,14 @@ def _apply(rule: _Rule, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Apply(torch.autograd.Function):
-    """``rule.forward``, whose backward sends the weight's gradient to ``partial``, by batch shard."""
-
     @staticmethod
-    def forward(ctx, rule: _Rule, x: torch.Tensor, w: torch.Tensor, partial: torch.Tensor):  # type: ignore[override]
+    def forward(ctx, rule: _Rule, x: Tensor, w: Tensor, partial: Tensor):  # type: ignore[override]
         ctx.save_for_backward(x, w)
         ctx.rule, ctx.shards, ctx.dtype = rule, len(partial), partial.dtype
         return rule.forward(x, w)
 
     @staticmethod
-    def backward(ctx, g: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, g: Tensor):  # type: ignore[override]
         (x, w), rule = ctx.saved_tensors, ctx.rule
         grad_x = rule.grad_x(g, x, w).to(x.dtype) if ctx.needs_input_grad[1] else None
         split_g, split_x = (t.unflatten(rule.rows, (ctx.shards, -1)) for t in (g, x))
@@ -239,38 +210,38 @@ class _Watch(TorchFunctionMode):
         return (_HANDLERS[func] if known else func)(*args, **(kwargs or {}))
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = _apply(_LINEAR, x, weight)
     return y if bias is None else _apply(_SHIFT, y, bias)
 
 
 def _embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
+    ids: Tensor,
+    weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     if max_norm is not None or scale_grad_by_freq or sparse:
         return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     y = _apply(_EMBEDDING, ids, weight)
     return y if padding_idx is None else torch.where((ids == padding_idx).unsqueeze(-1), y.detach(), y)
 
 
-def _elementwise(rule: _Rule) -> Callable[..., torch.Tensor]:
-    def handler(a: Any, b: Any, **options: Any) -> torch.Tensor:
+def _elementwise(rule: _Rule) -> Callable[..., Tensor]:
+    def handler(a: Any, b: Any, **options: Any) -> Tensor:
         x, weight = (b, a) if id(a) in _active.get() else (a, b)
-        vector = isinstance(x, torch.Tensor) and weight.dim() == 1 and x.shape[-1:] == weight.shape and not options
+        vector = isinstance(x, Tensor) and weight.dim() == 1 and x.shape[-1:] == weight.shape and not options
         return _apply(rule, x, weight) if vector else rule.forward(a, b, **options)
 
     return handler
 
 
-_HANDLERS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+_HANDLERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: _linear,
     F.embedding: _embedding,
-    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _elementwise(_SCALE)),
-    **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _elementwise(_SHIFT)),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise(_SCALE)),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _elementwise(_SHIFT)),
 }

@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jnp, lax
 
-jnp, lax = jax.numpy, jax.lax
-
-# a jax.Array, when it is traced
-Array = Any
 # a tile's rows and two widths
 Tiling = tuple[int, int, int]
 
@@ -71,10 +67,10 @@ def attention_backward(
     return _joined(grad_query).astype(query.dtype), grad_key.astype(key.dtype), grad_value.astype(value.dtype)
 
 
-def _scores(block: Any, key: Array, segments: Any, mask: Any, softcap: float | None) -> tuple[Array, Array, Array]:
+def _scores(block: Any, key: Array, segments: Any, mask: Any, softcap: float | None) -> tuple[Array, Array, Any]:
     """Return the scores BKGCS of one of :func:`_blocks`, the mask of visible keys, and the soft cap's slope."""
     query, positions, own = block
-    slope: Array
+    slope: Array | float
     scores, slope = jnp.einsum("bkgcd,bksd->bkgcs", query, key.astype(jnp.float32)), 1.0
     if softcap is not None:
         tanh = jnp.tanh(scores / softcap)

@@ -2,13 +2,12 @@
 
 A stateful generator draws other numbers where a graph computes something again, as remat does in the backward. Here an
 element's number depends only on the key, on the number of the *site* (the place in the model that draws) and on the
-element's position. So a draw is the same wherever and however often it is computed, and each device computes its own
-shard of it without communication (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; with 13 rounds).
+element's position. So each device computes its own shard of a draw, as often as it likes (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", 2011; with 13 rounds).
 
-A key is a tensor of two 32-bit words, int32 [2]. It is data, so it may change from step to step without a compile.
-
-Dropout and the uniform draw are custom ops, which AOTAutograd keeps whole: it saves the key, never a mask. On XLA they
-are JAX functions; on the CPU numpy computes the same numbers with the same code.
+A key is a tensor of two 32-bit words, int32 [2]: data, which may change without a compile. Dropout and the uniform draw
+are operations, so AOTAutograd saves the key, never a mask. On XLA they are JAX functions; on the CPU numpy computes the
+same numbers with the same code.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from shardwright.models.ops.jax_call import jax, jax_call
+from shardwright.models.ops.jax_call import jax_call, jnp
+from shardwright.models.ops.operation import operation
 
 # an array of jax or of numpy, according to the argument ``xp``
 Array = Any
@@ -39,48 +40,34 @@ def key_of(text: str) -> list[int]:
     return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4)]
 
 
-def layer_keys(key: torch.Tensor, first: int, count: int) -> torch.Tensor:
+def layer_keys(key: Tensor, first: int, count: int) -> Tensor:
     """Derive the keys of layers ``first``, ``first + 1``, …, int32 [count, 2], from the model's ``key``."""
     return _call(_layer_keys, key, first=first, count=count)
 
 
-@torch.library.custom_op("shardwright::dropout", mutates_args=())
-def dropout(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
+@operation("dropout", lambda x, *_: x.new_empty(x.shape))
+def dropout(x: Tensor, key: Tensor, site: int, rate: float) -> Tensor:
     """Replace each element of ``x`` by 0 with probability ``rate``, and divide the others by ``1 - rate``."""
     return (x * keep_factors(key, x.shape, site, rate)).to(x.dtype)
 
 
-@dropout.register_fake
-def _(x: torch.Tensor, key: torch.Tensor, site: int, rate: float) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, key, ctx.site, ctx.rate = inputs
     ctx.save_for_backward(key)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return dropout(grad, *ctx.saved_tensors, ctx.site, ctx.rate), None, None, None
+dropout.register_autograd(
+    lambda ctx, grad: (dropout(grad, *ctx.saved_tensors, ctx.site, ctx.rate), None, None, None), setup_context=_save
+)
 
 
-dropout.register_autograd(_differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("shardwright::uniform", mutates_args=())
-def uniform(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
+@operation("uniform", lambda key, shape, _: key.new_empty(shape, dtype=torch.float32))
+def uniform(key: Tensor, shape: Sequence[int], site: int) -> Tensor:
     """Float32 numbers, uniform over the multiples of 2**-24 in [0, 1)."""
     return _call(_uniform, key, shape=tuple(shape), site=site)
 
 
-@uniform.register_fake
-def _(key: torch.Tensor, shape: Sequence[int], site: int) -> torch.Tensor:
-    return key.new_empty(shape, dtype=torch.float32)
-
-
-def keep_factors(
-    key: torch.Tensor, shape: Sequence[int], site: int, rate: float, rows: torch.Tensor | None = None
-) -> torch.Tensor:
+def keep_factors(key: Tensor, shape: Sequence[int], site: int, rate: float, rows: Tensor | None = None) -> Tensor:
     """The float32 factors that :func:`dropout` multiplies a tensor of ``shape`` by: 0 or ``1 / (1 - rate)``.
 
     ``rows``, [C] integers, are the wanted rows of square matrices [..., S, S]; ``shape`` is then [..., C, S].
@@ -89,23 +76,23 @@ def keep_factors(
     return _call(_factors, *given, shape=tuple(shape), site=site, rate=rate)
 
 
-def _call(function: Callable[..., Any], *tensors: torch.Tensor, **static: Any) -> torch.Tensor:
+def _call(function: Callable[..., Any], *tensors: Tensor, **static: Any) -> Tensor:
     if tensors[0].device.type == "xla":
         return jax_call(function, *tensors, **static)[0]
     return torch.from_numpy(np.asarray(function(*(t.numpy() for t in tensors), xp=np, **static)))
 
 
-def _layer_keys(key: Array, *, first: int, count: int, xp: Any = jax.numpy) -> Array:
+def _layer_keys(key: Array, *, first: int, count: int, xp: Any = jnp) -> Array:
     layers = first + xp.arange(count, dtype=xp.uint32)
     return xp.stack(_threefry(key, layers, xp.full_like(layers, _FOR_LAYER), xp), axis=1).astype(xp.int32)
 
 
-def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jax.numpy) -> Array:
+def _uniform(key: Array, *, shape: tuple[int, ...], site: int, xp: Any = jnp) -> Array:
     return (_bits(key, None, shape, site, xp) >> 8).astype(xp.float32) * np.float32(2**-24)
 
 
 def _factors(
-    key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jax.numpy
+    key: Array, rows: Array | None = None, *, shape: tuple[int, ...], site: int, rate: float, xp: Any = jnp
 ) -> Array:
     least = min(round(rate * _WORD), _WORD - 1)  # of the random words that keep their element
     scale = 1 / (1 - rate) if rate < 1 else 0.0

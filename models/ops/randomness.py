@@ -1,9 +1,9 @@
 """Random draws of a model in training: dropout, router jitter, sampling routers.
 
-Each draw is a function of a key and of its site (:mod:`shardwright.models.ops.random_bits`). The key is data: the
-caller makes one for each step and micro-batch. A key for each decoder layer is derived from it, and sites are numbered
-in the order in which a layer, or the rest of the model, runs. So a mask depends on nothing else: not on the mesh, on
-scan or remat, nor on which attention draws it.
+Each draw is a function of a key and of its site (:mod:`shardwright.models.ops.random_bits`). The caller makes a key for
+each step and micro-batch. A key for each decoder layer is derived from it, and sites are numbered in the order in which
+a layer, or the rest of the model, runs. So a mask depends on nothing else: not on the mesh, on scan or remat, nor on
+which attention draws it.
 
 Models draw as usual, with `F.dropout` or `Tensor.uniform_`; inside :func:`drawing` these are replaced, because torch's
 own generators would draw anew in the backward's recomputation. An operation without a replacement is refused, by name.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_xla.debug.metrics as met
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwright.models.ops import random_bits
@@ -36,19 +37,16 @@ class UnknownDraw(ValueError):
 
 
 class Draws(TorchFunctionMode):
-    """Replaces, while active, the operations by which models draw.
+    """Replaces, while active, the operations by which models draw."""
 
-    ``key`` is int32 [2], on the device that computes; None: a draw is an error. ``drawn`` tells whether there was one.
-    ``layer`` is the decoder layer that runs, if it has no :class:`Draws` of its own; None outside of layers.
-    """
-
-    def __init__(self, key: torch.Tensor | None) -> None:
+    def __init__(self, key: Tensor | None) -> None:
         super().__init__()
-        self.key, self.drawn = key, False
-        self.layer: int | None = None
+        self.key = key  # int32 [2], on the device that computes; None: a draw is an error
+        self.drawn = False  # whether there was a draw
+        self.layer: int | None = None  # the decoder layer that runs without `Draws` of its own
         self._sites: Counter[int | None] = Counter()
 
-    def site(self, what: str, device: torch.device | str) -> tuple[torch.Tensor, int]:
+    def site(self, what: str, device: torch.device | str) -> tuple[Tensor, int]:
         """Return the key and the number of a new site, where ``what`` draws on ``device``."""
         key, number = self._given(what), self._sites[self.layer]
         if torch.device(device).type != key.device.type:
@@ -56,23 +54,22 @@ class Draws(TorchFunctionMode):
         self._sites[self.layer] += 1
         return key if self.layer is None else random_bits.layer_keys(key, self.layer, 1)[0], number
 
-    def layer_keys(self, first: int, count: int) -> torch.Tensor:
+    def layer_keys(self, first: int, count: int) -> Tensor:
         """Return the keys, int32 [count, 2], of the layers from ``first`` on, each for a :class:`Draws` of its own."""
         return random_bits.layer_keys(self._given("a layer that draws"), first, count)
 
-    def _given(self, what: str) -> torch.Tensor:
+    def _given(self, what: str) -> Tensor:
         self.drawn = True
         if self.key is None:
             raise UnknownDraw(what, "nothing is random in evaluation, nor where no key is given")
         return self.key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replaced = _REPLACED.get(func)
-        return (func if replaced is None else replaced)(*args, **(kwargs or {}))
+        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def drawing(key: torch.Tensor | None = None) -> Iterator[Draws]:
+def drawing(key: Tensor | None = None) -> Iterator[Draws]:
     """Inside, the model draws from ``key``, int32 [2]; None: a draw is an error (:class:`UnknownDraw`)."""
     token = _active.set(draws := Draws(key))
     try:
@@ -87,14 +84,9 @@ def active() -> Draws:
     return _active.get() or Draws(None)
 
 
-def enter_layer(index: int) -> None:
-    """Make later draws belong to decoder layer ``index``."""
+def set_layer(index: int | None) -> None:
+    """Make later draws belong to decoder layer ``index``; None: to no layer."""
     active().layer = index
-
-
-def leave_layer() -> None:
-    """Make later draws belong to no layer."""
-    active().layer = None
 
 
 class OtherDraws:
@@ -129,34 +121,33 @@ def _place() -> str:
     return f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
 
 
-def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return x
     out = random_bits.dropout(x, *active().site("dropout", x.device), float(p))
     return x.copy_(out) if inplace else out
 
 
-def _uniform_(x: torch.Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> torch.Tensor:
+def _uniform_(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
     return x.copy_(low + (high - low) * _numbers("uniform_", x.shape, x.device, generator))
 
 
-def _exponential_(x: torch.Tensor, lambd: float = 1.0, *, generator: None = None) -> torch.Tensor:
+def _exponential_(x: Tensor, lambd: float = 1.0, *, generator: None = None) -> Tensor:
     numbers = _numbers("exponential_", x.shape, x.device, generator)
     return x.copy_(torch.log1p(-numbers.clamp(min=2**-25)) / -lambd)  # above 0: models take its logarithm
 
 
-def _rand_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+def _rand_like(x: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     return _numbers("rand_like", x.shape, options.get("device") or x.device).to(dtype or x.dtype)
 
 
-def _rand(*size: Any, dtype: torch.dtype | None = None, generator: None = None, **options: Any) -> torch.Tensor:
+def _rand(*size: Any, dtype: torch.dtype | None = None, generator: None = None, **options: Any) -> Tensor:
     shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size)
     numbers = _numbers("rand", shape, options.get("device") or torch.get_default_device(), generator)
     return numbers.to(dtype or torch.get_default_dtype())
 
 
-def _numbers(what: str, shape: torch.Size, device: torch.device | str, generator: None = None) -> torch.Tensor:
-    """Uniform float32 numbers of [0, 1)."""
+def _numbers(what: str, shape: torch.Size, device: torch.device | str, generator: None = None) -> Tensor:
     if generator is not None:
         raise UnknownDraw(what, "it is given a generator of its own")
     key, site = active().site(what, device)
@@ -164,15 +155,15 @@ def _numbers(what: str, shape: torch.Size, device: torch.device | str, generator
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """`F.scaled_dot_product_attention`; with dropout, which torch draws inside, it is written out."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
@@ -189,11 +180,11 @@ def _attention(
     return _dropout(torch.softmax(scores, dim=-1), dropout_p) @ value
 
 
-_REPLACED: dict[Any, Callable[..., torch.Tensor]] = {
+_REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
-    torch.Tensor.uniform_: _uniform_,
-    torch.Tensor.exponential_: _exponential_,
+    Tensor.uniform_: _uniform_,
+    Tensor.exponential_: _exponential_,
     torch.rand_like: _rand_like,
     torch.rand: _rand,
 }

@@ -1,9 +1,9 @@
 """Module names in XLA's reports and profiles, such as ``model.layers.*.mlp`` for an operation.
 
-A torch operation gets the name of the scope that is open when it runs, and :func:`annotate` opens a scope around each
-module's forward. A scanned layer runs as two graphs that AOTAutograd has traced. Their nodes remember their module (in
-the backward: the module of the forward operation whose gradient they compute), and :func:`scoped` makes the graphs open
-and close scopes themselves. XLA keeps the names only if ``XLA_HLO_DEBUG=1`` was set before torch_xla was imported.
+A torch operation gets the name of the scope that is open when it runs: :func:`annotate` opens one around each module's
+forward. A scanned layer runs as two graphs that AOTAutograd has traced, whose nodes remember their module (in the
+backward: that of the forward operation whose gradient they compute); :func:`scoped` makes the graphs open and close
+scopes. XLA keeps the names only if ``XLA_HLO_DEBUG=1`` was set before torch_xla was imported.
 """
 
 from __future__ import annotations

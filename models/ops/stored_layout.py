@@ -1,8 +1,7 @@
 """A weight in its stored layout, so that a loop over stacked layers does not copy the whole stack.
 
 The TPU compiler gives a loop's inputs the layout that the loop's products like best. If that is not the stored layout,
-all layers are copied before the loop, and both copies live as long as it runs. Behind this operation each layer is laid
-out by itself.
+all layers are copied before the loop, and both copies live as long as it runs. Here each layer is laid out by itself.
 """
 
 from __future__ import annotations
@@ -13,29 +12,28 @@ from collections.abc import Sequence
 
 import torch
 from jax.experimental.layout import Layout, with_layout_constraint
+from torch import Tensor
 
 from shardwright.models.ops.arguments_as_text import as_text, from_text
-from shardwright.models.ops.jax_call import Manual, jax, jax_call
+from shardwright.models.ops.jax_call import Array, Manual, jax_call
+from shardwright.models.ops.operation import operation
 
 _ROWS, _COLUMNS = 8, 128  # of a tile
 _WORD = 4  # bytes: narrower values are packed, row on row
 
 
-def as_stored(weight: torch.Tensor, manual: Manual, layers: int = 0) -> torch.Tensor:
+def as_stored(weight: Tensor, manual: Manual, layers: int = 0) -> Tensor:
     """Constrain ``weight`` to the order in which each device stores its share; its gradient is not touched.
 
-    ``manual`` is its layout on the mesh, as the one input and the one output. It is a slice of a stack of ``layers``;
-    0: a tensor of its own.
+    ``manual`` is its layout, as one input and one output. It is a slice of a stack of ``layers``; 0: by itself.
     """
     return _as_stored(weight, as_text(manual), layers)
 
 
 def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """The dimensions of one device's share, an array of at least two, as a TPU stores it, the outermost first.
+    """The dimensions of one device's share, an array of at least two, as a TPU stores it, the outermost first."""
 
-    The last two are padded to tiles; the pair with the least padding is last (on a tie, the last in ``shape``).
-    """
-
+    # the last two are padded to tiles; the pair with the least padding is last (on a tie, the last in ``shape``)
     def padded(pair: tuple[int, int]) -> tuple[int, int, int]:
         rows, columns = pair
         height = _ROWS
@@ -49,24 +47,15 @@ def stored_order(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (*(dim for dim in range(len(shape)) if dim not in last), *last)
 
 
-@torch.library.custom_op("shardwright::as_stored", mutates_args=())
-def _as_stored(weight: torch.Tensor, manual: str, layers: int) -> torch.Tensor:
+@operation("as_stored", lambda weight, *_: torch.empty_like(weight))
+def _as_stored(weight: Tensor, manual: str, layers: int) -> Tensor:
     return jax_call(_ordered, weight, manual=from_text(manual), layers=layers)[0]
 
 
-@_as_stored.register_fake
-def _(weight: torch.Tensor, manual: str, layers: int) -> torch.Tensor:
-    return torch.empty_like(weight)
+_as_stored.register_autograd(lambda ctx, gradient: (gradient, None, None))
 
 
-def _pass(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return gradient, None, None
-
-
-_as_stored.register_autograd(_pass)
-
-
-def _ordered(x: jax.Array, layers: int) -> jax.Array:
+def _ordered(x: Array, layers: int) -> Array:
     if not layers:
         return with_layout_constraint(x, Layout(stored_order(x.shape, x.dtype.itemsize)))
     stack, *order = stored_order((layers, *x.shape), x.dtype.itemsize)

@@ -1,16 +1,17 @@
 """Replacements of operations that torch_xla lowers badly or not at all.
 
-Two are used by routers, where one-hots replace scatters: for a scatter over tokens the partitioner gathers the indices
-of the whole batch on every device. A router chooses among few experts, so the one-hots are small, and the compiler
-fuses them away. `torch.polar` would fall back to the host, in the middle of a step. `torch.std` has no gradient on XLA:
-torch_xla 2.9 replaces it below autograd, which warns and goes on without.
+In routers one-hots, which the compiler fuses away, replace scatters over tokens, for which the partitioner gathers the
+indices of the whole batch on every device. `torch.polar` would fall back to the host. `torch.std` has no gradient on
+XLA: torch_xla 2.9 replaces it below autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -18,7 +19,7 @@ class _TopK(torch.autograd.Function):
     """`torch.topk` over the last dimension, whose gradient is a sum of one-hots."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, k: int, sort: bool) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(ctx, x: Tensor, k: int, sort: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         values, index = torch.topk(x, k, dim=-1, sorted=sort)
         ctx.save_for_backward(index)
         ctx.mark_non_differentiable(index)
@@ -26,7 +27,7 @@ class _TopK(torch.autograd.Function):
         return values, index
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor, _: Any):  # type: ignore[override]
+    def backward(ctx, grad: Tensor, _: Any):  # type: ignore[override]
         (index,) = ctx.saved_tensors
         chosen = index.unsqueeze(-1) == torch.arange(ctx.choices, device=index.device)
         return (chosen.to(grad.dtype) * grad.unsqueeze(-1)).sum(-2), None, None
@@ -36,35 +37,36 @@ class LocalOps(TorchFunctionMode):
     """Replaces, while active, torch's `topk` over the last dimension, `histc` of integers, `polar` and `std`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.topk, torch.Tensor.topk):
-            return _top_k(func, *args, **(kwargs or {}))
-        if func in (torch.histc, torch.Tensor.histc):
-            return _histogram(func, *args, **(kwargs or {}))
-        if func is torch.polar:
-            return _polar(*args, **(kwargs or {}))
-        if func in (torch.std, torch.Tensor.std):
-            return _root(torch.var(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
-def _top_k(func: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def _top_k(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if dim not in (-1, input.dim() - 1) or not largest or not input.requires_grad:
-        return func(input, k, dim, largest, sorted)
+        return torch.topk(input, k, dim, largest, sorted)
     return torch.return_types.topk(_TopK.apply(input, k, sorted))
 
 
-def _histogram(func: Any, input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+def _histogram(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     # transformers counts each expert's tokens with it, and XLA has no `histc`
     if (min, max) != (0, bins) or input.is_floating_point():
-        return func(input, bins=bins, min=min, max=max)
+        return torch.histc(input, bins=bins, min=min, max=max)
     return (input.flatten().unsqueeze(-1) == torch.arange(bins, device=input.device)).to(torch.float32).sum(0)
 
 
-def _polar(abs: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+def _polar(abs: Tensor, angle: Tensor) -> Tensor:
     return torch.view_as_complex(torch.stack((abs * angle.cos(), abs * angle.sin()), dim=-1))
 
 
-def _root(variance: torch.Tensor) -> torch.Tensor:
-    """The square root, with a gradient of 0 where it is 0, as `torch.std` has."""
+def _std(*args: Any, **kwargs: Any) -> Tensor:
+    """`torch.std`, with a gradient of 0 where it is 0."""
+    variance = torch.var(*args, **kwargs)
     positive = variance > 0
     return torch.where(positive, torch.where(positive, variance, 1).sqrt(), 0)
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.topk, Tensor.topk), _top_k),
+    **dict.fromkeys((torch.histc, Tensor.histc), _histogram),
+    **dict.fromkeys((torch.std, Tensor.std), _std),
+    torch.polar: _polar,
+}

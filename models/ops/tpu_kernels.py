@@ -14,7 +14,7 @@ from typing import Any
 from torch_xla.experimental import stablehlo_custom_call
 
 # configures jax: it must come before jax itself
-from shardwright.models.ops.jax_call import jax
+from shardwright.models.ops.jax_call import Array, jax
 
 # isort: split
 from jax.experimental import pallas as pl
@@ -23,8 +23,6 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 # semi-private: splash_attention_kernel.py there, jax 0.7.1
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-# a jax.Array, when it is traced
-Array = Any
 # a tile's rows and two widths
 Tiling = tuple[int, int, int]
 
@@ -41,12 +39,9 @@ def attention(
 ) -> tuple[Array, Array]:
     """Return the output [B, H, S, E] of query, key and value, and each row's logsumexp [B, H, S].
 
-    Args:
-        tensors: the query [B, H, S, D], multiplied by the scale, key [B, K, S, D] and value [B, K, S, E].
-        segments: the segments of queries (q) and keys (kv), [B, S] each; None: there is one.
-        sinks: [H] float32, logits that take part in each row's sum.
-        mask: a `shardwright.models.attention.splash_masks.Mask`, whose blocks divide S.
-        softcap: scores become ``softcap * tanh(scores / softcap)``.
+    They are [B, H, S, D], multiplied by the scale, [B, K, S, D] and [B, K, S, E]. ``segments`` has those of queries (q)
+    and keys (kv), [B, S] each; None: there is one. ``sinks``, [H] float32, are logits that take part in each row's sum.
+    The blocks of ``mask``, a `shardwright.models.attention.splash_masks.Mask`, divide S. For ``softcap`` see `Scoring`.
     """
     block, compute = mask.sizes.block, mask.sizes.compute
     run = functools.partial(
@@ -79,14 +74,13 @@ def attention_backward(
         # the sinks are in the logsumexp already
         arguments = (*tensors, segments, None, logsumexp, grad_out, dot)
         common: dict[str, Any] = {
-            "bq": mask.sizes.block,
-            "bkv": mask.sizes.block,
+            **dict.fromkeys(("bq", "bkv"), mask.sizes.block),
+            **dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR),
             "is_mqa": False,
             "mask_value": splash.DEFAULT_MASK_VALUE,
             "attn_logits_soft_cap": softcap,
             "mask_function": mask.function,
             "interpret": INTERPRETED,
-            **{f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"},
         }
         _, grad_key, grad_value = splash._splash_attention_bwd_dkv(
             *arguments,
@@ -114,9 +108,7 @@ def grouped_outer(a_RK: Array, b_RN: Array, sizes_G: Array, tiling: Tiling, into
 
 
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """See `shardwright.models.experts.grouped_matmul.unwritten`."""
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    make = pl.pallas_call(
-        lambda *refs: None, jax.ShapeDtypeStruct(shape, dtype), in_specs=[anywhere], out_specs=anywhere
-    )
-    return make(after)
+    """An array of arbitrary entries, for callers that write every entry they read."""
+    # any small array of the loop that uses the result keeps it inside the loop, where no turn copies it
+    made, anywhere = jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(lambda *refs: None, made, in_specs=[anywhere], out_specs=anywhere)(after)

@@ -16,34 +16,26 @@ import torch
 # torch_xla 2.9
 import torch_xla
 import torch_xla.core.xla_builder as xb
+from torch import Tensor
 
 # semi-private: torch/utils/_pytree.py, torch 2.9
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-Flat = list[torch.Tensor]
+Flat = list[Tensor]
+# (carry, x) -> (carry, y)
+Step = Callable[[Any, Any], tuple[Any, Any]]
 # the structure of a tree, and which of its leaves are tensors (the others are None)
 Spec = tuple[TreeSpec, tuple[bool, ...]]
 # lowered loops, by the shapes of their inputs
 Known = dict[str, "Loop"]
 
 
-def run_turns(
-    turn: Callable[[Any, Any], tuple[Any, Any]],
-    carry: Any,
-    xs: Any,
-    *,
-    reverse: bool = False,
-    known: Known | None = None,
-) -> tuple[Any, Any]:
+def run_turns(turn: Step, carry: Any, xs: Any, *, reverse: bool = False, known: Known | None = None) -> tuple[Any, Any]:
     """Return ``carry`` after ``carry, y = turn(carry, x)`` for each slice x of ``xs``, and the stack of all y.
 
-    All are trees of tensors and None. No gradient flows through. Draws from the device's own generator would repeat in
-    every turn: `shardwright.models.ops.randomness.OtherDraws` refuses a model that makes them.
-
-    Args:
-        reverse: from the last slice to the first; y keep the order of ``xs``.
-        known: a cache of this turn's lowered loops, by shapes, which a new one joins. The turn must compute the same
-            from the same shapes in every step, and use nothing but its arguments.
+    All are trees of tensors and None. No gradient flows through. With ``reverse`` the last slice is first; y keep the
+    order of ``xs``. A turn with a cache of its loops, ``known``, must compute the same from the same shapes in every
+    step, and use nothing but its arguments. Draws from the device's own generator would repeat in every turn.
     """
     (given, carry_spec), (parts, xs_spec) = _flat(carry), _flat(xs)
     key = str((carry_spec, xs_spec, reverse, [(tuple(t.shape), t.dtype) for t in (*given, *parts)]))
@@ -57,30 +49,19 @@ def run_turns(
 
 @dataclass(frozen=True)
 class Turn:
-    """A lowered turn.
+    """A lowered turn."""
 
-    Args:
-        computation: takes the inputs that it uses: of the carry, a slice of each of ``xs``, and the hoisted tensors.
-        order: the places of these among all inputs.
-        hoisted: tensors that the turn uses beside its arguments, such as the numbers in its formulas.
-        closed: whether all hoisted tensors are numbers, and none is the random seed.
-        results, specs: shape and dtype of each y; the specs of the returned carry and of y.
-    """
-
-    computation: Any
-    order: list[int]
-    hoisted: Flat
-    closed: bool
-    results: list[tuple[torch.Size, torch.dtype]]
-    specs: tuple[Spec, Spec]
+    computation: Any  # of the inputs that it uses: of the carry, a slice of each of ``xs``, and the hoisted tensors
+    order: list[int]  # the places of these among all inputs
+    hoisted: Flat  # tensors that the turn uses beside its arguments, such as the numbers in its formulas
+    closed: bool  # whether all of these are numbers, and none is the random seed
+    results: list[tuple[torch.Size, torch.dtype]]  # of each y
+    specs: tuple[Spec, Spec]  # of the returned carry and of y
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A lowered loop of ``count`` turns.
-
-    ``computation`` takes the first turn's number, the carry, ``xs``, the stacks of results, and the hoisted tensors.
-    """
+    """A lowered loop of ``count`` turns, of the inputs that :func:`_arguments` gives."""
 
     computation: Any
     turn: Turn
@@ -100,7 +81,7 @@ def _arguments(turn: Turn, count: int, carry: Flat, parts: Flat) -> Flat:
     return [torch.tensor(0, device=device), *carry, *parts, *stacks, *turn.hoisted]
 
 
-def _traced(turn: Callable[[Any, Any], tuple[Any, Any]], carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn:
+def _traced(turn: Step, carry: tuple[Flat, Spec], xs: tuple[Flat, Spec]) -> Turn:
     given = len(carry[0])
     inputs = [xb.create_placeholder_tensor(t.shape, t.dtype) for t in carry[0]]
     inputs += [xb.create_placeholder_tensor(t.shape[1:], t.dtype) for t in xs[0]]
@@ -120,9 +101,8 @@ def _traced(turn: Callable[[Any, Any], tuple[Any, Any]], carry: tuple[Flat, Spec
     order = [place for k, place in sorted((k, place) for place, k in enumerate((*numbers, *hoisted))) if k >= 0]
     computation = xb.computation_from_module_proto("turn", context.hlo())
     closed = not draws and all(t.dim() == 0 for t in hoisted.values())
-    return Turn(
-        computation, order, [*hoisted.values()], closed, [(t.shape, t.dtype) for t in ys], (of_carry, of_results)
-    )
+    shapes_of_y = [(t.shape, t.dtype) for t in ys]
+    return Turn(computation, order, [*hoisted.values()], closed, shapes_of_y, (of_carry, of_results))
 
 
 def _lowered(turn: Turn, carry: Flat, parts: Flat, reverse: bool) -> Loop:
@@ -158,12 +138,10 @@ def _split(state: Sequence[Any], turn: Turn, carry: int, parts: int) -> list[lis
 
 def _slice(stack: Any, at: Any) -> Any:
     _, *shape = stack.shape().sizes
-    start = [at, *(at.zeros_like() for _ in shape)]
-    return stack.dynamic_slice(start, [1, *shape]).reshape(shape)
+    return stack.dynamic_slice([at, *(at.zeros_like() for _ in shape)], [1, *shape]).reshape(shape)
 
 
 def _put(stack: Any, value: Any, at: Any) -> Any:
-    """Write ``value`` as slice number ``at`` of ``stack``."""
     start = [at, *(at.zeros_like() for _ in value.shape().sizes)]
     return stack.dynamic_update_slice(value.broadcast([1]), start)
 
@@ -173,6 +151,6 @@ def _flat(tree: Any) -> tuple[Flat, Spec]:
     return [t for t in leaves if t is not None], (spec, tuple(t is not None for t in leaves))
 
 
-def _tree(flat: Sequence[torch.Tensor], spec: Spec) -> Any:
+def _tree(flat: Sequence[Tensor], spec: Spec) -> Any:
     tensors = iter(flat)
     return tree_unflatten([next(tensors) if there else None for there in spec[1]], spec[0])

@@ -235,15 +235,19 @@ def test_the_form_that_sends_less_in_as_many_rounds_as_pay(overlaps, given, expe
     assert planned.rounds * planned.window == given[0]
 
 
+# of experts that are planned for, not computed
+SHAPE = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
+SHAPE["widths"] = (0, 0)
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("tokens", [24576, 4096])
 def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth_more(tokens, blocks):
     rows, row_bytes = tokens * K // 8, 57344  # of a round of Mixtral-8x7B's gate and up, on v5p
-    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     buffer = {"buffer_bytes": 2 * rows * row_bytes // blocks, "flops_a_byte": CHIPS["v5p"].flops_a_byte}
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
-        planned = dropless_rows.ExpertShards(**shape, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
+        planned = dropless_rows.ExpertShards(**SHAPE, **spread, **buffer).plan(tokens, K, 2, 1, row_bytes)
     assert planned.crossing.window * 8 == tokens
     assert planned.block == math.ceil(rows * 9 // 8 / (blocks * planned.tile.rows)) * planned.tile.rows
 
@@ -251,10 +255,9 @@ def test_blocks_hold_a_balanced_routing_of_experts_that_are_spread_and_an_eighth
 @pytest.mark.parametrize(("chip", "sequences", "at_once"), [("v6e", 8, True), ("v6e", 16, False), ("v5p", 8, False)])
 def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, at_once):
     tokens, row_bytes, flops_a_byte = sequences * 4096, 57344, CHIPS[chip].flops_a_byte  # of Mixtral-8x7B, gathered
-    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     whole = {"axes": ("fsdp", "inner"), "expert_axes": (), "expert_shards": 1}
     bound = {"buffer_bytes": buffer_bytes(flops_a_byte), "flops_a_byte": flops_a_byte}
-    planned = dropless_rows.ExpertShards(**shape, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
+    planned = dropless_rows.ExpertShards(**SHAPE, **whole, **bound).plan(tokens, K, 8, 8192, row_bytes)
     assert planned.at_once == at_once
 
 
@@ -263,11 +266,10 @@ def test_a_chip_that_waits_for_bytes_has_more_rows_in_a_block(chip, sequences, a
     [("v6e", 2, 1), ("v6e", 8, 1), ("v6e", 16, 2), ("v5p", 2, 1), ("v5p", 4, 1), ("v5p", 8, 8)],
 )
 def test_tokens_cross_in_one_round_where_its_rows_fit_into_one_block(chip, sequences, rounds):
-    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     flops_a_byte = CHIPS[chip].flops_a_byte
     local = dropless_rows.ExpertShards(
-        **shape, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte)
+        **SHAPE, **spread, flops_a_byte=flops_a_byte, buffer_bytes=buffer_bytes(flops_a_byte)
     )
     with lowering_for("tpu", "xla_tpu_enable_async_all_to_all=true"):
         planned = local.plan(sequences * 4096, K, 2, 8192, 57344)  # Mixtral-8x7B over 4
@@ -276,10 +278,9 @@ def test_tokens_cross_in_one_round_where_its_rows_fit_into_one_block(chip, seque
 
 
 def test_one_planned_round_has_room_in_one_block_for_what_a_pair_of_devices_may_send():
-    shape = {"activation": None, "names": (), "out_first": True, "lora_scale": 0.0, "trained": (), "specs": ()}
     spread = {"axes": ("fsdp", "expert"), "expert_axes": ("expert",), "expert_shards": 4}
     fast = {"buffer_bytes": 2**32, "flops_a_byte": CHIPS["v6e"].flops_a_byte}
-    planned = dropless_rows.ExpertShards(**shape, **spread, **fast).plan(8192, K, 2, 8192, 57344)
+    planned = dropless_rows.ExpertShards(**SHAPE, **spread, **fast).plan(8192, K, 2, 8192, 57344)
     assert planned.at_once
     assert (
         planned.crossing.pairs == 4352

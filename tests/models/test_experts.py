@@ -14,9 +14,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from shardwright.models.experts import expert_families
 from shardwright.models.experts.capacity import Capacity, _owners, _slots
-from shardwright.models.experts.dense import dense
 from shardwright.models.experts.dropless import Dropless
 from shardwright.models.experts.experts_interface import bind
+from shardwright.models.experts.projections import dense
 from shardwright.models.layers import side_outputs
 
 T, H, E, K = 24, 16, 4, 2

@@ -28,10 +28,10 @@ def test_what_is_kept_is_given_back_and_what_there_is_no_room_for_is_made_again(
     kept = jnp.zeros((2 * room, 1))
     for number in range(rounds):
 
-        def keep(block, _, kept, sums, number=number):
-            return block.keep(kept, jnp.full((4, 1), 10.0 * number) + block.start, round_of(number)), sums
+        def keep(block, kept, number=number):
+            return block.keep(kept, jnp.full((4, 1), 10.0 * number) + block.start, round_of(number))
 
-        kept, _ = all_rows.fold(keep, kept, ())
+        kept = all_rows.fold(keep, kept)
 
     @jax.jit
     def of(number, start):

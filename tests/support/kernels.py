@@ -29,8 +29,8 @@ def interpreted() -> Iterator[None]:
 def without_kernel(patch: pytest.MonkeyPatch) -> None:
     """Has XLA devices run the portable attention, as they do where the kernel can't do what is asked."""
 
-    def attend(*tensors: Any) -> torch.Tensor:
-        *inputs, settings = tensors
-        return portable(*inputs, settings.scoring).transpose(1, 2)
+    def attend(tensors: Any, *others: Any) -> torch.Tensor:
+        *inputs, settings = others
+        return portable(*tensors, *inputs, settings.scoring).transpose(1, 2)
 
     patch.setattr(splash, "attend", attend)
