@@ -13,62 +13,16 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from shardwright.report.html import COLORS
+from markupsafe import Markup
+
+from shardwright.report.html import PARTS
 
 Point = tuple[float, float]  # (step, value)
 Place = Callable[[float, float], Point]  # (step, value) → (x, y) in the drawing
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 240, 58, 10, 10, 26  # the drawing and its margins
-_FEW = COLORS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
+_FEW = PARTS  # most lines with a colour each; more of them share one, and the pointer finds the nearest
 _POINTS = 6_000  # of all lines of a chart together
-
-STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 0 1.5rem; }
-figure.chart { margin: 1rem 0; position: relative; }
-figure.chart figcaption { font-weight: 600; }
-figure.chart svg { width: 100%; height: auto; display: block; touch-action: pan-y; }
-.chart text { fill: var(--ink); font-size: 11px; }
-.chart .title { font-weight: 600; font-size: 13px; }
-.chart .grid { stroke: var(--line); stroke-width: 1; }
-.chart polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-.chart .many { stroke-width: 1; opacity: .45; }
-.chart .cross { stroke: var(--ink); stroke-width: 1; opacity: .5; visibility: hidden; }
-figure.chart output { position: absolute; top: 1.6rem; pointer-events: none; visibility: hidden; white-space: pre;
-  background: var(--paper); border: 1px solid var(--line); padding: .2rem .5rem; font-size: .8rem;
-  font-variant-numeric: tabular-nums; }
-"""
-
-# one script for all charts; each has the frame of its plot and its lines in `data-chart`
-SCRIPT = """
-const shown = v => Math.abs(v) >= 1e5 ? Math.round(v).toLocaleString("en-US") : String(Number(v.toPrecision(6)));
-for (const figure of document.querySelectorAll("figure.chart")) {
-  const {x0, x1, y0, y1, plot: [left, top, right, bottom], many, lines} = JSON.parse(figure.dataset.chart);
-  const svg = figure.querySelector("svg"), cross = figure.querySelector(".cross");
-  const box = figure.querySelector("output");
-  const hide = () => { cross.style.visibility = box.style.visibility = "hidden"; };
-  const show = event => {
-    const frame = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / frame.width;
-    const atX = (event.clientX - frame.left) * scale, atY = (event.clientY - frame.top) * scale;
-    const step = x0 + (atX - left) / (right - left) * (x1 - x0);
-    const nearest = points => points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
-    let found = lines.map(([name, points]) => [name, ...nearest(points)]);
-    const height = v => bottom - (v - y0) / (y1 - y0) * (bottom - top);
-    if (many) found = [found.reduce((a, b) => Math.abs(height(b[2]) - atY) < Math.abs(height(a[2]) - atY) ? b : a)];
-    const here = found.reduce((a, b) => Math.abs(b[1] - step) < Math.abs(a[1] - step) ? b : a)[1];
-    const x = left + (here - x0) / (x1 - x0) * (right - left);
-    box.value = [`step ${shown(here)}`, ...found.map(([name, at, v]) =>
-      `${name}: ${shown(v)}` + (at === here ? "" : ` (step ${shown(at)})`))].join("\\n");
-    cross.setAttribute("x1", x); cross.setAttribute("x2", x);
-    const offset = x / scale;
-    box.style.left = offset < frame.width / 2 ? `${offset + 8}px` : "auto";
-    box.style.right = offset < frame.width / 2 ? "auto" : `${frame.width - offset + 8}px`;
-    cross.style.visibility = box.style.visibility = "visible";
-  };
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerdown", show);
-  svg.addEventListener("pointerleave", hide);
-}
-"""
 
 
 def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | None = None) -> str:
@@ -86,7 +40,7 @@ def html_chart(title: str, lines: Mapping[str, Sequence[Point]], floor: float | 
     _, top, _, bottom = frame["plot"]
     parts += f'<line class="cross" y1="{top}" y2="{bottom}"/>'
     svg = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {HEIGHT}">{parts}</svg>'
-    return (
+    return Markup(
         f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">'
         f"<figcaption>{escape(title)}</figcaption>{svg}<output></output>{_legend(list(drawn))}</figure>"
     )
